@@ -1,0 +1,208 @@
+"""The job specification: what a user submits, as frozen values with defaults one would defend.
+
+Everything is in SI base units inside; sizes and durations may be written with units in YAML.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from skein.types import Layout, Precision
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+class Spec(BaseModel):
+    """A part of a job file: immutable, and no key is silently ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LlamaShape(Spec):
+    """Sizes of a Llama-family decoder, under the names of its Hugging Face configuration."""
+
+    vocab_size: Annotated[int, Field(ge=2, le=1_000_000)] = 256
+    hidden_size: Annotated[int, Field(ge=8, le=65_536)] = 256
+    intermediate_size: Annotated[int, Field(ge=8, le=262_144)] = 704
+    num_hidden_layers: Annotated[int, Field(ge=1, le=512)] = 4
+    num_attention_heads: Annotated[int, Field(ge=1, le=512)] = 4
+    num_key_value_heads: Annotated[int, Field(ge=1, le=512)] = 2
+    head_dim: Annotated[int, Field(ge=2, le=1024)] | None = None
+    max_position_embeddings: Annotated[int, Field(ge=2, le=1_048_576)] = 2048
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    tie_word_embeddings: bool = True
+    initializer_range: Annotated[float, Field(gt=0, lt=1)] = 0.02
+
+    @model_validator(mode="after")
+    def _check(self) -> "LlamaShape":
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError("hidden_size must be a multiple of num_attention_heads, or give head_dim")
+        if self.attention_width % self.num_attention_heads or (self.attention_width // self.num_attention_heads) % 2:
+            raise ValueError("the width of one attention head must be even (rotary embedding)")
+        return self
+
+    @property
+    def attention_width(self) -> int:
+        """All query heads side by side, in features."""
+        return (self.head_dim or self.hidden_size // self.num_attention_heads) * self.num_attention_heads
+
+
+class LlamaModel(Spec):
+    """A Llama-family language model, by preset or by shape; `init_from` names a Hugging Face directory."""
+
+    family: Literal["llama"] = "llama"
+    preset: str | None = None
+    shape: LlamaShape | None = None
+    init_from: str | None = None
+
+
+class DigitsCnnModel(Spec):
+    """A small convolutional classifier for 8 x 8 grey images in 10 classes (scikit-learn's digits)."""
+
+    family: Literal["digits_cnn"]
+    channels: Annotated[int, Field(ge=1, le=1024)] = 16
+    num_blocks: Annotated[int, Field(ge=1, le=64)] = 3
+
+
+ModelSpec = Annotated[LlamaModel | DigitsCnnModel, Field(discriminator="family")]
+
+
+class TextSource(Spec):
+    """Text files: one file, or a folder with a glob; every file is one document."""
+
+    format: Literal["text"] = "text"
+    path: str
+    glob: str = "**/*.txt"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class JsonlSource(Spec):
+    """One JSON object per line; the text is under `field`."""
+
+    format: Literal["jsonl"]
+    path: str
+    field: str = "text"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TokenSource(Spec):
+    """A flat little-endian array of token ids, memory-mapped."""
+
+    format: Literal["tokens"]
+    path: str
+    dtype: Literal["uint8", "uint16", "uint32", "int32"] = "uint16"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class DigitsSource(Spec):
+    """scikit-learn's bundled digits: 1,797 grey images of 8 x 8."""
+
+    format: Literal["digits"]
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+SourceSpec = Annotated[TextSource | JsonlSource | TokenSource | DigitsSource, Field(discriminator="format")]
+
+
+class DataSpec(Spec):
+    """Where samples come from, read by the workers that hold the first stage."""
+
+    sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
+    tokenizer: str = "bytes"
+    """`bytes` (256 byte values), or the path of a `tokenizers` JSON file."""
+    sequence_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 256
+    validation_ratio: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+
+
+class BatchSpec(Spec):
+    """Samples per step over all workers, and per microbatch."""
+
+    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 32
+    microbatch_samples: Annotated[int, Field(ge=1, le=65_536)] = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> "BatchSpec":
+        if self.samples % self.microbatch_samples:
+            raise ValueError(f"samples must be a multiple of microbatch_samples ({self.microbatch_samples})")
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.samples // self.microbatch_samples
+
+
+class ParallelSpec(Spec):
+    """How the model is cut and how often it is held."""
+
+    stages: Annotated[int, Field(ge=1, le=512)] = 2
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 1
+    layout: Layout = Layout.LINE
+
+
+class OptimizerSpec(Spec):
+    """AdamW with linear warm-up and cosine decay, as torch defines them."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-3
+    final_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Applied to matrices and embeddings, never to vectors (norms, biases)."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global gradient norm above which all gradients shrink together; null: no clipping."""
+
+
+class BudgetSpec(Spec):
+    """When the job is done."""
+
+    steps: Annotated[int, Field(ge=1, le=100_000_000)]
+
+
+class EvaluationSpec(Spec):
+    """Loss on validation data, every so many steps; 0: only after the last step."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 100
+    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+
+
+class CheckpointSpec(Spec):
+    """When to write resumable state and where; 0: only after the last step.
+
+    With no `url` the workers upload to the coordinator. A URL must reach the same place from all workers.
+    """
+
+    every_steps: Annotated[int, Field(ge=0)] = 100
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    url: str | None = None
+
+
+class JobSpec(Spec):
+    """All that defines a job. Equal specs have equal `content_hash`."""
+
+    version: Literal[1] = 1
+    name: Name
+    model: ModelSpec
+    data: DataSpec
+    batch: BatchSpec = BatchSpec()
+    parallel: ParallelSpec = ParallelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    precision: Precision = Precision.FP32
+    budget: BudgetSpec
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    def canonical_json(self) -> str:
+        """The one JSON text of this job: every field, sorted keys, no spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def content_hash(self) -> str:
+        """Hex SHA-256 of `canonical_json`."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()

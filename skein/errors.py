@@ -1,0 +1,31 @@
+"""The three kinds of failure that are exceptions; what is expected to happen is an event instead.
+
+`UserError` is the user's to mend, `RemoteError` a peer's fault, `LocalError` ours.
+"""
+
+
+class SkeinError(Exception):
+    """Root of everything Skein raises on purpose."""
+
+
+class UserError(SkeinError, ValueError):
+    """A user's mistake: which field, what it was, what would be right.
+
+    >>> str(UserError("batch.samples", -4, "give a whole number of at least 1"))
+    'batch.samples: -4: give a whole number of at least 1'
+    """
+
+    def __init__(self, field: str, value: object, hint: str) -> None:
+        shown = repr(value) if isinstance(value, str) else str(value)
+        super().__init__(f"{field}: {shown}: {hint}")
+        self.field = field
+        self.value = value
+        self.hint = hint
+
+
+class RemoteError(SkeinError):
+    """Another process broke the protocol; its message is refused and counted."""
+
+
+class LocalError(SkeinError):
+    """This process found its own state wrong."""

@@ -1,0 +1,82 @@
+"""Names that every package shares. Words are those of docs/glossary.md."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+JobId = NewType("JobId", str)
+WorkerId = NewType("WorkerId", str)
+SiteId = NewType("SiteId", str)
+Incarnation = NewType("Incarnation", str)
+"""Random name of one worker process. Same worker, other incarnation: the old one died."""
+
+Epoch = NewType("Epoch", int)
+"""Counts the openings of the run log; a directive of a lower epoch is refused."""
+Generation = NewType("Generation", int)
+"""Number of the current plan of a run; stamped on every message."""
+Step = NewType("Step", int)
+"""0-based. Step t turns parameters of version t into version t + 1."""
+StageIndex = NewType("StageIndex", int)
+MicrobatchId = NewType("MicrobatchId", int)
+GroupId = NewType("GroupId", str)
+"""One reduction: "s3" is stage 3's own tensors, "tied" those that two stages share."""
+
+
+class Layout(StrEnum):
+    """Where the loss is: `LINE` on the last stage, `LOOP` back on the worker that began the path."""
+
+    LINE = "line"
+    LOOP = "loop"
+
+
+class Precision(StrEnum):
+    """Arithmetic of a job: FP32, FP64 throughout, or FP32 parameters under bfloat16 autocast."""
+
+    FP32 = "fp32"
+    FP64 = "fp64"
+    BF16 = "bf16"
+
+
+class JobState(StrEnum):
+    """What a user sees. `PAUSED` waits for workers and is no failure."""
+
+    PENDING = "pending"
+    PLANNING = "planning"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try at reducing one group; newer tries compare greater."""
+
+    epoch: Epoch
+    generation: Generation
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ChunkRef:
+    """A stage as held by one worker."""
+
+    stage: StageIndex
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """A contiguous range of a model's layers, `first <= layer < stop`, in the layer list of `skein.model`.
+
+    In the `loop` layout the head is a stage of its own, placed with the first stage.
+    """
+
+    index: StageIndex
+    first: int
+    stop: int
