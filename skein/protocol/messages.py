@@ -1,0 +1,465 @@
+"""What coordinator and workers say to each other, and the headers of what workers send to peers.
+
+Reports go up, directives down. Every directive of a run carries (epoch, generation): a lower epoch or generation is
+refused, and all are idempotent. These classes are the domain side of protos/skein/wire/v1; `skein.wire.codec` maps
+them field by field, so names here are names there.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skein.plan.plan import Group, Path
+from skein.topology.fleet import Link, Profile
+from skein.types import (
+    Attempt,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    SiteId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
+
+# --- values that several messages share -------------------------------------------------------------------------
+
+
+class Phase(StrEnum):
+    """What a microbatch travels for: a step's gradient, or the loss on validation data."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class Decision(StrEnum):
+    """What a commit does to parameters: apply the reduced gradient, or skip it as not finite."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+
+
+class Next(StrEnum):
+    """What members do after a commit: the next step, an evaluation first, or wait for word."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    HALT = "halt"
+
+
+class SourceKind(StrEnum):
+    """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it."""
+
+    KEEP = "keep"
+    INITIAL = "initial"
+    CHECKPOINT = "checkpoint"
+    PEER = "peer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker of a generation and where peers reach it (host:port)."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkVersion:
+    """A chunk held: after how many committed steps its parameters are."""
+
+    stage: StageSpec
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSource:
+    """Where a chunk's state at `version` comes from; `peer` names a worker, `url` a checkpoint."""
+
+    kind: SourceKind
+    version: Step
+    peer: WorkerId | None = None
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAssignment:
+    """A chunk to hold: its slots, the microbatches that must visit it in a step, and where its state comes from."""
+
+    stage: StageSpec
+    slots: int
+    microbatches: tuple[MicrobatchId, ...]
+    source: StateSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A microbatch that starts here, and its way."""
+
+    microbatch: MicrobatchId
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Which microbatches' contributions one chunk has accumulated in this step, ascending."""
+
+    stage: StageIndex
+    worker: WorkerId
+    microbatches: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """The attempt whose result a commit applies, and what its holders voted."""
+
+    group: GroupId
+    attempt: Attempt
+    digest: str
+    squared_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The durable decision on one step. Everybody computes with the numbers in here, never with its own.
+
+    `loss` is nats per valid token (or per sample), `weight` 1 / `num_tokens`, `clip` the factor on all gradients,
+    `gradient_norm` the global norm after weighting and before clipping.
+    """
+
+    step: Step
+    decision: Decision
+    reason: str
+    results: tuple[GroupResult, ...]
+    loss: float
+    num_tokens: int
+    weight: float
+    gradient_norm: float
+    clip: float
+    learning_rate: float
+    samples_after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """One file of a checkpoint: its name, size in bytes, hex SHA-256 and the tensors in it."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """One labelled number of a worker's statistics, cumulative since its process started."""
+
+    name: str
+    label: str
+    value: float
+
+
+# --- reports: worker to coordinator -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First on every control stream: who this is, and what it holds from before."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    protocol_version: int
+    site: SiteId
+    address: str
+    profile: Profile
+    epoch: Epoch
+    """Highest epoch this worker has followed; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Renews the lease. `progress` advances only when an op ends, so a stuck executor shows."""
+
+    progress: int
+    statistics: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """Adopted a generation: all that this worker holds. Nothing older will be acted on."""
+
+    generation: Generation
+    chunks: tuple[ChunkVersion, ...]
+    ledgers: tuple[Ledger, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksReady:
+    """All assigned chunks are here at the assigned version. Only an origin knows `num_train_samples` and the rest."""
+
+    generation: Generation
+    num_train_samples: int
+    num_validation_samples: int
+    data_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDone:
+    """A chunk's ledger covers what was assigned; `loss_sum` (nats) and `num_tokens` from its last hops, else 0."""
+
+    generation: Generation
+    step: Step
+    ledger: Ledger
+    loss_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """A holder has the complete result of an attempt."""
+
+    generation: Generation
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    digest: str
+    squared_norm: float
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone:
+    """A head's share of an evaluation of `version`: summed loss in nats over so many tokens and microbatches."""
+
+    generation: Generation
+    version: Step
+    microbatches: tuple[MicrobatchId, ...]
+    loss_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    """A stage of a checkpoint is durable under the checkpoint's URL."""
+
+    version: Step
+    stage: StageIndex
+    files: tuple[CheckpointFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksMeasured:
+    """What probes of peers found, this worker sending."""
+
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspected:
+    """A peer did not take a tensor or give its state; the coordinator decides what that means."""
+
+    generation: Generation
+    peer: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """This worker cannot do its part. `is_fatal`: no other worker could either (the job fails with `reason`)."""
+
+    generation: Generation
+    is_fatal: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Wants to go: give it no more work, and say when nothing depends on it."""
+
+    reason: str
+
+
+Report = (
+    Hello
+    | Beat
+    | Ack
+    | ChunksReady
+    | StageDone
+    | Vote
+    | EvaluationDone
+    | CheckpointWritten
+    | LinksMeasured
+    | Suspected
+    | Trouble
+    | Leaving
+)
+
+# --- directives: coordinator to worker ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`."""
+
+    epoch: Epoch
+    lease_s: float
+    beat_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Not admitted, and trying again will not help."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGeneration:
+    """Stop what belongs to older generations, apply `last_commit` if it is new, and acknowledge."""
+
+    epoch: Epoch
+    generation: Generation
+    job: JobId
+    members: tuple[Member, ...]
+    last_commit: StepRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assign:
+    """What to hold and where it comes from. Answered by `ChunksReady`."""
+
+    epoch: Epoch
+    generation: Generation
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+    version: Step
+    num_stages: int
+    chunks: tuple[ChunkAssignment, ...]
+    origins: tuple[Origin, ...]
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Everybody is ready: begin `step`."""
+
+    epoch: Epoch
+    generation: Generation
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Forward `num_microbatches` of validation data through `version`, loss only."""
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Reduce `group`: its members' ledgers, disjoint and covering, are `parts`."""
+
+    epoch: Epoch
+    generation: Generation
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    parts: tuple[Ledger, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The step is decided: apply, then go on as `then` says. `save_stages`: of these, this worker saves a checkpoint."""
+
+    epoch: Epoch
+    generation: Generation
+    record: StepRecord
+    then: Next
+    num_evaluation_microbatches: int
+    save_stages: tuple[StageIndex, ...]
+    save_url: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Measure the links to these peers."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """The job is over for this worker: drop all state of it. `may_exit` answers `Leaving`."""
+
+    epoch: Epoch
+    job: JobId | None
+    may_exit: bool
+
+
+Directive = Welcome | Refused | NewGeneration | Assign | Start | Evaluate | Prepare | Commit | Probe | Dismiss
+
+# --- peer headers: worker to worker ------------------------------------------------------------------------------
+
+
+class Direction(StrEnum):
+    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTensor:
+    """A boundary tensor of microbatch `microbatch`, input of hop `hop` (FORWARD) or gradient of its output (BACKWARD).
+
+    The path travels along: routing is the source's. `step` is the version of the parameters it was computed with.
+    """
+
+    direction: Direction
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+
+class ShardKind(StrEnum):
+    """A member's summand on its way to the shard's owner, or the sum on its way back."""
+
+    PART = "part"
+    RESULT = "result"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTensor:
+    """One shard of one reduction; `stage` is that of the contributing chunk (PART) or the owner's (RESULT)."""
+
+    kind: ShardKind
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    shard: int
+    stage: StageIndex
+
+
+TensorHeader = HopTensor | ShardTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What precedes a tensor's bytes on a peer stream: routing (who, which generation) and identity (`header`)."""
+
+    job: JobId
+    epoch: Epoch
+    generation: Generation
+    sender: WorkerId
+    incarnation: Incarnation
+    header: TensorHeader
