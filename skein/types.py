@@ -53,7 +53,7 @@ class JobState(StrEnum):
         return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Attempt:
     """One try at reducing one group; newer tries compare greater."""
 
