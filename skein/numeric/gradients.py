@@ -1,0 +1,114 @@
+"""Gradients as one flat vector: laid out, summed, measured and named by content.
+
+Everything here gives the same bits for the same input, whatever the number of threads: sums run in a stated order.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+_ROW = 4096  # one row is summed by one thread, so its sum does not depend on how many there are
+_PIECE = 256 * _ROW  # bounds the float64 copy that a squared norm makes
+
+
+def flatten(named: Mapping[str, Tensor]) -> Tensor:
+    """All tensors one after another, in sorted order of their names, as a new vector of their dtype.
+
+    Raises:
+        ValueError: no tensors, or tensors of different dtypes.
+
+    >>> flatten({"b": torch.ones(2), "a": torch.zeros(1, 2)}).tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    tensors = [named[name] for name in sorted(named)]
+    if len({tensor.dtype for tensor in tensors}) != 1:
+        raise ValueError(f"one dtype is needed, not {sorted({str(tensor.dtype) for tensor in tensors})}")
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of `flat` under the names and shapes of `like`: the inverse of `flatten`, without a copy.
+
+    Raises:
+        ValueError: `flat` is not a vector of as many elements as `like` has.
+    """
+    num_elements = sum(tensor.numel() for tensor in like.values())
+    if flat.shape != (num_elements,):
+        raise ValueError(
+            f"a vector of {num_elements} elements is needed, not one of shape {tuple(flat.shape)}"
+        )
+    names = sorted(like)
+    parts = torch.split(flat, [like[name].numel() for name in names])
+    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def squared_norm(flat: Tensor) -> float:
+    """The sum of squares of a vector, squared and accumulated in float64, in an order that its length fixes.
+
+    Not finite if an element is not, or if the sum exceeds float64 (never for float32 input).
+    """
+    sums: list[float] = []
+    for piece in torch.split(flat.detach(), _PIECE):
+        squares = piece.double().square_()
+        num_whole = squares.numel() // _ROW * _ROW
+        sums += squares[:num_whole].view(-1, _ROW).sum(dim=1).tolist()
+        sums.append(float(squares[num_whole:].sum()))
+    return math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether no element is infinite or not a number, in one pass and without a temporary of its size."""
+    if not flat.numel():
+        return True
+    low, high = torch.aminmax(flat.detach())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def digest(flat: Tensor) -> str:
+    """32 hexadecimal digits (BLAKE2b, 128 bits) over a vector's bytes; read in place on the CPU.
+
+    Equal vectors have equal digests except that -0.0 is not 0.0 here.
+
+    Raises:
+        ValueError: the tensor is not contiguous.
+    """
+    if not flat.is_contiguous():
+        raise ValueError("only a contiguous tensor has bytes in order")
+    raw = flat.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def shard_bounds(num_elements: int, num_shards: int) -> tuple[tuple[int, int], ...]:
+    """Where each shard of a vector begins and ends; sizes differ by at most one, the longer ones come first.
+
+    Raises:
+        ValueError: fewer than one shard or fewer than no elements.
+
+    >>> shard_bounds(10, 4)
+    ((0, 3), (3, 6), (6, 8), (8, 10))
+    """
+    if num_shards < 1 or num_elements < 0:
+        raise ValueError(f"{num_elements} elements cannot be cut into {num_shards} shards")
+    size, longer = divmod(num_elements, num_shards)
+    starts = [index * size + min(index, longer) for index in range(num_shards + 1)]
+    return tuple(pairwise(starts))
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """((parts[0] + parts[1]) + parts[2]) + ... as a new tensor, in the dtype of the parts; none is changed.
+
+    Addition of floats does not associate: all who sum the same parts in the same order get the same bits.
+
+    Raises:
+        ValueError: no parts, or parts of different shapes or dtypes.
+    """
+    if len({(part.shape, part.dtype) for part in parts}) != 1:
+        raise ValueError(f"parts of one shape and dtype are needed: {[(p.shape, p.dtype) for p in parts]}")
+    total = parts[0].detach().clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
