@@ -1,0 +1,36 @@
+"""How the learning rate moves over a job."""
+
+import math
+
+from skein.config.job import OptimizerSpec
+
+
+def learning_rate(optimizer: OptimizerSpec, step: int, total_steps: int) -> float:
+    """The learning rate of `step`: a straight line up to its peak, then half a cosine down.
+
+    With W warm-up steps, step t < W gets peak * (t + 1) / W, so no step is wasted on a rate of zero and step W - 1
+    is at the peak. From there it falls to peak * `final_learning_rate_ratio`, which the last step gets. A job that is
+    not longer than its warm-up ends on the line.
+
+    Args:
+        step: 0-based, in [0, total_steps).
+        total_steps: steps of the whole job.
+
+    Raises:
+        ValueError: the step is not one of the job's.
+
+    Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (2017), Eq. 5, one cycle.
+
+    >>> spec = OptimizerSpec(learning_rate=1.0, warmup_steps=4, final_learning_rate_ratio=0.1)
+    >>> [round(learning_rate(spec, step, 10), 3) for step in range(10)]
+    [0.25, 0.5, 0.75, 1.0, 0.94, 0.775, 0.55, 0.325, 0.16, 0.1]
+    """
+    if not 0 <= step < total_steps:
+        raise ValueError(f"step {step} is not one of {total_steps}")
+    peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    top = max(warmup - 1, 0)
+    progress = (step - top) / max(total_steps - 1 - top, 1)
+    floor = peak * optimizer.final_learning_rate_ratio
+    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
