@@ -12,6 +12,7 @@ from skein.plan.plan import Group, Path
 from skein.topology.fleet import Link, Profile
 from skein.types import (
     Attempt,
+    ChunkRef,
     Epoch,
     Generation,
     GroupId,
@@ -338,7 +339,8 @@ class Assign:
     job_spec: str
     """Canonical JSON of the `JobSpec`."""
     version: Step
-    num_stages: int
+    num_paths: int
+    """Microbatches in a step."""
     chunks: tuple[ChunkAssignment, ...]
     origins: tuple[Origin, ...]
     groups: tuple[Group, ...]
@@ -440,14 +442,14 @@ class ShardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:
-    """One shard of one reduction; `stage` is that of the contributing chunk (PART) or the owner's (RESULT)."""
+    """One shard of one reduction; `member` is the contributing chunk (PART) or the shard's owner (RESULT)."""
 
     kind: ShardKind
     step: Step
     group: GroupId
     attempt: Attempt
     shard: int
-    stage: StageIndex
+    member: ChunkRef
 
 
 TensorHeader = HopTensor | ShardTensor

@@ -1,0 +1,160 @@
+"""What a worker's executor is asked to do, one op at a time, and what it answers.
+
+An op names its operands by identity (`TensorKey`, ledgers, attempts); the payloads stay with the driver. So the
+simulator can run the same ops by a cost model and the worker by torch.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skein.plan.plan import Group, Path
+from skein.protocol.messages import Direction, HopTensor, Phase, ShardTensor, StepRecord
+from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, Step
+
+
+class HopKey(NamedTuple):
+    """Identity of a boundary tensor, without its route."""
+
+    direction: Direction
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+
+
+def hop_key(tensor: HopTensor) -> HopKey:
+    """The identity in a boundary tensor's header."""
+    return HopKey(tensor.direction, tensor.phase, tensor.step, tensor.microbatch, tensor.hop)
+
+
+TensorKey = HopKey | ShardTensor
+"""What the driver files payloads under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOp:
+    """Run a chunk forward. Input: x of `hop` (hop 0: the data). Output, ready to send: x of `hop + 1`.
+
+    TRAIN keeps what the backward pass needs; EVALUATE keeps nothing.
+    """
+
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOp:
+    """Run the last hop: forward and loss, and in TRAIN backward too, accumulating. Output: dy of `hop - 1`, if any."""
+
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardOp:
+    """Run a chunk backward from dy of `hop`, adding to its accumulators. Output: dy of `hop - 1`, if any."""
+
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOp:
+    """Copy the group's accumulators of each local member into shards, filed as PART tensors. Accumulators stay."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+    stages: tuple[StageIndex, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOp:
+    """Add the parts of one shard in the order of the group's members, filed as the RESULT of `shard`."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+    shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOp:
+    """Put the group's result together (or take the only member's accumulators) and say what it is."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyOp:
+    """Update all chunks from the joined results as the record says, then clear accumulators and boundary tensors."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOp:
+    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`."""
+
+    version: Step
+    stage: StageIndex
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearOp:
+    """Forget everything of the running step: accumulators, activations, boundary tensors, shards. Parameters stay."""
+
+
+Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | ClearOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A LossOp's answer: summed nats and valid tokens."""
+
+    loss_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A JoinOp's answer: what the holder votes."""
+
+    group: GroupId
+    digest: str
+    squared_norm: float
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFailed:
+    """The op raised. `is_fatal`: it would on any worker (unreadable data), so the job is to blame."""
+
+    is_fatal: bool
+    reason: str
+
+
+OpOutcome = Loss | Joined | OpFailed | None

@@ -1,0 +1,199 @@
+"""What goes into a Worker machine and what comes out of it: the border between deciding and acting."""
+
+from dataclasses import dataclass
+
+from skein.protocol.messages import Assign, CheckpointFile, Directive, Envelope, Member, Report
+from skein.protocol.ops import Op, OpOutcome
+from skein.topology.fleet import Link, Profile
+from skein.types import Generation, Incarnation, SiteId, StageIndex, Step, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a worker process is, and what it measured of itself."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    site: SiteId
+    address: str
+    profile: Profile
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened:
+    """The control stream to the coordinator is up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLost:
+    """The control stream is down; the driver tries again by itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectiveArrived:
+    """The coordinator said something."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorArrived:
+    """A peer's tensor is complete, checked and filed by the driver under (generation, key)."""
+
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFailed:
+    """A peer did not take a tensor, after the transport's own retries."""
+
+    to: WorkerId
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpEnded:
+    """The running op is over."""
+
+    op: Op
+    outcome: OpOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """All assigned chunks are here; the counts are 0 on workers that read no data."""
+
+    generation: Generation
+    num_train_samples: int
+    num_validation_samples: int
+    data_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFailed:
+    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it."""
+
+    generation: Generation
+    peer: WorkerId | None
+    is_fatal: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A stage's files are durable at the checkpoint's URL."""
+
+    version: Step
+    stage: StageIndex
+    files: tuple[CheckpointFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksProbed:
+    """Probes of peers have ended."""
+
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The operator wants this worker to go (SIGTERM)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """The deadline may have come."""
+
+
+WorkerEvent = (
+    StreamOpened
+    | StreamLost
+    | DirectiveArrived
+    | TensorArrived
+    | SendFailed
+    | OpEnded
+    | Built
+    | BuildFailed
+    | CheckpointSaved
+    | LinksProbed
+    | StopRequested
+    | TimePassed
+)
+
+# --- commands ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """Say this to the coordinator. The driver fills a beat's statistics in."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOp:
+    """Give the executor this op; its operands are filed under `generation`."""
+
+    generation: Generation
+    op: Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendTensor:
+    """Send the payload filed under the envelope's header to a peer. A release (evaluation, backward) has none."""
+
+    to: Member
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropTensor:
+    """A filed payload is of no use."""
+
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """Make the assigned chunks present: keep, draw, load or fetch. Answered by Built or BuildFailed."""
+
+    assign: Assign
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelBuild:
+    """A newer generation makes the running build pointless; it still answers, by Built or BuildFailed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureLinks:
+    """Probe these peers. Answered by LinksProbed."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetJob:
+    """Drop every chunk and payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """Nothing depends on this process any more. `is_clean`: exit code 0."""
+
+    is_clean: bool
+    reason: str
+
+
+WorkerCommand = (
+    SendReport | RunOp | SendTensor | DropTensor | Build | CancelBuild | MeasureLinks | ForgetJob | Exit
+)
