@@ -31,7 +31,7 @@ help: ## list these targets
 setup: $(READY) ## make .venv with everything in it (again only when pyproject.toml or constraints.txt change)
 
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
