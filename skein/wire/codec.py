@@ -1,0 +1,96 @@
+"""The pairs of domain types and messages; everything that crosses a process border goes through here.
+
+`X.encode(value)` gives the message, `X.decode(message)` the value or `RemoteError`. Requests of `Jobs` that carry only
+an id have no dataclass and are used as they are.
+"""
+
+from skein.protocol.messages import Directive, Envelope, Report
+from skein.protocol.records import Record
+from skein.topology.fleet import Link
+from skein.wire import extra, views
+from skein.wire.mapping import Codec
+from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+
+Upward = Report | extra.LogLines
+"""What a control stream carries up."""
+
+REPORT: Codec[Upward, control_pb2.Report] = Codec(Upward, control_pb2.Report)
+DIRECTIVE: Codec[Directive, control_pb2.Directive] = Codec(Directive, control_pb2.Directive)
+RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record)
+
+ENVELOPE: Codec[Envelope, peer_pb2.Envelope] = Codec(Envelope, peer_pb2.Envelope)
+TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)
+PART_REPLY: Codec[extra.PartReply, peer_pb2.PartReply] = Codec(extra.PartReply, peer_pb2.PartReply)
+FETCH_BOUNDARY: Codec[extra.FetchBoundaryRequest, peer_pb2.FetchBoundaryRequest] = Codec(
+    extra.FetchBoundaryRequest, peer_pb2.FetchBoundaryRequest
+)
+FETCH_STATE: Codec[extra.FetchStateRequest, peer_pb2.FetchStateRequest] = Codec(
+    extra.FetchStateRequest, peer_pb2.FetchStateRequest
+)
+STATE_PART: Codec[extra.StatePart, peer_pb2.StatePart] = Codec(extra.StatePart, peer_pb2.StatePart)
+PROBE_PART: Codec[extra.ProbePart, peer_pb2.ProbePart] = Codec(extra.ProbePart, peer_pb2.ProbePart)
+PROBE_REPLY: Codec[extra.ProbeReply, peer_pb2.ProbeReply] = Codec(extra.ProbeReply, peer_pb2.ProbeReply)
+
+PUT_PART: Codec[extra.PutPart, checkpoint_pb2.PutPart] = Codec(extra.PutPart, checkpoint_pb2.PutPart)
+PUT_REPLY: Codec[extra.PutReply, checkpoint_pb2.PutReply] = Codec(extra.PutReply, checkpoint_pb2.PutReply)
+GET_REQUEST: Codec[extra.GetRequest, checkpoint_pb2.GetRequest] = Codec(
+    extra.GetRequest, checkpoint_pb2.GetRequest
+)
+GET_PART: Codec[extra.GetPart, checkpoint_pb2.GetPart] = Codec(extra.GetPart, checkpoint_pb2.GetPart)
+MANIFEST_REQUEST: Codec[extra.ManifestRequest, checkpoint_pb2.ManifestRequest] = Codec(
+    extra.ManifestRequest, checkpoint_pb2.ManifestRequest
+)
+MANIFEST_REPLY: Codec[extra.ManifestReply, checkpoint_pb2.ManifestReply] = Codec(
+    extra.ManifestReply, checkpoint_pb2.ManifestReply
+)
+
+SUBMIT_REPLY: Codec[views.SubmitReply, jobs_pb2.SubmitReply] = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
+VERSION_REPLY: Codec[views.VersionReply, jobs_pb2.VersionReply] = Codec(
+    views.VersionReply, jobs_pb2.VersionReply
+)
+JOB_STATUS: Codec[views.JobStatus, jobs_pb2.JobStatus] = Codec(views.JobStatus, jobs_pb2.JobStatus)
+WORKER_STATUS: Codec[views.WorkerStatus, jobs_pb2.WorkerStatus] = Codec(
+    views.WorkerStatus, jobs_pb2.WorkerStatus
+)
+JOB_EVENT: Codec[views.JobEvent, jobs_pb2.JobEvent] = Codec(views.JobEvent, jobs_pb2.JobEvent)
+LINK: Codec[Link, ids_pb2.Link] = Codec(Link, ids_pb2.Link)
+
+
+def encode_report(report: Upward) -> control_pb2.Report:
+    """The message of a report or of log lines."""
+    return REPORT.encode(report)
+
+
+def decode_report(message: control_pb2.Report) -> Upward:
+    """The report in `message`, or `RemoteError`."""
+    return REPORT.decode(message)
+
+
+def encode_directive(directive: Directive) -> control_pb2.Directive:
+    """The message of a directive."""
+    return DIRECTIVE.encode(directive)
+
+
+def decode_directive(message: control_pb2.Directive) -> Directive:
+    """The directive in `message`, or `RemoteError`."""
+    return DIRECTIVE.decode(message)
+
+
+def encode_envelope(envelope: Envelope) -> peer_pb2.Envelope:
+    """The message of a peer tensor's header."""
+    return ENVELOPE.encode(envelope)
+
+
+def decode_envelope(message: peer_pb2.Envelope) -> Envelope:
+    """The header in `message`, or `RemoteError`."""
+    return ENVELOPE.decode(message)
+
+
+def record_to_bytes(record: Record) -> bytes:
+    """A run log entry as it lies on disk; equal records give equal bytes within one build."""
+    return RECORD.to_bytes(record)
+
+
+def record_from_bytes(data: bytes) -> Record:
+    """The run log entry in `data`, or `RemoteError`."""
+    return RECORD.from_bytes(data)

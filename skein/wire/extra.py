@@ -1,0 +1,310 @@
+"""Values that only drivers exchange: log lines, tensors in parts, state, checkpoint files and probes.
+
+The machines know none of these. Field names are those of protos/skein/wire/v1.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skein.protocol.messages import Direction, Envelope, Phase
+from skein.protocol.records import StageFiles
+from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
+
+# --- control ----------------------------------------------------------------------------------------------------
+
+
+class LogLevel(StrEnum):
+    """How much a log line matters."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One line of a log, without its line break; `wall_s` is Unix time."""
+
+    level: LogLevel
+    wall_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLines:
+    """Lines of a worker's log on their way to `skein logs`. Losing them changes nothing."""
+
+    lines: tuple[LogLine, ...]
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+class DType(StrEnum):
+    """Element types that may travel; values are torch's names."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return _BYTES_BY_DTYPE[self]
+
+
+_BYTES_BY_DTYPE = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Name, element type and shape of one tensor of a bundle."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements, to be compared with a limit before anything is allocated.
+
+        >>> TensorMeta(name="x", dtype=DType.BFLOAT16, shape=(3, 5)).num_bytes
+        30
+        """
+        size = self.dtype.num_bytes
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStart:
+    """Announces a bundle that follows as one run of `num_bytes` bytes; `tensor` names it on this stream."""
+
+    tensor: int
+    envelope: Envelope
+    tensors: tuple[TensorMeta, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorData:
+    """Bytes of a bundle from `offset` on, with their `zlib.crc32`."""
+
+    tensor: int
+    offset: int
+    data: bytes
+    crc32: int
+
+
+TensorPart = TensorStart | TensorData
+
+
+class Refusal(StrEnum):
+    """Why a tensor was not taken; refused is not lost, the sender offers it again."""
+
+    STALE = "stale"
+    NOT_YET = "not_yet"
+    CORRUPT = "corrupt"
+    TOO_LARGE = "too_large"
+    UNKNOWN_JOB = "unknown_job"
+    UNEXPECTED = "unexpected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditGranted:
+    """The sender may send so many more bytes of `TensorData.data`."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAccepted:
+    """The whole bundle arrived and its checksums fit."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRefused:
+    """The bundle was not taken."""
+
+    tensor: int
+    reason: Refusal
+    text: str
+
+
+PartReply = CreditGranted | TensorAccepted | TensorRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchBoundaryRequest:
+    """Asks for the boundary tensor of a hop; answered by `TensorPart`s."""
+
+    job: JobId
+    epoch: Epoch
+    generation: Generation
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    direction: Direction
+
+
+# --- state of a chunk -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStateRequest:
+    """Asks for a chunk's parameters and optimizer state at `version`; no `names`: all tensors."""
+
+    job: JobId
+    stage: StageIndex
+    version: Step
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor's bytes follow."""
+
+    meta: TensorMeta
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateData:
+    """The next bytes of the tensor."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensorEnd:
+    """The tensor is complete; hex SHA-256 of its bytes."""
+
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEnd:
+    """All tensors were sent; a stream that ends without this was cut off."""
+
+    num_tensors: int
+
+
+StatePart = StateTensor | StateData | StateTensorEnd | StateEnd
+
+# --- checkpoint files -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutStart:
+    """A file of a checkpoint follows."""
+
+    job: JobId
+    version: Step
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileData:
+    """The next bytes of the file."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEnd:
+    """The file is complete; hex SHA-256 of all of it."""
+
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReply:
+    """What was stored."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetRequest:
+    """Asks for a file from `offset` on."""
+
+    job: JobId
+    version: Step
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStart:
+    """A file follows; its whole size."""
+
+    num_bytes: int
+
+
+PutPart = PutStart | FileData | FileEnd
+GetPart = GetStart | FileData | FileEnd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestRequest:
+    """Asks what a checkpoint consists of; no `version`: the newest."""
+
+    job: JobId
+    version: Step | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestReply:
+    """A complete checkpoint: `spec` is the job's canonical JSON, `url` where the files are, "" at the coordinator."""
+
+    job: JobId
+    version: Step
+    spec: str
+    url: str
+    stages: tuple[StageFiles, ...]
+    wall_s: float
+
+
+# --- probes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePart:
+    """Answered at once by a reply that carries `reply_bytes` bytes."""
+
+    sequence: int
+    data: bytes
+    reply_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReply:
+    """Bytes received since the stream began, and seconds from the first part's arrival to this one's."""
+
+    sequence: int
+    num_bytes: int
+    elapsed_s: float
+    data: bytes

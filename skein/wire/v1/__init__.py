@@ -1,0 +1,1 @@
+"""Generated from protos/skein/wire/v1 by `make proto`; never edited."""

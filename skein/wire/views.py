@@ -1,0 +1,167 @@
+"""What clients see of jobs and workers. Field names are those of protos/skein/wire/v1/jobs.proto."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skein.protocol.messages import StepRecord
+from skein.topology.fleet import Profile
+from skein.types import Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
+from skein.wire.extra import LogLine
+
+
+class WorkerState(StrEnum):
+    """How the coordinator sees a worker: without work, with work, on its way out, or gone."""
+
+    IDLE = "idle"
+    WORKING = "working"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitReply:
+    """The job of a key, and whether this call made it."""
+
+    job: JobId
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionReply:
+    """What runs at the other end."""
+
+    protocol_version: int
+    release: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A job now. `step` of `total_steps` are committed; losses are nats per token; rates are of the last steps."""
+
+    job: JobId
+    name: str
+    state: JobState
+    reason: str
+    step: Step
+    total_steps: int
+    loss: float | None
+    evaluation_loss: float | None
+    num_tokens: int
+    """Trained on so far."""
+    tokens_per_s: float
+    step_s: float
+    generation: Generation
+    num_workers: int
+    checkpoint_version: Step | None
+    """Version of the newest complete checkpoint."""
+    submitted_wall_s: float
+    spec: str
+    """Canonical JSON of the `JobSpec`."""
+    plan: str
+    """Why this plan and not another, in one line; "" before there is one."""
+    predicted_step_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker now: what it is, what it holds, and how long ago it was last heard."""
+
+    worker: WorkerId
+    site: SiteId
+    address: str
+    state: WorkerState
+    job: JobId | None
+    profile: Profile
+    stages: tuple[StageIndex, ...]
+    beat_age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged:
+    """The job's state is another."""
+
+    state: JobState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    """A step was committed; `tokens_per_s` is smoothed over the last steps."""
+
+    record: StepRecord
+    tokens_per_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished:
+    """Mean validation loss of `version`, nats per token."""
+
+    version: Step
+    loss: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFinished:
+    """A checkpoint is complete."""
+
+    version: Step
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationBegun:
+    """A new plan is in force, and why."""
+
+    generation: Generation
+    workers: tuple[WorkerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WentBack:
+    """Steps were lost with the last holder of a stage: the job goes on from an older version."""
+
+    from_version: Step
+    to_version: Step
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineLogged:
+    """A line of a worker's log, or of the coordinator's (`worker` None) about this job."""
+
+    worker: WorkerId | None
+    line: LogLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Last event of a job."""
+
+    state: JobState
+    reason: str
+
+
+JobHappening = (
+    StateChanged
+    | StepFinished
+    | EvaluationFinished
+    | CheckpointFinished
+    | GenerationBegun
+    | WentBack
+    | LineLogged
+    | Ended
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """Something happened to a job. `sequence` counts from 1; watching `since` a number skips what came up to it."""
+
+    sequence: int
+    wall_s: float
+    body: JobHappening
