@@ -1,0 +1,166 @@
+"""Llama-family decoder stages, with Hugging Face's parameter names.
+
+B batch, T tokens, D hidden features, H heads, F features of a head.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from skein.config.job import LlamaModel, LlamaShape
+from skein.model.presets import shape_of
+from skein.types import Precision, StageSpec
+from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.model.ops import linear, rms_norm, rotary_tables, rotate, swiglu
+
+
+class Linear(nn.Module):
+    """A matrix without bias."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Norm(nn.Module):
+    """Root mean square normalisation; its result is what matrix products take."""
+
+    def __init__(self, shape: LlamaShape, precision: Precision) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shape.hidden_size, dtype=parameter_dtype(precision))
+        self.eps = shape.rms_norm_eps
+        self.dtype = product_dtype(precision)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.dtype)
+
+
+class Embedding(nn.Module):
+    """One row per token. Where the head is tied to it in another stage, only the matrix is used."""
+
+    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shape.vocab_size, shape.hidden_size, dtype=dtype)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return functional.embedding(tokens_BT, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; groups of query heads share a key and a value head."""
+
+    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_features = shape.attention_width // shape.num_attention_heads
+        self.group = shape.num_attention_heads // shape.num_key_value_heads
+        key_width = shape.attention_width // self.group
+        self.q_proj = Linear(shape.hidden_size, shape.attention_width, dtype)
+        self.k_proj = Linear(shape.hidden_size, key_width, dtype)
+        self.v_proj = Linear(shape.hidden_size, key_width, dtype)
+        self.o_proj = Linear(shape.attention_width, shape.hidden_size, dtype)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_features)
+        q_BHTF = rotate(self.q_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
+        k_BHTF = rotate(self.k_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
+        v_BHTF = self.v_proj(x_BTD).view(heads).transpose(1, 2)
+        # CUDA's memory-saving kernel for 4-byte numbers takes no groups, and torch would fall back to keeping scores.
+        is_grouped = self.group > 1
+        if is_grouped and q_BHTF.is_cuda and q_BHTF.dtype.itemsize > 2:
+            k_BHTF, v_BHTF = (x.repeat_interleave(self.group, 1) for x in (k_BHTF, v_BHTF))
+            is_grouped = False
+        y_BHTF = functional.scaled_dot_product_attention(
+            q_BHTF, k_BHTF, v_BHTF, is_causal=True, enable_gqa=is_grouped
+        )
+        y: Tensor = self.o_proj(y_BHTF.transpose(1, 2).flatten(2))
+        return y
+
+
+class Mlp(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y
+
+
+class Block(nn.Module):
+    """One decoder block: attention and feed-forward, each normalised before and added to what came in."""
+
+    def __init__(self, shape: LlamaShape, precision: Precision) -> None:
+        super().__init__()
+        dtype = parameter_dtype(precision)
+        self.input_layernorm = Norm(shape, precision)
+        self.self_attn = Attention(shape, dtype)
+        self.post_attention_layernorm = Norm(shape, precision)
+        self.mlp = Mlp(shape, dtype)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
+        y: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return y
+
+
+class Decoder(nn.Module):
+    """Holds what Hugging Face names `model.*`, as far as a stage has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens: Embedding | None = None
+        self.layers = nn.ModuleDict()
+        self.norm: Norm | None = None
+
+
+class LlamaStage(Stage):
+    """Layers: the embedding, one per decoder block, the head with the final norm."""
+
+    def __init__(
+        self, model: LlamaModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
+    ) -> None:
+        shape = shape_of(model)
+        num_layers = shape.num_hidden_layers + 2
+        super().__init__(model, stage, num_layers=num_layers, precision=precision)
+        dtype = parameter_dtype(precision)
+        self.embeds = stage.first == 0
+        self.shape = shape
+        self.model = Decoder()
+        self.lm_head: Linear | None = None
+        if self.embeds or (self.has_head and shape.tie_word_embeddings):
+            self.model.embed_tokens = Embedding(shape, dtype)
+        for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
+            self.model.layers[str(layer - 1)] = Block(shape, precision)
+        if self.has_head:
+            self.model.norm = Norm(shape, precision)
+            if not shape.tie_word_embeddings:
+                self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype)
+        features = shape.attention_width // shape.num_attention_heads
+        cos, sin = rotary_tables(sequence_tokens, features, shape.rope_theta, dtype)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.embeds:
+            assert self.model.embed_tokens is not None
+            x = self.model.embed_tokens(x)
+        cos, sin = self.get_buffer("cos")[: x.shape[1]], self.get_buffer("sin")[: x.shape[1]]
+        for block in self.model.layers.values():
+            x = block(x, cos, sin)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        assert self.model.norm is not None, "this stage has no head"
+        matrix = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert matrix is not None
+        return linear(self.model.norm(x), matrix.weight)
+
+    def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
+        return (1.0, 0.0) if name.endswith("norm.weight") else (0.0, self.shape.initializer_range)

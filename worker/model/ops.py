@@ -1,0 +1,113 @@
+"""The few operations whose gradients are written by hand, to keep less between forward and backward.
+
+B batch, T tokens, H heads, F features.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+
+class _Saved(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _RmsNorm(Function):
+    """Keeps the input and one scale per row; the normalised input is computed anew."""
+
+    @staticmethod
+    def forward(ctx: _Saved, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        scale = torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        unit = x * scale
+        grad_weight = (grad * unit).flatten(0, -2).sum(0)
+        grad_unit = grad * weight
+        along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1) / x.shape[-1]
+        return grad_unit.sub_(unit.mul_(along)).mul_(scale), grad_weight, None, None
+
+
+class _Swiglu(Function):
+    """Keeps the two inputs; the gate's activation is computed anew."""
+
+    @staticmethod
+    def forward(ctx: _Saved, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, functional.silu(gate).mul_(grad)
+
+
+class _CastLinear(Function):
+    """Casts the weight in both passes, where autocast would keep a copy for every microbatch in flight."""
+
+    @staticmethod
+    def forward(ctx: _Saved, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
+
+
+# torch leaves `apply` without types.
+_rms_norm: Callable[[Tensor, Tensor, float, torch.dtype], Tensor] = _RmsNorm.apply
+_swiglu: Callable[[Tensor, Tensor], Tensor] = _Swiglu.apply
+_cast_linear: Callable[[Tensor, Tensor], Tensor] = _CastLinear.apply
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, computed in the dtype of `x`, given in `dtype`.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, Eq. 4, with Llama's eps.
+    """
+    return _rms_norm(x, weight, eps, dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`. Source: Shazeer, GLU Variants Improve Transformer, 2020, Eq. 5."""
+    return _swiglu(gate, up)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in the dtype of `x`; the weight's gradient comes in the weight's own dtype."""
+    if x.dtype == weight.dtype:
+        return functional.linear(x, weight)
+    return _cast_linear(x, weight)
+
+
+def rotary_tables(
+    num_tokens: int, num_features: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of every position, both (num_tokens, 1, num_features), for `rotate`.
+
+    Computed in `dtype` from the start, as Hugging Face does in float32, so that logits agree at late positions.
+
+    Source: Su et al., RoFormer, 2021, Eq. 34, with the pairs (i, i + num_features / 2) of Hugging Face.
+    """
+    exponents = torch.arange(0, num_features, 2, dtype=dtype, device="cpu") / num_features
+    angles_TF = torch.outer(torch.arange(num_tokens, dtype=dtype, device="cpu"), 1.0 / theta**exponents)
+    cos, sin = angles_TF.cos(), angles_TF.sin()
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def rotate(x_BTHF: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair of features by its position's angle; sums in the tables' dtype, gives that of `x`."""
+    turned = x_BTHF * cos + torch.roll(x_BTHF, x_BTHF.shape[-1] // 2, -1) * sin
+    return turned.to(x_BTHF.dtype)

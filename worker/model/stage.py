@@ -1,0 +1,63 @@
+"""The families of models, and how a stage of one is built."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from skein.config.job import DigitsCnnModel, LlamaModel, ModelSpec
+from skein.types import Precision, StageSpec
+from worker.model.base import IGNORED_LABEL, Stage
+from worker.model.digits_cnn import DigitsCnnStage
+from worker.model.llama import LlamaStage
+
+__all__ = ["FAMILIES", "IGNORED_LABEL", "Stage", "build_stage"]
+
+Build = Callable[[ModelSpec, StageSpec, int, Precision], Stage]
+
+
+def _llama(model: ModelSpec, stage: StageSpec, sequence_tokens: int, precision: Precision) -> Stage:
+    assert isinstance(model, LlamaModel)
+    return LlamaStage(model, stage, sequence_tokens=sequence_tokens, precision=precision)
+
+
+def _digits_cnn(model: ModelSpec, stage: StageSpec, _sequence_tokens: int, precision: Precision) -> Stage:
+    assert isinstance(model, DigitsCnnModel)
+    return DigitsCnnStage(model, stage, precision=precision)
+
+
+FAMILIES: Mapping[str, Build] = {"llama": _llama, "digits_cnn": _digits_cnn}
+"""How to build an uninitialised stage of each family; its name is `ModelSpec.family`."""
+
+
+def build_stage(
+    model: ModelSpec,
+    stage: StageSpec,
+    *,
+    sequence_tokens: int,
+    seed: int,
+    precision: Precision,
+    device: torch.device,
+) -> Stage:
+    """The layers `stage.first` to `stage.stop` of `model` on `device`, initialised from `seed`.
+
+    Whatever the cut, device and precision, the same layer begins with the same numbers, up to rounding to its dtype.
+
+    Args:
+        model: what the job asks for; its `init_from` is left to `worker.model.weights`.
+        stage: a range of the layer list of `skein.model.layers.layers_of`.
+        sequence_tokens: the longest sample that will come.
+        seed: the job's.
+        precision: the job's.
+        device: where the parameters and the arithmetic shall be.
+
+    Raises:
+        UserError: the model's sizes do not fit together.
+        ValueError: the model has no such layers.
+    """
+    with device:
+        built = FAMILIES[model.family](model, stage, sequence_tokens, precision)
+    if not 0 <= stage.first < stage.stop <= built.num_layers:
+        raise ValueError(f"layers {stage.first} to {stage.stop} of a model with {built.num_layers}")
+    built.to(device)
+    built.initialise(seed)
+    return built
