@@ -43,14 +43,6 @@ class Decision(StrEnum):
     SKIP = "skip"
 
 
-class Next(StrEnum):
-    """What members do after a commit: the next step, an evaluation first, or wait for word."""
-
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    HALT = "halt"
-
-
 class SourceKind(StrEnum):
     """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it."""
 
@@ -379,15 +371,23 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The step is decided: apply, then go on as `then` says. `save_stages`: of these, this worker saves a checkpoint."""
+    """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive."""
 
     epoch: Epoch
     generation: Generation
     record: StepRecord
-    then: Next
-    num_evaluation_microbatches: int
-    save_stages: tuple[StageIndex, ...]
-    save_url: str | None
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Copy these stages at `version` and write them under `url` (None: upload to the coordinator)."""
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    stages: tuple[StageIndex, ...]
+    url: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,7 +406,9 @@ class Dismiss:
     may_exit: bool
 
 
-Directive = Welcome | Refused | NewGeneration | Assign | Start | Evaluate | Prepare | Commit | Probe | Dismiss
+Directive = (
+    Welcome | Refused | NewGeneration | Assign | Start | Evaluate | Prepare | Commit | Save | Probe | Dismiss
+)
 
 # --- peer headers: worker to worker ------------------------------------------------------------------------------
 

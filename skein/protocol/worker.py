@@ -32,13 +32,13 @@ from skein.protocol.messages import (
     LinksMeasured,
     Member,
     NewGeneration,
-    Next,
     Origin,
     Phase,
     Prepare,
     Probe,
     Refused,
     Report,
+    Save,
     ShardTensor,
     StageDone,
     Start,
@@ -128,6 +128,7 @@ class Worker:
         self._to_build: Assign | None = None
         self._building: Assign | None = None
         self._commit: Commit | None = None
+        self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
         self._reported: set[tuple[Phase, StageIndex]] = set()
         self._queue: deque[Op] = deque()
@@ -249,23 +250,21 @@ class Worker:
                 self._dismiss(directive)
             case NewGeneration():
                 self._new_generation(directive, now=now)
-            case Assign() | Start() | Evaluate() | Prepare() | Commit():
+            case Assign() | Start() | Evaluate() | Prepare() | Commit() | Save():
                 if (directive.epoch, directive.generation) == (self.epoch, self.generation):
                     self._of_this_generation(directive)
             case _:
                 assert_never(directive)
 
-    def _of_this_generation(self, directive: Assign | Start | Evaluate | Prepare | Commit) -> None:
+    def _of_this_generation(self, directive: Assign | Start | Evaluate | Prepare | Commit | Save) -> None:
         match directive:
             case Assign():
                 self._to_build = directive
-            case Start():
-                if directive.step == self.version:
-                    self._begin(Phase.TRAIN)
-            case Evaluate():
-                if directive.version == self.version:
-                    self._num_evaluation = directive.num_microbatches
-                    self._begin(Phase.EVALUATE)
+            case Start() | Evaluate():
+                self._to_begin = directive
+                self._begin_when_due()
+            case Save():
+                self._save(directive)
             case Prepare():
                 self._prepare(directive)
             case Commit():
@@ -288,6 +287,7 @@ class Worker:
         if self._building is not None:
             self._out.append(CancelBuild())
         self._commit = None
+        self._to_begin = None
         self._queue.clear()
         self._story.tell("generation", f"adopted {directive.generation}", now=now)
 
@@ -304,6 +304,7 @@ class Worker:
         self.version = Step(0)
         self.chunks = ()
         self._assign = self._to_build = self._adopting = self._commit = self._pipeline = None
+        self._to_begin = None
         self._is_running_void = self._running is not None
         self._exchanges.clear()
         self._groups.clear()
@@ -373,7 +374,12 @@ class Worker:
         )
         if is_early:
             self._parked.append(envelope)
-        elif place < here or envelope.job != self.job or envelope.header.step < self.version or not self._take(envelope.header):
+        elif (
+            place < here
+            or envelope.job != self.job
+            or envelope.header.step < self.version
+            or not self._take(envelope.header)
+        ):
             self._out.append(DropTensor(envelope=envelope))
 
     def _take(self, header: TensorHeader) -> bool:
@@ -424,14 +430,26 @@ class Worker:
 
     # --- a step ---
 
-    def _begin(self, phase: Phase) -> None:
-        if self._pipeline is None or self._assign is None:
+    def _begin_when_due(self) -> None:
+        """Begin what was asked for as soon as the parameters are at its version."""
+        asked = self._to_begin
+        if asked is None or self._pipeline is None or self._assign is None:
             return
-        origins = self._assign.origins
-        if phase is Phase.EVALUATE:
-            origins = self._evaluation_origins(self._assign)
-        self._pipeline.begin(phase, origins)
-        self._report_evaluated()
+        if isinstance(asked, Start) and asked.step == self.version:
+            self._to_begin = None
+            self._pipeline.begin(Phase.TRAIN, self._assign.origins)
+        elif isinstance(asked, Evaluate) and asked.version == self.version:
+            self._to_begin = None
+            self._num_evaluation = asked.num_microbatches
+            self._pipeline.begin(Phase.EVALUATE, self._evaluation_origins(self._assign))
+            self._report_evaluated()
+
+    def _save(self, directive: Save) -> None:
+        """Queue behind the update that makes the version, if that is still to come."""
+        coming = self.version if self._commit is None else self._commit.record.step + 1
+        if directive.version == coming:
+            for stage in directive.stages:
+                self._queue.append(SaveOp(version=directive.version, stage=stage, url=directive.url))
 
     def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
         """Evaluation microbatch e takes the path of e modulo the number of paths."""
@@ -487,13 +505,10 @@ class Worker:
             return
         self._pipeline.advance(self.version)
         self._reported.clear()
-        for stage in commit.save_stages:
-            self._queue.append(SaveOp(version=self.version, stage=stage, url=commit.save_url))
-        self._num_evaluation = commit.num_evaluation_microbatches
-        if commit.then is Next.TRAIN:
-            self._begin(Phase.TRAIN)
-        elif commit.then is Next.EVALUATE:
-            self._begin(Phase.EVALUATE)
+        self._num_evaluation = 0
+        if commit.goes_on and self._assign is not None:
+            self._pipeline.begin(Phase.TRAIN, self._assign.origins)
+        self._begin_when_due()
         self._unpark()
 
     # --- ops ---
