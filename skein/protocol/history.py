@@ -1,0 +1,118 @@
+"""The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from skein.config.job import JobSpec
+from skein.protocol.messages import StepRecord
+from skein.protocol.records import (
+    CheckpointCommitted,
+    EpochOpened,
+    Evaluated,
+    GenerationMember,
+    GenerationOpened,
+    JobEnded,
+    JobSubmitted,
+    PlanAdopted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.types import Epoch, Generation, JobId, JobState, Step
+
+
+@dataclass(slots=True, kw_only=True)
+class JobHistory:
+    """What is recorded of one job. `version` is the number of steps that count: roll-backs take some away."""
+
+    job: JobId
+    key: str
+    spec: JobSpec
+    submitted_wall_s: float
+    version: Step = Step(0)
+    last_commit: StepRecord | None = None
+    num_tokens: int = 0
+    last_evaluation: Evaluated | None = None
+    checkpoints: list[CheckpointCommitted] = field(default_factory=list)
+    members: tuple[GenerationMember, ...] = ()
+    plan: PlanAdopted | None = None
+    rollbacks: list[RolledBack] = field(default_factory=list)
+    end: JobEnded | None = None
+
+    @property
+    def newest_checkpoint(self) -> CheckpointCommitted | None:
+        return max(self.checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
+
+
+class History:
+    """All jobs, the epoch and the newest generation, as the log has them."""
+
+    def __init__(self) -> None:
+        self.epoch = Epoch(0)
+        self.generation = Generation(0)
+        self.jobs: dict[JobId, JobHistory] = {}
+        self.job_by_key: dict[str, JobId] = {}
+
+    def apply(self, record: Record) -> None:
+        """Take one record, in log order."""
+        match record:
+            case EpochOpened():
+                assert record.epoch > self.epoch, f"epoch {record.epoch} after {self.epoch}"
+                self.epoch = record.epoch
+            case JobSubmitted():
+                spec = JobSpec.model_validate_json(record.spec)
+                self.jobs[record.job] = JobHistory(
+                    job=record.job, key=record.key, spec=spec, submitted_wall_s=record.wall_s
+                )
+                self.job_by_key[record.key] = record.job
+            case _:
+                self._of_job(self.jobs[record.job], record)
+
+    def _of_job(
+        self,
+        job: JobHistory,
+        record: GenerationOpened
+        | PlanAdopted
+        | StepCommitted
+        | Evaluated
+        | CheckpointCommitted
+        | RolledBack
+        | JobEnded,
+    ) -> None:
+        match record:
+            case GenerationOpened():
+                assert record.generation > self.generation, f"{record} after {self.generation}"
+                self.generation = record.generation
+                job.members = record.members
+            case PlanAdopted():
+                job.plan = record
+            case StepCommitted():
+                assert record.record.step == job.version, f"{record} at version {job.version}"
+                job.version = Step(job.version + 1)
+                job.last_commit = record.record
+                job.num_tokens += record.record.num_tokens
+            case Evaluated():
+                job.last_evaluation = record
+            case CheckpointCommitted():
+                job.checkpoints = [c for c in job.checkpoints if c.version != record.version]
+                job.checkpoints.append(record)
+                job.checkpoints = job.checkpoints[-job.spec.checkpoint.keep :]
+            case RolledBack():
+                assert record.from_version == job.version >= record.to_version
+                job.version = record.to_version
+                job.last_commit = None
+                job.rollbacks.append(record)
+                job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
+            case JobEnded():
+                job.end = record
+            case _:
+                assert_never(record)
+
+    def pending(self) -> list[JobHistory]:
+        """Jobs that have not ended, oldest first."""
+        return [job for job in self.jobs.values() if job.end is None]
+
+    def state_of(self, job: JobId) -> JobState | None:
+        """The final state of a job; None while it has not ended."""
+        end = self.jobs[job].end
+        return None if end is None else end.state
