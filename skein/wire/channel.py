@@ -1,0 +1,164 @@
+"""gRPC channels and servers as everybody here opens them: options and addresses.
+
+Rules: a channel is opened for one purpose (`Lane`), for a small message behind bulk on the same connection waits
+seconds; sender and receiver notice a silent connection by pings; off loopback nothing listens without a token.
+"""
+
+import ipaddress
+import socket
+from enum import StrEnum
+
+from grpc import aio
+
+from skein.errors import UserError
+from skein.wire.tokens import TokenChannel, TokenCheck
+
+Option = tuple[str, int]
+
+PART_BYTES = 1 << 20
+"""Size of the parts that bulk travels in; messages above 2 MiB collapse on page faults."""
+MAX_MESSAGE_BYTES = 4 << 20
+
+
+class Lane(StrEnum):
+    """What a channel is for; each has a connection of its own."""
+
+    CONTROL = "control"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STATE = "state"
+    """State transfer, checkpoints and probes."""
+
+
+def client_options(lane: Lane) -> list[Option]:
+    """Options of a channel. A dead link shows within 2 s on CONTROL, 4 s where pings queue behind bulk."""
+    ping_timeout_ms = 1000 if lane is Lane.CONTROL else 3000
+    return [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 3000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # A proxy set for HTTP would be asked to carry tensors, even those for this machine.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options() -> list[Option]:
+    """Options of a server: lets clients ping each second, and notices lost clients in 4 s itself."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.http2.ping_timeout_ms", 3000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 300),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_concurrent_streams", 256),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def open_channel(target: str, lane: Lane, *, token: str | None) -> aio.Channel:
+    """A channel to `target` (host:port); every call on it carries `token`. Connects at the first call."""
+    channel = aio.insecure_channel(target, options=client_options(lane))
+    return channel if token is None else TokenChannel(channel, token)
+
+
+def open_server(*, token: str | None, max_calls: int | None = None) -> aio.Server:
+    """A server that refuses calls without `token`, and more than `max_calls` at once."""
+    interceptors = [] if token is None else [TokenCheck(token)]
+    return aio.server(interceptors=interceptors, options=server_options(), maximum_concurrent_rpcs=max_calls)
+
+
+def bind(server: aio.Server, host: str, port: int) -> int:
+    """Makes `server` listen at host:port (0: any free port) and gives the port.
+
+    Raises:
+        UserError: the port is taken, or the host is not this machine's, with the system's own words.
+    """
+    address = join_address(host, port)
+    if not 0 <= port < 2**16:
+        raise UserError("listen", address, "give a port between 0 and 65535")
+    try:
+        _try_address(host, port)
+        bound = server.add_insecure_port(address)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "cannot listen there"
+        raise UserError(
+            "listen", address, f"{reason}; give another host:port, or end what listens there"
+        ) from error
+    return int(bound)
+
+
+def _try_address(host: str, port: int) -> None:
+    """gRPC says neither which address failed nor why; a plain socket does."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, brackets around IPv6.
+
+    >>> join_address("::1", 7100), join_address("lab.example", 7100)
+    ('[::1]:7100', 'lab.example:7100')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(field: str, address: str) -> tuple[str, int]:
+    """Host and port of host:port or [IPv6]:port.
+
+    Raises:
+        UserError: it is neither; the error names `field`.
+
+    >>> split_address("join", "[::1]:7100")
+    ('::1', 7100)
+    """
+    host, separator, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if (
+        not separator
+        or not host
+        or (":" in host) != is_bracketed
+        or not port.isdecimal()
+        or int(port) >= 2**16
+    ):
+        raise UserError(field, address, "give host:port, for example 127.0.0.1:7100")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Reaches this machine only.
+
+    >>> is_loopback("localhost"), is_loopback("127.3.0.1"), is_loopback("0.0.0.0"), is_loopback("lab.example")
+    (True, True, False, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_safe_bind(host: str, token: str | None, *, allow_insecure: bool) -> None:
+    """Returns if listening at `host` is safe: on loopback, with a token, or because the operator said so.
+
+    Raises:
+        UserError: strangers could reach the service.
+    """
+    if token is None and not is_loopback(host) and not allow_insecure:
+        hint = "other machines could give orders: set a token file, listen on 127.0.0.1, or pass --insecure"
+        raise UserError("listen", host, hint)

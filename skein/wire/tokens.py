@@ -1,0 +1,162 @@
+"""The shared token: read from a file, sent with every call, checked before any call is looked at."""
+
+import hmac
+import stat
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self, cast
+
+import grpc
+from grpc import aio
+
+from skein.errors import UserError
+
+MIN_LENGTH = 16
+
+_KEY = "authorization"
+_HEALTH = "/grpc.health.v1.Health/"
+
+Serialize = Callable[[object], bytes]
+Parse = Callable[[bytes], object]
+
+
+def read_token(path: Path) -> str:
+    """The token in the file at `path`.
+
+    Raises:
+        UserError: unreadable, empty, too short, not printable ASCII, or readable by other users of this machine.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise UserError(
+            "token_file", str(path), f"{error.strerror}; give a file that you can read"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "token_file", str(path), "is not plain text; write letters and digits only"
+        ) from error
+    if mode & 0o077:
+        raise UserError("token_file", str(path), f"other users can read it; run: chmod 600 {path}")
+    if len(token) < MIN_LENGTH:
+        hint = f"holds {len(token)} characters, {MIN_LENGTH} are needed; make one with: openssl rand -hex 32"
+        raise UserError("token_file", str(path), hint)
+    if not token.isprintable() or " " in token:
+        raise UserError(
+            "token_file", str(path), "holds more than one word; write one line of letters and digits"
+        )
+    return token
+
+
+class TokenChannel(aio.Channel):
+    """A channel whose calls carry the token. A call with metadata of its own has to bring the token itself.
+
+    Not a client interceptor: those put a queue and a task of their own into each stream, and change its errors.
+    """
+
+    def __init__(self, channel: aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = ((_KEY, f"Bearer {token}"),)
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._channel.__aexit__(kind, error, trace)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Serialize | None = None,
+        response_deserializer: Parse | None = None,
+        _registered_method: bool | None = False,
+    ) -> aio.UnaryUnaryMultiCallable[object, object]:
+        call = self._channel.unary_unary(method, request_serializer, response_deserializer)
+        return cast("aio.UnaryUnaryMultiCallable[object, object]", partial(call, metadata=self._metadata))
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Serialize | None = None,
+        response_deserializer: Parse | None = None,
+        _registered_method: bool | None = False,
+    ) -> aio.UnaryStreamMultiCallable[object, object]:
+        call = self._channel.unary_stream(method, request_serializer, response_deserializer)
+        return cast("aio.UnaryStreamMultiCallable[object, object]", partial(call, metadata=self._metadata))
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Serialize | None = None,
+        response_deserializer: Parse | None = None,
+        _registered_method: bool | None = False,
+    ) -> aio.StreamUnaryMultiCallable[object, object]:
+        call = self._channel.stream_unary(method, request_serializer, response_deserializer)
+        return cast("aio.StreamUnaryMultiCallable[object, object]", partial(call, metadata=self._metadata))
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Serialize | None = None,
+        response_deserializer: Parse | None = None,
+        _registered_method: bool | None = False,
+    ) -> aio.StreamStreamMultiCallable[object, object]:
+        call = self._channel.stream_stream(method, request_serializer, response_deserializer)
+        return cast("aio.StreamStreamMultiCallable[object, object]", partial(call, metadata=self._metadata))
+
+
+Handler = grpc.RpcMethodHandler[object, object]
+
+
+class TokenCheck(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls without the token with UNAUTHENTICATED. Health checks need none."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method.startswith(_HEALTH) or self._is_known(handler_call_details):
+            return handler
+        return _refusing(handler)
+
+    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
+        given = [value for key, value in details.invocation_metadata if key == _KEY]
+        return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
+
+
+def _refusing(handler: Handler | None) -> Handler:
+    """A handler of the same shape that only refuses; an unknown method is refused the same way."""
+    if handler is None or not (handler.request_streaming or handler.response_streaming):
+        return cast("Handler", grpc.unary_unary_rpc_method_handler(_refuse))
+    if not handler.response_streaming:
+        return cast("Handler", grpc.stream_unary_rpc_method_handler(_refuse))
+    if not handler.request_streaming:
+        return cast("Handler", grpc.unary_stream_rpc_method_handler(_refuse))
+    return cast("Handler", grpc.stream_stream_rpc_method_handler(_refuse))
+
+
+async def _refuse(_request: object, context: aio.ServicerContext[object, object]) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
