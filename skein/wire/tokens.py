@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self, cast
+from typing import NoReturn, Self, TypeAlias, cast
 
 import grpc
 from grpc import aio
@@ -123,7 +123,7 @@ class TokenChannel(aio.Channel):
         return cast("aio.StreamStreamMultiCallable[object, object]", partial(call, metadata=self._metadata))
 
 
-Handler = grpc.RpcMethodHandler[object, object]
+Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 
 
 class TokenCheck(aio.ServerInterceptor):  # type: ignore[type-arg]
