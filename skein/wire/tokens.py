@@ -147,7 +147,7 @@ class TokenCheck(aio.ServerInterceptor):  # type: ignore[type-arg]
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
 
 
-def _refusing(handler: Handler | None) -> Handler:
+def _refusing(handler: "Handler | None") -> Handler:
     """A handler of the same shape that only refuses; an unknown method is refused the same way."""
     if handler is None or not (handler.request_streaming or handler.response_streaming):
         return cast("Handler", grpc.unary_unary_rpc_method_handler(_refuse))
