@@ -52,13 +52,13 @@ class Codec(Generic[D, M]):
     """
 
     def __init__(self, hint: object, message: type[M]) -> None:
-        self._hint = hint
-        self._message = message
+        self.hint = hint
+        self.message = message
 
     def encode(self, value: D) -> M:
         """The message of `value`."""
-        fill, _ = _compiled(self._hint, self._message.DESCRIPTOR)
-        message = self._message()
+        fill, _ = _compiled(self.hint, self.message.DESCRIPTOR)
+        message = self.message()
         fill(message, value)
         return message
 
@@ -69,7 +69,7 @@ class Codec(Generic[D, M]):
             RemoteError: an enum value, a oneof member or a required message is missing or unknown, or an integer is
                 above `MAX_INTEGER`.
         """
-        _, read = _compiled(self._hint, self._message.DESCRIPTOR)
+        _, read = _compiled(self.hint, self.message.DESCRIPTOR)
         return read(message)  # type: ignore[return-value]
 
     def to_bytes(self, value: D) -> bytes:
@@ -83,9 +83,9 @@ class Codec(Generic[D, M]):
             RemoteError: as for `decode`, or the bytes are not such a message at all.
         """
         try:
-            message = self._message.FromString(data)
+            message = self.message.FromString(data)
         except DecodeError as error:
-            raise RemoteError(f"{self._message.DESCRIPTOR.name}: not a message: {error}") from error
+            raise RemoteError(f"{self.message.DESCRIPTOR.name}: not a message: {error}") from error
         return self.decode(message)
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class Codec(Generic[D, M]):
         Raises:
             LocalError: the dataclass and the message do not have the same fields.
         """
-        _compiled(self._hint, self._message.DESCRIPTOR)
+        _compiled(self.hint, self.message.DESCRIPTOR)
 
 
 @cache

@@ -20,34 +20,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Next:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _NextEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Next.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    NEXT_UNSPECIFIED: _Next.ValueType  # 0
-    """Never sent; refused."""
-    NEXT_TRAIN: _Next.ValueType  # 1
-    """Begin the next step at once."""
-    NEXT_EVALUATE: _Next.ValueType  # 2
-    """Evaluate the new version first."""
-    NEXT_HALT: _Next.ValueType  # 3
-    """Wait for word: the job is over, or a new generation is coming."""
-
-class Next(_Next, metaclass=_NextEnumTypeWrapper):
-    """What members do after a commit."""
-
-NEXT_UNSPECIFIED: Next.ValueType  # 0
-"""Never sent; refused."""
-NEXT_TRAIN: Next.ValueType  # 1
-"""Begin the next step at once."""
-NEXT_EVALUATE: Next.ValueType  # 2
-"""Evaluate the new version first."""
-NEXT_HALT: Next.ValueType  # 3
-"""Wait for word: the job is over, or a new generation is coming."""
-Global___Next: _TypeAlias = Next  # noqa: Y015
-
 class _SourceKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -194,6 +166,7 @@ class Directive(_message.Message):
     EVALUATE_FIELD_NUMBER: _builtins.int
     PREPARE_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    SAVE_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     DISMISS_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -213,6 +186,8 @@ class Directive(_message.Message):
     @_builtins.property
     def commit(self) -> Global___Commit: ...
     @_builtins.property
+    def save(self) -> Global___Save: ...
+    @_builtins.property
     def probe(self) -> Global___Probe: ...
     @_builtins.property
     def dismiss(self) -> Global___Dismiss: ...
@@ -227,14 +202,15 @@ class Directive(_message.Message):
         evaluate: Global___Evaluate | None = ...,
         prepare: Global___Prepare | None = ...,
         commit: Global___Commit | None = ...,
+        save: Global___Save | None = ...,
         probe: Global___Probe | None = ...,
         dismiss: Global___Dismiss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "probe", "dismiss"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1019,39 +995,61 @@ class Commit(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
-    THEN_FIELD_NUMBER: _builtins.int
-    NUM_EVALUATION_MICROBATCHES_FIELD_NUMBER: _builtins.int
-    SAVE_STAGES_FIELD_NUMBER: _builtins.int
-    SAVE_URL_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
-    then: Global___Next.ValueType
-    num_evaluation_microbatches: _builtins.int
-    save_url: _builtins.str
+    goes_on: _builtins.bool
     @_builtins.property
     def record(self) -> _ids_pb2.StepRecord: ...
-    @_builtins.property
-    def save_stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         generation: _builtins.int = ...,
         record: _ids_pb2.StepRecord | None = ...,
-        then: Global___Next.ValueType = ...,
-        num_evaluation_microbatches: _builtins.int = ...,
-        save_stages: _abc.Iterable[_builtins.int] | None = ...,
-        save_url: _builtins.str | None = ...,
+        goes_on: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_save_url", b"_save_url", "record", b"record", "save_url", b"save_url"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_save_url", b"_save_url", "epoch", b"epoch", "generation", b"generation", "num_evaluation_microbatches", b"num_evaluation_microbatches", "record", b"record", "save_stages", b"save_stages", "save_url", b"save_url", "then", b"then"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__save_url: _TypeAlias = _typing.Literal["save_url"]  # noqa: Y015
-    _WhichOneofArgType__save_url: _TypeAlias = _typing.Literal["_save_url", b"_save_url"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__save_url) -> _WhichOneofReturnType__save_url | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class Save(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    url: _builtins.str
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        stages: _abc.Iterable[_builtins.int] | None = ...,
+        url: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "epoch", b"epoch", "generation", b"generation", "stages", b"stages", "url", b"url", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
+    _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
+
+Global___Save: _TypeAlias = Save  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
