@@ -1,0 +1,116 @@
+"""Small models, samples, and a whole step through stages that only know each other's boundary tensors."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import torch
+from torch import Tensor
+
+from skein.config.job import DigitsCnnModel, LlamaModel, LlamaShape, ModelSpec
+from skein.model.parameters import layer_parameters
+from skein.types import Precision, StageIndex, StageSpec
+from worker.model.stage import IGNORED_LABEL, Stage, build_stage
+
+NUM_TOKENS = 12
+VOCABULARY = 50
+
+
+def llama(*, key_value_heads: int = 2, head_dim: int | None = None, is_tied: bool = True) -> LlamaModel:
+    """Two blocks of 32 features and 4 heads."""
+    shape = LlamaShape(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        rope_theta=500.0,
+        tie_word_embeddings=is_tied,
+        initializer_range=0.2,
+    )
+    return LlamaModel(shape=shape)
+
+
+MODELS: dict[str, ModelSpec] = {
+    "tied": llama(),
+    "untied": llama(is_tied=False),
+    "one_group": llama(key_value_heads=1),
+    "no_groups": llama(key_value_heads=4, is_tied=False),
+    "wide_heads": llama(head_dim=14),
+    "narrow_heads": llama(head_dim=6, is_tied=False),
+    "digits": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2),
+}
+LLAMAS = [name for name, model in MODELS.items() if isinstance(model, LlamaModel)]
+
+
+def part(
+    model: ModelSpec, first: int, stop: int, *, precision: Precision = Precision.FP64, seed: int = 7
+) -> Stage:
+    return build_stage(
+        model,
+        StageSpec(index=StageIndex(0), first=first, stop=stop),
+        sequence_tokens=NUM_TOKENS,
+        seed=seed,
+        precision=precision,
+        device=torch.device("cpu"),
+    )
+
+
+def whole(model: ModelSpec, *, precision: Precision = Precision.FP64, seed: int = 7) -> Stage:
+    return part(model, 0, len(layer_parameters(model)), precision=precision, seed=seed)
+
+
+def cuts(model: ModelSpec) -> Iterator[tuple[int, ...]]:
+    """Every way to cut the layer list, as the boundaries between stages, both ends included."""
+    num_layers = len(layer_parameters(model))
+    for num_cuts in range(num_layers):
+        for inner in combinations(range(1, num_layers), num_cuts):
+            yield (0, *inner, num_layers)
+
+
+def stages(model: ModelSpec, cut: Sequence[int]) -> list[Stage]:
+    return [part(model, first, stop) for first, stop in pairwise(cut)]
+
+
+def assert_near(actual: Tensor | None, expected: Tensor, *, tolerance: float, what: str = "") -> None:
+    """Equal to `tolerance`, relative to each number and, near zero, absolute."""
+    assert actual is not None, what
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def samples(model: ModelSpec, num_samples: int = 3) -> tuple[Tensor, Tensor]:
+    """Raw samples and their labels; of a text's, some are to be ignored."""
+    draw = torch.Generator().manual_seed(num_samples)
+    if isinstance(model, DigitsCnnModel):
+        images = torch.rand(num_samples, 1, 8, 8, generator=draw)
+        return images, torch.randint(0, 10, (num_samples,), generator=draw)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, NUM_TOKENS), generator=draw)
+    labels = torch.randint(0, VOCABULARY, (num_samples, NUM_TOKENS), generator=draw)
+    labels[:, :2] = IGNORED_LABEL
+    return tokens, labels
+
+
+def step(path: Sequence[Stage], x: Tensor, labels: Tensor) -> tuple[float, int, dict[str, Tensor]]:
+    """Loss, valid labels and gradients of `path`; what two stages hold both is summed.
+
+    Boundary tensors are cut from their graph, as if they had been on a wire.
+    """
+    arrived = [x]
+    left: list[Tensor] = []
+    for stage in path[:-1]:
+        left.append(stage(arrived[-1]))
+        arrived.append(left[-1].detach().requires_grad_())
+    loss, num_valid = path[-1].loss(arrived[-1], labels)
+    torch.autograd.backward(loss)
+    for result, copy in zip(reversed(left), reversed(arrived), strict=False):
+        torch.autograd.backward(result, copy.grad)
+    gradients: dict[str, Tensor] = {}
+    for stage in path:
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
+    return loss.item(), num_valid, gradients

@@ -1,0 +1,65 @@
+"""Gradients written by hand against numeric ones, and casts against autocast."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn import functional
+
+from tests.worker.model.builders import assert_near
+from worker.model.ops import linear, rms_norm, rotary_tables, rotate, swiglu
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def test_rms_norm_has_its_gradients_and_torchs_values() -> None:
+    x, weight = numbers(2, 3, 5), numbers(5)
+    assert gradcheck(lambda x, weight: rms_norm(x, weight, 1e-5, torch.float64), (x, weight))
+    # Two roundings of float64 apart.
+    expected = functional.rms_norm(x, (5,), weight, 1e-5)
+    assert_near(rms_norm(x, weight, 1e-5, torch.float64), expected, tolerance=1e-14)
+
+
+def test_swiglu_has_its_gradients() -> None:
+    gate, up = numbers(2, 3, 5), numbers(2, 3, 5).detach().flip(0).requires_grad_()
+    assert gradcheck(swiglu, (gate, up))
+
+
+def test_hand_written_gradients_leave_what_they_get_unchanged() -> None:
+    x, weight, gate = numbers(2, 3, 5), numbers(5), numbers(2, 3, 5).detach().requires_grad_()
+    grad = torch.ones(2, 3, 5, dtype=torch.float64)
+    before = [y.detach().clone() for y in (x, weight, gate)]
+    torch.autograd.backward(swiglu(gate, rms_norm(x, weight, 1e-5, torch.float64)), grad)
+    assert torch.equal(grad, torch.ones_like(grad))
+    assert all(torch.equal(y, old) for y, old in zip((x, weight, gate), before, strict=True))
+
+
+def test_linear_with_a_wider_weight_is_what_autocast_computes() -> None:
+    results = []
+    for is_autocast in (False, True):
+        x, weight = numbers(2, 3, 8, dtype=torch.bfloat16), numbers(4, 8, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            y = functional.linear(x, weight) if is_autocast else linear(x, weight)
+        torch.autograd.backward(y, torch.ones_like(y))
+        results.append((y.detach(), x.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rotation_keeps_lengths_and_depends_on_distance_only(dtype: torch.dtype) -> None:
+    cos, sin = rotary_tables(9, 6, 100.0, dtype)
+    query, key = numbers(6, dtype=dtype).detach(), numbers(1, 6, dtype=dtype).detach().squeeze(0)
+    queries, keys = (rotate(x.expand(1, 9, 1, 6), cos, sin)[0, :, 0] for x in (query, key))
+    # A sum of six products of rounded sines and cosines.
+    rounding = 1e-5 if dtype == torch.float32 else 1e-13
+    assert_near(queries.norm(dim=-1), query.norm().expand(9), tolerance=rounding)
+    scores = queries @ keys.T
+    for distance in range(-8, 9):
+        along = scores.diagonal(distance)
+        assert_near(along, along[0].expand_as(along), tolerance=rounding)
