@@ -29,8 +29,8 @@ def learning_rate(optimizer: OptimizerSpec, step: int, total_steps: int) -> floa
         raise ValueError(f"step {step} is not one of {total_steps}")
     peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * ((step + 1) / warmup)
     top = max(warmup - 1, 0)
     progress = (step - top) / max(total_steps - 1 - top, 1)
-    floor = peak * optimizer.final_learning_rate_ratio
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    fall = peak * (1.0 - optimizer.final_learning_rate_ratio)
+    return peak - fall * 0.5 * (1.0 - math.cos(math.pi * progress))

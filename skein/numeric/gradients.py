@@ -57,7 +57,8 @@ def squared_norm(flat: Tensor) -> float:
         num_whole = squares.numel() // _ROW * _ROW
         sums += squares[:num_whole].view(-1, _ROW).sum(dim=1).tolist()
         sums.append(float(squares[num_whole:].sum()))
-    return math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+    total = sum(sums)
+    return math.fsum(sums) if math.isfinite(total) else total
 
 
 def is_finite(flat: Tensor) -> bool:
