@@ -88,11 +88,11 @@ class StageFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
-    """All stages of a checkpoint are durable; the manifest is written from this, last."""
+    """A checkpoint exists: all stages' files, then its manifest, are durable. No `url`: in the coordinator's store."""
 
     job: JobId
     version: Step
-    url: str
+    url: str | None
     stages: tuple[StageFiles, ...]
     wall_s: float
 

@@ -171,7 +171,7 @@ class Round:
         return [StepDecided(record=self._decide())]
 
     def _decide(self) -> StepRecord:
-        """papers on exact steps: N, norm and clip from the votes, once, in a fixed order."""
+        """Token count, norm and clip from the votes, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
         num_tokens = sum(d.num_tokens for d in done)
         loss_sum = fsum(d.loss_sum for d in done)

@@ -1,0 +1,264 @@
+"""The Coordinator machine: membership, the queue of jobs, and the run of the active one.
+
+Rules of this file
+- What is recorded changes through `History.apply` alone, live as in replay; so equal logs give equal hard state.
+- A command that follows an Append must not be carried out before that record is durable.
+- One job is active at a time, the oldest that has not ended; the others wait.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from skein.protocol.coordinator_io import (
+    CancelAsked,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    DrainAsked,
+    ManifestWritten,
+    Outbox,
+    PlanMade,
+    ReportArrived,
+    Send,
+    StreamBroken,
+    SubmitAsked,
+    TimePassed,
+)
+from skein.protocol.history import History, JobHistory
+from skein.protocol.membership import (
+    Heard,
+    HelloHeard,
+    IsLeaving,
+    Joined,
+    LeaseTime,
+    LeaveHeard,
+    Lost,
+    Membership,
+    MembershipChange,
+    Rejected,
+    Returned,
+    StreamBroke,
+)
+from skein.protocol.messages import (
+    Ack,
+    Beat,
+    CheckpointWritten,
+    ChunksReady,
+    Directive,
+    Dismiss,
+    EvaluationDone,
+    Hello,
+    Leaving,
+    LinksMeasured,
+    Probe,
+    Refused,
+    Report,
+    StageDone,
+    Suspected,
+    Trouble,
+    Vote,
+    Welcome,
+)
+from skein.protocol.records import JobEnded, JobSubmitted, Record
+from skein.protocol.run import Run, RunPhase
+from skein.protocol.story import Story
+from skein.topology.fleet import Link
+from skein.types import Incarnation, JobId, JobState, WorkerId
+
+BEAT_S = 1.0
+"""A third of the lease: one lost beat is no death."""
+NUM_PROBED_PEERS = 16
+"""A newcomer measures at most so many links; the rest stay unknown."""
+
+
+class Coordinator:
+    """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
+
+    def __init__(self, *, lease_s: float = 3.0, grace_s: float = 0.5) -> None:
+        self.history = History()
+        self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
+        self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
+        self.run: Run | None = None
+        self._outbox = Outbox(self.history)
+        self._lost: set[Incarnation] = set()
+        self._story = Story()
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take the run log, before the first event. The last record opens this coordinator's own epoch."""
+        for record in records:
+            self.history.apply(record)
+
+    # --- the way in ---
+
+    def handle(self, event: CoordinatorEvent, *, now: float) -> list[CoordinatorCommand]:
+        """Take one event at time `now` (wall clock seconds, never stepping back); gives what to do, in order."""
+        match event:
+            case ReportArrived():
+                self._report(event.worker, event.incarnation, event.report, now=now)
+            case StreamBroken():
+                broke = StreamBroke(worker=event.worker, incarnation=event.incarnation, reason=event.reason)
+                self._changed(self.membership.handle(broke, now=now), now=now)
+            case SubmitAsked():
+                self._submit(event, now=now)
+            case CancelAsked():
+                self._cancel(event.job, now=now)
+            case DrainAsked():
+                self._changed(self.membership.handle(LeaveHeard(worker=event.worker), now=now), now=now)
+            case PlanMade():
+                if self.run is not None:
+                    self.run.planned(event, now=now)
+            case ManifestWritten():
+                if self.run is not None and self.run.job.job == event.checkpoint.job:
+                    self.run.manifest_written(event, now=now)
+            case TimePassed():
+                self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
+                if self.run is not None:
+                    self.run.tick(now=now)
+            case _:
+                assert_never(event)
+        self._next_job(now=now)
+        return self._outbox.drain()
+
+    def deadline(self) -> float | None:
+        """When `TimePassed` is wanted next."""
+        times = [self.membership.deadline(), None if self.run is None else self.run.deadline()]
+        return min((at for at in times if at is not None), default=None)
+
+    def story(self, about: str) -> tuple[str, ...]:
+        """The last lines about a worker or a job."""
+        run = () if self.run is None else self.run.story(about)
+        return (*self.membership.story(WorkerId(about)), *run, *self._story.of(about))
+
+    # --- what clients ask ---
+
+    def state_of(self, job: JobId) -> JobState:
+        """A job's state for users."""
+        final = self.history.state_of(job)
+        if final is not None:
+            return final
+        if self.run is None or self.run.job.job != job:
+            return JobState.PENDING
+        match self.run.phase:
+            case RunPhase.GATHERING:
+                return JobState.PAUSED
+            case RunPhase.FENCING | RunPhase.BUILDING:
+                return JobState.PLANNING
+            case _:
+                return JobState.RUNNING
+
+    def reason_of(self, job: JobId) -> str:
+        """One line on why the job is in its state."""
+        end = self.history.jobs[job].end
+        if end is not None:
+            return end.reason
+        if self.run is None or self.run.job.job != job:
+            ahead = [other.job for other in self.history.pending() if other.job != job]
+            return f"waiting for {ahead[0]}" if ahead else "waiting"
+        return self.run.reason
+
+    def _submit(self, event: SubmitAsked, *, now: float) -> None:
+        if event.key in self.history.job_by_key:
+            return
+        job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
+        submitted = JobSubmitted(job=job, key=event.key, spec=event.spec.canonical_json(), wall_s=now)
+        self._outbox.record(submitted)
+        self._outbox.log(f"job={job} submitted")
+
+    def _cancel(self, job: JobId, *, now: float) -> None:
+        if self.run is not None and self.run.job.job == job:
+            self.run.end(JobState.CANCELLED, "cancelled by a client", now=now)
+        elif job in self.history.jobs and self.history.jobs[job].end is None:
+            reason = "cancelled before it began"
+            self._outbox.record(JobEnded(job=job, state=JobState.CANCELLED, reason=reason, wall_s=now))
+
+    def _next_job(self, *, now: float) -> None:
+        """Begin the oldest job that has not ended, if none is active."""
+        if self.run is not None and self.run.phase is RunPhase.ENDED:
+            self.run = None
+        while self.run is None:
+            pending = self.history.pending()
+            if not pending:
+                return
+            self.run = self._start(pending[0], now=now)
+            self.run.tick(now=now)
+            if self.run.phase is RunPhase.ENDED:
+                self.run = None
+
+    def _start(self, job: JobHistory, *, now: float) -> Run:
+        run = Run(job, self.membership, self._outbox, self.links, now=now)
+        for worker in self.membership.live:
+            run.met(worker)
+        return run
+
+    # --- workers ---
+
+    def _report(self, worker: WorkerId, incarnation: Incarnation, report: Report, *, now: float) -> None:
+        if isinstance(report, Hello):
+            self._changed(self.membership.handle(HelloHeard(hello=report), now=now), now=now)
+            return
+        if not self.membership.is_current(worker, incarnation):
+            return
+        progress = report.progress if isinstance(report, Beat) else None
+        heard = Heard(worker=worker, incarnation=incarnation, progress=progress)
+        before = self.membership.live[worker].progressed_at
+        self.membership.handle(heard, now=now)
+        run = self.run
+        if run is not None and self.membership.live[worker].progressed_at != before:
+            run.progressed(now=now)
+        match report:
+            case Beat():
+                pass
+            case LinksMeasured():
+                for link in report.links:
+                    self.links[link.sender, link.receiver] = link
+            case Leaving():
+                self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+            case CheckpointWritten():
+                if run is not None:
+                    run.saved(report, now=now)
+            case Ack() | ChunksReady() | StageDone() | Vote() | EvaluationDone() | Suspected() | Trouble():
+                if run is not None:
+                    run.report(worker, report, now=now)
+            case _:
+                assert_never(report)
+
+    def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
+        for change in changes:
+            match change:
+                case Joined() | Returned():
+                    self._welcome(change.worker, is_new=isinstance(change, Joined))
+                case Rejected():
+                    self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                    self._outbox.log(f"worker={change.worker} refused: {change.reason}")
+                case Lost():
+                    self._lost.add(change.incarnation)
+                    self._outbox.log(f"worker={change.worker} lost: {change.reason}")
+                case IsLeaving():
+                    self._outbox.log(f"worker={change.worker} leaving")
+                    if self.run is None:
+                        self._dismiss(change.worker)
+                case _:
+                    assert_never(change)
+            if self.run is not None:
+                self.run.changed(change, now=now)
+
+    def _welcome(self, worker: WorkerId, *, is_new: bool) -> None:
+        entry = self.membership.live[worker]
+        incarnation = entry.hello.incarnation
+        welcome = Welcome(epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=BEAT_S)
+        self._send(worker, incarnation, welcome)
+        if not is_new:
+            return
+        self._outbox.log(f"worker={worker} joined")
+        if incarnation in self._lost:
+            # It was fenced and what it holds may be of a history that was rolled back.
+            self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
+        others = [self.membership.live[w].member for w in sorted(self.membership.live) if w != worker]
+        if others:
+            self._send(worker, incarnation, Probe(peers=tuple(others[:NUM_PROBED_PEERS])))
+
+    def _dismiss(self, worker: WorkerId) -> None:
+        incarnation = self.membership.live[worker].hello.incarnation
+        self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=True))
+
+    def _send(self, worker: WorkerId, incarnation: Incarnation, directive: Directive) -> None:
+        self._outbox.commands.append(Send(worker=worker, incarnation=incarnation, directive=directive))

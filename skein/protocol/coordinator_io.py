@@ -1,0 +1,162 @@
+"""What goes into a Coordinator machine and what comes out of it: the border between deciding and acting."""
+
+from dataclasses import dataclass, field
+
+from skein.config.job import JobSpec
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.history import History
+from skein.protocol.messages import Directive, Report
+from skein.protocol.records import CheckpointCommitted, Record
+from skein.topology.fleet import Fleet
+from skein.types import Incarnation, JobId, Step, WorkerId
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportArrived:
+    """A worker said something on its control stream. A Hello opens the stream."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBroken:
+    """A worker's control stream ended."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitAsked:
+    """A client submits a job whose spec is valid. A known key changes nothing."""
+
+    key: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAsked:
+    """A client wants a job to end."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """An operator wants a worker to be free of work, and to exit."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMade:
+    """The answer to MakePlan of the same number."""
+
+    request: int
+    result: Plan | Infeasible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestWritten:
+    """The manifest of a checkpoint exists, so the checkpoint does; or `error` says why not."""
+
+    checkpoint: CheckpointCommitted
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """The deadline may have come."""
+
+
+CoordinatorEvent = (
+    ReportArrived
+    | StreamBroken
+    | SubmitAsked
+    | CancelAsked
+    | DrainAsked
+    | PlanMade
+    | ManifestWritten
+    | TimePassed
+)
+
+# --- commands ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """Make this record durable before any later command is carried out."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Say this on the control stream of that incarnation; without a stream it is lost, and that is no failure."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakePlan:
+    """Plan this job on this fleet. Answered by PlanMade."""
+
+    request: int
+    job: JobSpec
+    fleet: Fleet
+    previous: Plan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteManifest:
+    """All stages' files are there: write the manifest, last. Answered by ManifestWritten."""
+
+    checkpoint: CheckpointCommitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneCheckpoints:
+    """Delete the job's checkpoints but these, manifest first."""
+
+    job: JobId
+    url: str | None
+    keep: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """A decision changed: one line for people."""
+
+    line: str
+
+
+CoordinatorCommand = Append | Send | MakePlan | WriteManifest | PruneCheckpoints | Log
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Commands in the order they must happen. Recording changes the hard state at once."""
+
+    history: History
+    commands: list[CoordinatorCommand] = field(default_factory=list)
+
+    def record(self, record: Record) -> None:
+        """Apply a record to the hard state and have it appended."""
+        self.history.apply(record)
+        self.commands.append(Append(record=record))
+
+    def log(self, line: str) -> None:
+        """Tell people."""
+        self.commands.append(Log(line=line))
+
+    def drain(self) -> list[CoordinatorCommand]:
+        """All commands since the last call."""
+        commands, self.commands = self.commands, []
+        return commands

@@ -1,0 +1,635 @@
+"""The Run machine: one attempt to carry the active job forward, from gathering workers to the last checkpoint.
+
+GATHERING (too few workers) -> FENCING (a generation is open; acknowledgements and a plan come in) -> BUILDING (workers
+make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint that something waits for) -> ENDED.
+
+Rules of this file
+- Whatever goes wrong opens a new generation: `_bump`. There is no second way to recover.
+- Nothing is assigned before every member has acknowledged the generation: that is the fence.
+- The parameters' version is the log's. A worker at another version holds nothing.
+"""
+
+from enum import StrEnum
+from math import fsum
+from typing import assert_never
+
+from skein.config.schedule import learning_rate
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator_io import (
+    MakePlan,
+    ManifestWritten,
+    Outbox,
+    PlanMade,
+    PruneCheckpoints,
+    Send,
+    WriteManifest,
+)
+from skein.protocol.history import JobHistory
+from skein.protocol.membership import (
+    Entry,
+    IsLeaving,
+    Joined,
+    Lost,
+    Membership,
+    MembershipChange,
+    Rejected,
+    Returned,
+)
+from skein.protocol.messages import (
+    Ack,
+    CheckpointWritten,
+    ChunksReady,
+    Commit,
+    Directive,
+    Dismiss,
+    Evaluate,
+    EvaluationDone,
+    NewGeneration,
+    Prepare,
+    Save,
+    StageDone,
+    Start,
+    StepRecord,
+    Suspected,
+    Trouble,
+    Vote,
+)
+from skein.protocol.records import (
+    Evaluated,
+    GenerationMember,
+    GenerationOpened,
+    JobEnded,
+    PlanAdopted,
+    RolledBack,
+    StepCommitted,
+)
+from skein.protocol.round import (
+    AskReduction,
+    LedgerHeard,
+    Round,
+    RoundCommand,
+    RoundFailed,
+    StepDecided,
+    StepTerms,
+    VoteHeard,
+)
+from skein.protocol.savings import Savings
+from skein.protocol.sources import Sources, assignments, choose_sources
+from skein.protocol.story import Story
+from skein.topology.fleet import Fleet, Link
+from skein.types import ChunkRef, Epoch, Generation, JobState, MicrobatchId, StageIndex, WorkerId
+
+GATHER_S = 3.0
+"""How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
+RETURN_S = 10.0
+"""How long a restarted coordinator waits for the members that it had."""
+STALL_S = 120.0
+"""No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it."""
+MAX_STRIKES = 3
+"""Failures blamed on one worker, with no step committed between them, after which it gets no more work."""
+
+RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | Suspected | Trouble
+"""What belongs to one generation."""
+
+
+class RunPhase(StrEnum):
+    """Where a run is."""
+
+    GATHERING = "gathering"
+    FENCING = "fencing"
+    BUILDING = "building"
+    STEPPING = "stepping"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+    ENDED = "ended"
+
+
+_COMPUTING = (RunPhase.STEPPING, RunPhase.EVALUATING)
+
+
+class Run:
+    """The active job. It reads who is live from `membership` and writes to `outbox`."""
+
+    def __init__(
+        self,
+        job: JobHistory,
+        membership: Membership,
+        outbox: Outbox,
+        links: dict[tuple[WorkerId, WorkerId], Link],
+        *,
+        now: float,
+    ) -> None:
+        self.job = job
+        self.phase = RunPhase.GATHERING
+        self.reason = "waiting for workers"
+        self.plan: Plan | None = None
+        self._spec_json = job.spec.canonical_json()
+        self._membership = membership
+        self._out = outbox
+        self._links = links
+        self._gather_until = now + GATHER_S
+        self._return_until = now + RETURN_S
+        self._awaited = {member.worker for member in job.members}
+        self._is_infeasible = False
+        self._has_newcomer = False
+        self._request = 0
+        self._members: dict[WorkerId, Entry] = {}
+        self._acks: dict[WorkerId, Ack] = {}
+        self._made: Plan | None = None
+        self._expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
+        self._ready: dict[WorkerId, ChunksReady] = {}
+        self._round: Round | None = None
+        self._evaluations: dict[tuple[WorkerId, int], EvaluationDone] = {}
+        self._num_evaluation = 0
+        self._num_validation_samples = 0
+        self._savings = Savings(job.job, job.spec.checkpoint.url)
+        self._strikes: dict[WorkerId, int] = {}
+        self._excluded: dict[WorkerId, str] = {}
+        self._moved_at = now
+        self._story = Story()
+
+    # --- the way in ---
+
+    def met(self, worker: WorkerId) -> None:
+        """A worker was here before the run began."""
+        self._awaited.discard(worker)
+
+    def changed(self, change: MembershipChange, *, now: float) -> None:
+        """Somebody came, went or wants to go."""
+        match change:
+            case Joined():
+                self._excluded.pop(change.worker, None)
+                self._awaited.discard(change.worker)
+                self._gather_until = now + GATHER_S
+                self._is_infeasible = False
+                self._has_newcomer = True
+            case Returned():
+                if self._depends_on(change.worker):
+                    self._bump(f"{change.worker} came back on a new stream", now=now)
+            case Lost():
+                if self._depends_on(change.worker):
+                    self._bump(f"lost {change.worker} ({change.reason})", now=now)
+                self._members.pop(change.worker, None)
+            case IsLeaving():
+                if not self._depends_on(change.worker):
+                    self._let_go(change.worker)
+            case Rejected():
+                pass
+            case _:
+                assert_never(change)
+        self.tick(now=now)
+
+    def report(self, worker: WorkerId, report: RunReport, *, now: float) -> None:
+        """A worker reported; what belongs to another generation is dropped."""
+        if report.generation != self._out.history.generation or worker not in self._members:
+            return
+        match report:
+            case Ack():
+                self._acks[worker] = report
+                self._assign_when_fenced(now=now)
+            case ChunksReady():
+                self._chunks_ready(worker, report, now=now)
+            case StageDone():
+                if self._round is not None:
+                    self._drive(self._round.handle(LedgerHeard(worker=worker, done=report), now=now), now=now)
+            case Vote():
+                if self._round is not None:
+                    self._drive(self._round.handle(VoteHeard(worker=worker, vote=report), now=now), now=now)
+            case EvaluationDone():
+                self._evaluation_done(worker, report, now=now)
+            case Suspected():
+                self._blame(report.peer, f"{worker} cannot reach it: {report.reason}", now=now)
+            case Trouble():
+                if report.is_fatal:
+                    self.end(JobState.FAILED, f"{worker}: {report.reason}", now=now)
+                else:
+                    self._blame(worker, report.reason, now=now)
+            case _:
+                assert_never(report)
+
+    def planned(self, event: PlanMade, *, now: float) -> None:
+        """The planner answered."""
+        if event.request != self._request or self.phase is not RunPhase.FENCING:
+            return
+        if isinstance(event.result, Infeasible):
+            self._is_infeasible = True
+            self._wait(event.result.reason)
+            return
+        self._made = event.result
+        self._assign_when_fenced(now=now)
+
+    def saved(self, report: CheckpointWritten, *, now: float) -> None:
+        """A stage of a checkpoint is durable, under whatever generation it was begun."""
+        checkpoint = self._savings.written(report, wall_s=now)
+        if checkpoint is not None:
+            self._out.commands.append(WriteManifest(checkpoint=checkpoint))
+
+    def manifest_written(self, event: ManifestWritten, *, now: float) -> None:
+        """A checkpoint exists, or could not be completed."""
+        checkpoint = event.checkpoint
+        if event.error is not None:
+            self._out.log(f"job={self.job.job} checkpoint={checkpoint.version} failed: {event.error}")
+            if self.phase is RunPhase.SAVING:
+                self.end(JobState.FAILED, f"the last checkpoint could not be written: {event.error}", now=now)
+            return
+        if checkpoint.version > self.job.version:
+            return
+        self._out.record(checkpoint)
+        self._out.log(f"job={self.job.job} checkpoint={checkpoint.version}")
+        keep = tuple(kept.version for kept in self.job.checkpoints)
+        self._out.commands.append(PruneCheckpoints(job=self.job.job, url=checkpoint.url, keep=keep))
+        if self.phase is RunPhase.SAVING:
+            self._go_on(now=now)
+
+    def progressed(self, *, now: float) -> None:
+        """Some worker's op ended."""
+        self._moved_at = now
+
+    def tick(self, *, now: float) -> None:
+        """Do what is due."""
+        if self.phase is RunPhase.GATHERING:
+            if not self._is_infeasible and self._candidates() and now >= self._gathers_at():
+                self._bump("workers gathered", now=now)
+        elif self.phase in _COMPUTING and now >= self._moved_at + STALL_S:
+            self._bump(f"no op ended for {STALL_S:.0f} s", now=now)
+
+    def deadline(self) -> float | None:
+        """When `tick` is wanted next."""
+        if self.phase is RunPhase.GATHERING and not self._is_infeasible and self._candidates():
+            return self._gathers_at()
+        if self.phase in _COMPUTING:
+            return self._moved_at + STALL_S
+        return None
+
+    def end(self, state: JobState, reason: str, *, now: float) -> None:
+        """Record the end and free the workers."""
+        self.phase = RunPhase.ENDED
+        self.reason = reason
+        self._out.record(JobEnded(job=self.job.job, state=state, reason=reason, wall_s=now))
+        self._out.log(f"job={self.job.job} {state.value}: {reason}")
+        for entry in self._membership.live.values():
+            self._send(entry, Dismiss(epoch=self._epoch, job=self.job.job, may_exit=entry.is_leaving))
+
+    def story(self, about: str) -> tuple[str, ...]:
+        """The last lines about "generation" or a worker."""
+        return self._story.of(about)
+
+    @property
+    def round(self) -> Round | None:
+        """The step in progress."""
+        return self._round
+
+    # --- who is here ---
+
+    @property
+    def _epoch(self) -> Epoch:
+        return self._out.history.epoch
+
+    def _candidates(self) -> list[Entry]:
+        """Workers that may be given work, by id."""
+        live = self._membership.live
+        return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in self._excluded]
+
+    def _num_wanted(self) -> int:
+        return self.job.spec.parallel.stages * self.job.spec.parallel.replicas
+
+    def _gathers_at(self) -> float:
+        if self._awaited:
+            return self._return_until
+        return 0.0 if len(self._candidates()) >= self._num_wanted() else self._gather_until
+
+    def _depends_on(self, worker: WorkerId) -> bool:
+        """Whether the present phase would miss this worker."""
+        if worker not in self._members:
+            return False
+        if self.phase in (RunPhase.FENCING, RunPhase.BUILDING):
+            return True
+        is_placed = self.plan is not None and worker in self.plan.workers
+        return is_placed and self.phase in (RunPhase.STEPPING, RunPhase.EVALUATING, RunPhase.SAVING)
+
+    def _blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
+        """Something failed on or towards this worker: try again, without it after too many times."""
+        if self.phase is RunPhase.GATHERING or worker not in self._members:
+            return
+        self._strikes[worker] = self._strikes.get(worker, 0) + 1
+        self._story.tell(worker, reason, now=now)
+        if self._strikes[worker] >= MAX_STRIKES:
+            self._excluded[worker] = reason
+            self._out.log(f"job={self.job.job} excluded={worker}: {reason}")
+        self._bump(f"{worker}: {reason}", now=now)
+
+    def _let_go(self, worker: WorkerId) -> None:
+        entry = self._membership.live.get(worker)
+        if entry is not None:
+            self._send(entry, Dismiss(epoch=self._epoch, job=self.job.job, may_exit=True))
+
+    def _send(self, entry: Entry, directive: Directive) -> None:
+        hello = entry.hello
+        self._out.commands.append(
+            Send(worker=hello.worker, incarnation=hello.incarnation, directive=directive)
+        )
+
+    def _send_placed(self, directive: Directive) -> None:
+        """To every worker of the plan."""
+        assert self.plan is not None
+        for worker in self.plan.workers:
+            self._send(self._members[worker], directive)
+
+    # --- a new generation ---
+
+    def _wait(self, reason: str) -> None:
+        self.phase = RunPhase.GATHERING
+        self._round = None
+        if reason != self.reason:
+            self._out.log(f"job={self.job.job} paused: {reason}")
+        self.reason = reason
+
+    def _bump(self, reason: str, *, now: float) -> None:
+        """Fence everything older, then plan anew with whoever is here."""
+        candidates = self._candidates()
+        if not candidates:
+            self._give_up_or_wait(reason, now=now)
+            return
+        self._members = dict(sorted(self._membership.live.items()))
+        self._acks.clear()
+        self._ready.clear()
+        self._evaluations.clear()
+        self._made = self._round = None
+        self._has_newcomer = False
+        self.phase = RunPhase.FENCING
+        self.reason = reason
+        history = self._out.history
+        members = tuple(e.member for e in self._members.values())
+        opened = GenerationOpened(
+            job=self.job.job,
+            generation=Generation(history.generation + 1),
+            members=tuple(GenerationMember(worker=m.worker, incarnation=m.incarnation) for m in members),
+            reason=reason,
+            wall_s=now,
+        )
+        self._out.record(opened)
+        self._out.log(f"job={self.job.job} generation={opened.generation} members={len(members)}: {reason}")
+        self._story.tell("generation", f"{opened.generation}: {reason}", now=now)
+        fence = NewGeneration(
+            epoch=history.epoch,
+            generation=opened.generation,
+            job=self.job.job,
+            members=members,
+            last_commit=self.job.last_commit,
+        )
+        for entry in self._members.values():
+            self._send(entry, fence)
+        self._ask_for_plan(candidates)
+
+    def _give_up_or_wait(self, reason: str, *, now: float) -> None:
+        live = self._membership.live
+        if live and all(worker in self._excluded for worker in live):
+            self.end(JobState.FAILED, f"no worker can run it; the last reason: {reason}", now=now)
+            return
+        for worker, entry in live.items():
+            if entry.is_leaving:
+                self._let_go(worker)
+        self._wait(f"no workers ({reason})")
+
+    def _ask_for_plan(self, candidates: list[Entry]) -> None:
+        self._request += 1
+        known = {entry.hello.worker for entry in candidates}
+        links = tuple(self._links[k] for k in sorted(self._links) if k[0] in known and k[1] in known)
+        fleet = Fleet(workers=tuple(entry.fleet_worker for entry in candidates), links=links)
+        self._out.commands.append(
+            MakePlan(request=self._request, job=self.job.spec, fleet=fleet, previous=self.plan)
+        )
+
+    def _assign_when_fenced(self, *, now: float) -> None:
+        plan = self._made
+        if self.phase is not RunPhase.FENCING or plan is None or len(self._acks) < len(self._members):
+            return
+        self.phase = RunPhase.BUILDING
+        self.plan = plan
+        self._made = None
+        self._expected = plan.microbatches_by_chunk()
+        history = self._out.history
+        sources = choose_sources(
+            plan, self._acks, version=self.job.version, checkpoint=self.job.newest_checkpoint
+        )
+        self._roll_back_to(sources, now=now)
+        self._out.record(
+            PlanAdopted(
+                job=self.job.job,
+                generation=history.generation,
+                plan_hash=plan.content_hash(),
+                reason=plan.reason,
+                predicted_step_s=plan.predicted_step_s,
+                lower_bound_s=plan.lower_bound_s,
+            )
+        )
+        self._out.log(f"job={self.job.job} generation={history.generation} plan: {plan.reason}")
+        told = assignments(
+            plan,
+            sources,
+            epoch=history.epoch,
+            generation=history.generation,
+            job=self.job.job,
+            job_spec=self._spec_json,
+            microbatches=self._expected,
+        )
+        for worker, assign in sorted(told.items()):
+            self._send(self._members[worker], assign)
+
+    def _roll_back_to(self, sources: Sources, *, now: float) -> None:
+        version = self.job.version
+        if sources.version == version:
+            return
+        stages = ", ".join(str(stage.index) for stage in sources.unheld)
+        reason = f"no worker holds stage {stages} at version {version}"
+        self._out.record(
+            RolledBack(
+                job=self.job.job,
+                from_version=version,
+                to_version=sources.version,
+                reason=reason,
+                wall_s=now,
+            )
+        )
+        self._out.log(f"job={self.job.job} rolled back from={version} to={sources.version}: {reason}")
+
+    def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
+        assert self.plan is not None
+        if self.phase is not RunPhase.BUILDING or worker not in self.plan.workers:
+            return
+        self._ready[worker] = report
+        if len(self._ready) < len(self.plan.workers):
+            return
+        origins = {path.hops[0].worker for path in self.plan.paths}
+        prints = {self._ready[origin].data_fingerprint: origin for origin in sorted(origins)}
+        if len(prints) > 1:
+            who = " and ".join(sorted(prints.values()))
+            self.end(JobState.FAILED, f"{who} read different data: give all workers the same files", now=now)
+            return
+        self._num_validation_samples = min(self._ready[o].num_validation_samples for o in origins)
+        for worker_id, entry in self._members.items():
+            if worker_id not in self.plan.workers:
+                self._send(entry, Dismiss(epoch=self._epoch, job=self.job.job, may_exit=entry.is_leaving))
+        self._go_on(now=now)
+
+    # --- at a version, between steps ---
+
+    def _change_wanted(self) -> str | None:
+        """Why another plan is wanted at the next boundary."""
+        assert self.plan is not None
+        leaving = [w for w in self.plan.workers if self._members[w].is_leaving]
+        if leaving:
+            return f"{', '.join(leaving)} leaving"
+        is_short = len(self.plan.workers) < self._num_wanted()
+        return "newcomers" if self._has_newcomer and is_short else None
+
+    def _go_on(self, *, now: float) -> None:
+        """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
+        version = self.job.version
+        is_last = version >= self.job.spec.budget.steps
+        self._moved_at = now
+        change = self._change_wanted()
+        if self._evaluation_due():
+            self._evaluate()
+        elif is_last or (change is not None and not self._candidates()):
+            if version > 0 and not any(c.version == version for c in self.job.checkpoints):
+                self.phase = RunPhase.SAVING
+                self._save()
+            elif is_last:
+                self.end(JobState.FINISHED, f"{version} steps done", now=now)
+            else:
+                self._give_up_or_wait(change or "", now=now)
+        elif change is not None:
+            self._bump(change, now=now)
+        else:
+            self._begin_step()
+            start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
+            self._send_placed(start)
+
+    def _save(self) -> None:
+        """Ask one holder of each stage to save it; the first holder in plan order that stays."""
+        assert self.plan is not None
+        history = self._out.history
+        stages_by_worker: dict[WorkerId, list[StageIndex]] = {}
+        for stage in self.plan.stages:
+            holders = self.plan.holders(stage.index)
+            holder = min(
+                holders, key=lambda w: (self._members[w].is_leaving, len(stages_by_worker.get(w, ())))
+            )
+            stages_by_worker.setdefault(holder, []).append(stage.index)
+        self._savings.begin(self.job.version, tuple(stage.index for stage in self.plan.stages))
+        for worker, stages in sorted(stages_by_worker.items()):
+            save = Save(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=self.job.version,
+                stages=tuple(stages),
+                url=self.job.spec.checkpoint.url,
+            )
+            self._send(self._members[worker], save)
+
+    def _save_due(self) -> bool:
+        every = self.job.spec.checkpoint.every_steps
+        return bool(every) and self.job.version % every == 0 and self.job.version < self.job.spec.budget.steps
+
+    # --- evaluation ---
+
+    def _evaluation_due(self) -> bool:
+        spec, version = self.job.spec, self.job.version
+        last = self.job.last_evaluation
+        if (last is not None and last.version == version) or not self._num_evaluation_microbatches():
+            return False
+        every = spec.evaluation.every_steps
+        return version >= spec.budget.steps or (bool(every) and version % every == 0)
+
+    def _num_evaluation_microbatches(self) -> int:
+        spec = self.job.spec
+        num_samples = min(spec.evaluation.samples, self._num_validation_samples)
+        return num_samples // spec.batch.microbatch_samples
+
+    def _evaluate(self) -> None:
+        self.phase = RunPhase.EVALUATING
+        self._round = None
+        self._evaluations.clear()
+        self._num_evaluation = self._num_evaluation_microbatches()
+        self._send_placed(
+            Evaluate(
+                epoch=self._epoch,
+                generation=self._out.history.generation,
+                version=self.job.version,
+                num_microbatches=self._num_evaluation,
+            )
+        )
+
+    def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
+        if self.phase is not RunPhase.EVALUATING or report.version != self.job.version:
+            return
+        self._evaluations[worker, report.microbatches[0]] = report
+        reports = [self._evaluations[key] for key in sorted(self._evaluations)]
+        if len({m for r in reports for m in r.microbatches}) < self._num_evaluation:
+            return
+        num_tokens = sum(r.num_tokens for r in reports)
+        loss = fsum(r.loss_sum for r in reports) / max(1, num_tokens)
+        self._out.record(
+            Evaluated(job=self.job.job, version=report.version, loss=loss, num_tokens=num_tokens, wall_s=now)
+        )
+        self._out.log(f"job={self.job.job} step={report.version} validation_loss={loss:.4f}")
+        self._go_on(now=now)
+
+    # --- a step ---
+
+    def _begin_step(self) -> None:
+        assert self.plan is not None
+        spec = self.job.spec
+        self.phase = RunPhase.STEPPING
+        terms = StepTerms(
+            step=self.job.version,
+            learning_rate=learning_rate(spec.optimizer, self.job.version, spec.budget.steps),
+            clip_norm=spec.optimizer.clip_norm,
+            batch_samples=spec.batch.samples,
+        )
+        history = self._out.history
+        self._round = Round(
+            terms, self.plan, expected=self._expected, epoch=history.epoch, generation=history.generation
+        )
+
+    def _drive(self, commands: list[RoundCommand], *, now: float) -> None:
+        history = self._out.history
+        for command in commands:
+            match command:
+                case AskReduction():
+                    prepare = Prepare(
+                        epoch=history.epoch,
+                        generation=history.generation,
+                        step=self.job.version,
+                        group=command.group.group,
+                        attempt=command.attempt,
+                        parts=command.parts,
+                    )
+                    for worker in command.group.workers:
+                        self._send(self._members[worker], prepare)
+                case StepDecided():
+                    self._commit(command.record, now=now)
+                case RoundFailed():
+                    self._bump(command.reason, now=now)
+                case _:
+                    assert_never(command)
+
+    def _commit(self, record: StepRecord, *, now: float) -> None:
+        """Phase two: durable first, then announced."""
+        self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
+        self._strikes.clear()
+        self._moved_at = now
+        self._round = None
+        is_last = self.job.version >= self.job.spec.budget.steps
+        goes_on = not is_last and not self._evaluation_due() and self._change_wanted() is None
+        history = self._out.history
+        self._send_placed(
+            Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
+        )
+        if self._save_due():
+            self._save()
+        if goes_on:
+            self._begin_step()
+        else:
+            self._go_on(now=now)

@@ -1,0 +1,104 @@
+"""Where each chunk's state comes from when a plan is put into place, and what each worker is told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skein.plan.plan import Plan
+from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, SourceKind, StateSource
+from skein.protocol.records import CheckpointCommitted
+from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The version everybody starts from and each chunk's source; `unheld` are stages that nobody had any more."""
+
+    version: Step
+    by_chunk: Mapping[ChunkRef, StateSource]
+    unheld: tuple[StageSpec, ...]
+
+
+def choose_sources(
+    plan: Plan,
+    acks: Mapping[WorkerId, Ack],
+    *,
+    version: Step,
+    checkpoint: CheckpointCommitted | None,
+) -> Sources:
+    """Sources at `version` if each stage is held at it, else at the newest checkpoint, else anew from the seed.
+
+    A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
+    """
+    held = _holders(acks, version)
+    unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
+    if unheld:
+        version = Step(0) if checkpoint is None else checkpoint.version
+        held = _holders(acks, version)
+    num_given: dict[WorkerId, int] = {}
+    by_chunk: dict[ChunkRef, StateSource] = {}
+    stages = {stage.index: stage for stage in plan.stages}
+    for placed in plan.chunks:
+        holders = held.get(stages[placed.chunk.stage], ())
+        if placed.chunk.worker in holders:
+            by_chunk[placed.chunk] = StateSource(kind=SourceKind.KEEP, version=version)
+        elif version == 0:
+            by_chunk[placed.chunk] = StateSource(kind=SourceKind.INITIAL, version=version)
+        elif holders:
+            donor = min(holders, key=lambda worker: (num_given.get(worker, 0), worker))
+            num_given[donor] = num_given.get(donor, 0) + 1
+            by_chunk[placed.chunk] = StateSource(kind=SourceKind.PEER, version=version, peer=donor)
+        else:
+            assert checkpoint is not None and checkpoint.version == version
+            source = StateSource(kind=SourceKind.CHECKPOINT, version=version, url=checkpoint.url)
+            by_chunk[placed.chunk] = source
+    return Sources(version=version, by_chunk=by_chunk, unheld=unheld)
+
+
+def _holders(acks: Mapping[WorkerId, Ack], version: Step) -> dict[StageSpec, list[WorkerId]]:
+    held: dict[StageSpec, list[WorkerId]] = {}
+    for worker in sorted(acks):
+        for chunk in acks[worker].chunks:
+            if chunk.version == version:
+                held.setdefault(chunk.stage, []).append(worker)
+    return held
+
+
+def assignments(
+    plan: Plan,
+    sources: Sources,
+    *,
+    epoch: Epoch,
+    generation: Generation,
+    job: JobId,
+    job_spec: str,
+    microbatches: Mapping[ChunkRef, tuple[MicrobatchId, ...]],
+) -> dict[WorkerId, Assign]:
+    """What each worker of the plan is told."""
+    stages = {stage.index: stage for stage in plan.stages}
+    origins: dict[WorkerId, list[Origin]] = {}
+    for index, path in enumerate(plan.paths):
+        origin = Origin(microbatch=MicrobatchId(index), path=path)
+        origins.setdefault(path.hops[0].worker, []).append(origin)
+    chunks: dict[WorkerId, list[ChunkAssignment]] = {}
+    for placed in plan.chunks:
+        assigned = ChunkAssignment(
+            stage=stages[placed.chunk.stage],
+            slots=placed.slots,
+            microbatches=microbatches[placed.chunk],
+            source=sources.by_chunk[placed.chunk],
+        )
+        chunks.setdefault(placed.chunk.worker, []).append(assigned)
+    return {
+        worker: Assign(
+            epoch=epoch,
+            generation=generation,
+            job=job,
+            job_spec=job_spec,
+            version=sources.version,
+            num_paths=len(plan.paths),
+            chunks=tuple(held),
+            origins=tuple(origins.get(worker, ())),
+            groups=tuple(group for group in plan.groups if worker in group.workers),
+        )
+        for worker, held in chunks.items()
+    }
