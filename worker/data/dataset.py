@@ -98,8 +98,9 @@ def open_dataset(data: DataSpec, model: ModelSpec, *, seed: int, batch: BatchSpe
         seed=seed,
     )
     if batch is not None and selection.num_train < batch.samples:
-        hint = f"a step takes {batch.samples}: give more data, or lower batch.samples or data.sequence_tokens"
-        raise UserError("data.sources", f"{selection.num_train} training samples", hint)
+        wanted = f"training samples are fewer than the {batch.samples} of one step"
+        hint = f"{wanted}: give more data, or lower batch.samples or data.sequence_tokens"
+        raise UserError("data.sources", selection.num_train, hint)
     return Dataset(sources=sources, selection=selection, fingerprint=_fingerprint(sources, selection))
 
 

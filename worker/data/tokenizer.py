@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -77,13 +76,20 @@ class FileTokenizer:
         pieces = (piece for document in documents for piece in _pieces(document, self.path))
         flat = [np.empty(0, dtype)]
         while group := list(islice(pieces, _GROUP_PIECES)):
-            with _explained(self.path, f"cannot express {group[0].where} or what follows it"):
-                texts = [piece.text for piece in group]
-                encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+            encodings = self._encoded([piece.text for piece in group], group[0].where)
             ends = (separator if piece.ends_document else [] for piece in group)
             ids = [i for encoding, end in zip(encodings, ends, strict=True) for i in (*encoding.ids, *end)]
             flat.append(np.array(ids, dtype))
         return np.concatenate(flat)
+
+    def _encoded(self, texts: list[str], where: str) -> list["tokenizers.Encoding"]:
+        try:
+            return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the package raises the bare class and no other
+                raise
+            hint = f"cannot express {where} or what follows it ({error}): give another file, or 'bytes'"
+            raise UserError(_FIELD, self.path, hint) from error
 
 
 def load_tokenizer(name: str, *, vocab_size: int) -> Tokenizer:
@@ -105,8 +111,11 @@ def load_tokenizer(name: str, *, vocab_size: int) -> Tokenizer:
     except ImportError as error:
         hint = "needs the package tokenizers on every worker: pip install 'skein-train[hf]', or use 'bytes'"
         raise UserError(_FIELD, name, hint) from error
-    with _explained(name, "is no tokenizer file as the package tokenizers writes it"):
+    try:
         tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+    except ValueError as error:
+        hint = f"is no tokenizer file ({error}): give one that the package tokenizers has written, or 'bytes'"
+        raise UserError(_FIELD, name, hint) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -131,17 +140,6 @@ def _check_vocabulary(name: str, needed: int, vocab_size: int) -> None:
     if needed > vocab_size:
         hint = f"has {needed} tokens, the model's vocab_size is {vocab_size}: set model.shape.vocab_size to {needed}"
         raise UserError(_FIELD, name, hint)
-
-
-@contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
-    """Turns what the package raises, which is always of the bare class, into the user's error."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise UserError(_FIELD, name, f"{what} ({error}): give another file, or 'bytes'") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
