@@ -26,6 +26,7 @@ class Lane(StrEnum):
     CONTROL = "control"
     FORWARD = "forward"
     BACKWARD = "backward"
+    REDUCE = "reduce"
     STATE = "state"
     """State transfer, checkpoints and probes."""
 
