@@ -134,7 +134,7 @@ def _root(v: Tensor, *, out: Tensor) -> Tensor:
     """Square roots, each rounded correctly."""
     if v.device.type != "cpu":
         return torch.sqrt(v, out=out)
-    # torch asks MKL, which is one unit off in every sixth value and differs between makes of CPU.
+    # torch asks MKL, which is one unit off in every sixth float32 and chooses its code by the make of the CPU.
     np.sqrt(v.numpy(), out=out.numpy())
     return out
 
