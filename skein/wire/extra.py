@@ -278,12 +278,12 @@ class ManifestRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestReply:
-    """A complete checkpoint: `spec` is the job's canonical JSON, `url` where the files are, "" at the coordinator."""
+    """A complete checkpoint: `spec` is the job's canonical JSON; no `url`: the files are at the coordinator."""
 
     job: JobId
     version: Step
     spec: str
-    url: str
+    url: str | None
     stages: tuple[StageFiles, ...]
     wall_s: float
 

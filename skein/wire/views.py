@@ -106,10 +106,10 @@ class EvaluationFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFinished:
-    """A checkpoint is complete."""
+    """A checkpoint is complete, at `url` or (None) at the coordinator."""
 
     version: Step
-    url: str
+    url: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,6 +283,7 @@ class CheckpointCommitted(_message.Message):
     job: _builtins.str
     version: _builtins.int
     url: _builtins.str
+    """Absent: at the coordinator."""
     wall_s: _builtins.float
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.StageFiles]: ...
@@ -291,15 +292,17 @@ class CheckpointCommitted(_message.Message):
         *,
         job: _builtins.str = ...,
         version: _builtins.int = ...,
-        url: _builtins.str = ...,
+        url: _builtins.str | None = ...,
         stages: _abc.Iterable[_ids_pb2.StageFiles] | None = ...,
         wall_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "job", b"job", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
+    _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
 
 Global___CheckpointCommitted: _TypeAlias = CheckpointCommitted  # noqa: Y015
 
