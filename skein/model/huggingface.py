@@ -63,9 +63,7 @@ def shape_from_config(config: Mapping[str, object]) -> LlamaShape:
     try:
         return LlamaShape.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(("config", *(str(part) for part in first["loc"])))
-        raise UserError(field, first["input"] if first["loc"] else dict(config), first["msg"]) from error
+        raise _refusal(values, error) from error
 
 
 def config_from_shape(shape: LlamaShape) -> dict[str, object]:
@@ -118,6 +116,14 @@ def check_config(model: ModelSpec, config: Mapping[str, object]) -> None:
     for key, value in ours.items():
         if theirs.get(key) != value:
             raise UserError(f"model.{key}", value, f"the weights to start from have {theirs.get(key)!r}")
+
+
+def _refusal(values: Mapping[str, object], error: ValidationError) -> UserError:
+    first = error.errors()[0]
+    if first["loc"]:
+        return UserError(f"config.{first['loc'][0]}", first["input"], first["msg"])
+    # Sizes that do not fit together: those of the heads.
+    return UserError("config", {key: values[key] for key in sorted(values) if "head" in key}, first["msg"])
 
 
 def _comparable(shape: LlamaShape) -> dict[str, object]:

@@ -11,7 +11,7 @@ from skein.config.job import LlamaModel, LlamaShape
 from skein.model.presets import shape_of
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
-from worker.model.ops import linear, rms_norm, rotary_tables, rotate, swiglu
+from worker.model.ops import attend, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
 
 
 class Linear(nn.Module):
@@ -55,8 +55,7 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_features = shape.attention_width // shape.num_attention_heads
-        self.group = shape.num_attention_heads // shape.num_key_value_heads
-        key_width = shape.attention_width // self.group
+        key_width = self.head_features * shape.num_key_value_heads
         self.q_proj = Linear(shape.hidden_size, shape.attention_width, dtype)
         self.k_proj = Linear(shape.hidden_size, key_width, dtype)
         self.v_proj = Linear(shape.hidden_size, key_width, dtype)
@@ -67,14 +66,7 @@ class Attention(nn.Module):
         q_BHTF = rotate(self.q_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
         k_BHTF = rotate(self.k_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
         v_BHTF = self.v_proj(x_BTD).view(heads).transpose(1, 2)
-        # CUDA's memory-saving kernel for 4-byte numbers takes no groups, and torch would fall back to keeping scores.
-        is_grouped = self.group > 1
-        if is_grouped and q_BHTF.is_cuda and q_BHTF.dtype.itemsize > 2:
-            k_BHTF, v_BHTF = (x.repeat_interleave(self.group, 1) for x in (k_BHTF, v_BHTF))
-            is_grouped = False
-        y_BHTF = functional.scaled_dot_product_attention(
-            q_BHTF, k_BHTF, v_BHTF, is_causal=True, enable_gqa=is_grouped
-        )
+        y_BHTF = attend(q_BHTF, k_BHTF, v_BHTF, takes_groups=takes_groups(q_BHTF))
         y: Tensor = self.o_proj(y_BHTF.transpose(1, 2).flatten(2))
         return y
 

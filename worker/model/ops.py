@@ -111,3 +111,25 @@ def rotate(x_BTHF: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair of features by its position's angle; sums in the tables' dtype, gives that of `x`."""
     turned = x_BTHF * cos + torch.roll(x_BTHF, x_BTHF.shape[-1] // 2, -1) * sin
     return turned.to(x_BTHF.dtype)
+
+
+def takes_groups(x: Tensor) -> bool:
+    """Whether torch has an attention kernel for grouped heads of such numbers that keeps no scores.
+
+    CUDA's has none above two bytes: torch would fall back to plain products, with memory in the square of the tokens.
+    """
+    return not x.is_cuda or x.dtype.itemsize <= 2
+
+
+def attend(q_BHTF: Tensor, k_BHTF: Tensor, v_BHTF: Tensor, *, takes_groups: bool) -> Tensor:
+    """Causal attention; several query heads in a row may share a head of `k` and `v`.
+
+    Source: Ainslie et al., GQA, 2023, Section 2.2.
+    """
+    group = q_BHTF.shape[1] // k_BHTF.shape[1]
+    if group > 1 and not takes_groups:
+        k_BHTF, v_BHTF = (x.repeat_interleave(group, 1) for x in (k_BHTF, v_BHTF))
+    is_grouped = group > 1 and takes_groups
+    return functional.scaled_dot_product_attention(
+        q_BHTF, k_BHTF, v_BHTF, is_causal=True, enable_gqa=is_grouped
+    )

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional
 
 from tests.worker.model.builders import assert_near
-from worker.model.ops import linear, rms_norm, rotary_tables, rotate, swiglu
+from worker.model.ops import attend, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -63,3 +63,11 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only(dtype: torch.dtype)
     for distance in range(-8, 9):
         along = scores.diagonal(distance)
         assert_near(along, along[0].expand_as(along), tolerance=rounding)
+
+
+def test_heads_repeated_for_a_kernel_without_groups_attend_alike() -> None:
+    query, key, value = numbers(2, 6, 5, 4), numbers(2, 3, 5, 4), numbers(2, 3, 5, 4).detach().flip(0)
+    results = [attend(query, key, value, takes_groups=takes) for takes in (True, False)]
+    # Sums of five products, perhaps in another order.
+    assert_near(results[0], results[1], tolerance=1e-13)
+    assert takes_groups(query)

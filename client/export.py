@@ -1,0 +1,195 @@
+"""Stages' weights put together into a directory that `transformers` opens.
+
+No torch: a safetensors file is eight bytes of length, a JSON header and raw numbers, and these are copied in pieces.
+"""
+
+import json
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from skein.config.job import LlamaModel, ModelSpec
+from skein.errors import UserError
+from skein.model.huggingface import config_of
+from skein.model.parameters import parameter_shapes
+
+_PIECE_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 100_000_000
+_NUM_BYTES = {"F32": 4, "F64": 8}
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Where the numbers of one tensor lie."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def write_huggingface(
+    stage_files: Sequence[Path], model: ModelSpec, out: Path, *, max_shard_bytes: int
+) -> list[Path]:
+    """Writes configuration and float32 weights to `out`; gives the files' paths.
+
+    The weights are one `model.safetensors`, or where that would be above `max_shard_bytes`, shards of at most that size
+    (or of one tensor) with an index. Memory stays at a few MiB. `out` appears at once, complete, or not at all.
+
+    Args:
+        stage_files: safetensors with float32 or float64 parameters under their Hugging Face names; what else they hold
+            is left out, and of a tensor in several files (tied, in two stages) the first is taken.
+        model: what the job trained.
+        out: a directory that does not exist, or is empty.
+        max_shard_bytes: at least 1.
+
+    Raises:
+        UserError: `out` is in use or cannot be written; or the files lack a tensor, or hold one of another shape.
+    """
+    if max_shard_bytes < 1:
+        raise UserError("max_shard_bytes", max_shard_bytes, "give at least 1")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError("out", str(out), "exists already; name a new or empty folder")
+    source_by_name = _sources(stage_files, model)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as parent:
+            directory = Path(parent) / "complete"
+            directory.mkdir()
+            names = _write_weights(directory, source_by_name, max_shard_bytes)
+            names += _write_configs(directory, model)
+            directory.replace(out)
+    except OSError as error:
+        raise UserError(
+            "out", str(out), f"cannot be written: {error.filename or out}: {error.strerror}"
+        ) from error
+    return [out / name for name in sorted(names)]
+
+
+def _sources(stage_files: Sequence[Path], model: ModelSpec) -> dict[str, _Source]:
+    """Every tensor of `model`, in the order of its layers."""
+    found: dict[str, _Source] = {}
+    for path in stage_files:
+        for name, source in _header(path).items():
+            found.setdefault(name, source)
+    for name, shape in parameter_shapes(model).items():
+        if name not in found:
+            raise UserError("stage_files", [str(path) for path in stage_files], f"none of them holds {name}")
+        if found[name].shape != shape:
+            hint = f"{name} is {list(found[name].shape)} where the model has {list(shape)}"
+            raise UserError("stage_files", str(found[name].path), hint)
+    return {name: found[name] for name in parameter_shapes(model)}
+
+
+def _header(path: Path) -> dict[str, _Source]:
+    """The float tensors in a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError("the header is too long")
+            header = json.loads(file.read(header_bytes))
+            num_bytes = os.fstat(file.fileno()).st_size
+        sources = {
+            name: _source(path, entry, 8 + header_bytes)
+            for name, entry in header.items()
+            if name != "__metadata__" and entry["dtype"] in _NUM_BYTES
+        }
+    except OSError as error:
+        raise UserError("stage_files", str(path), f"cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError("stage_files", str(path), f"is not a safetensors file: {error}") from error
+    if any(x.offset + x.num_bytes > num_bytes for x in sources.values()):
+        raise UserError("stage_files", str(path), "is cut short")
+    return sources
+
+
+def _source(path: Path, entry: Mapping[str, object], start: int) -> _Source:
+    """One entry of a header; `start` is where the numbers of the file begin."""
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise ValueError("an entry of the header is malformed")
+    begin, end = (int(offset) for offset in offsets)
+    if begin < 0 or end - begin != math.prod(shape) * _NUM_BYTES[dtype]:
+        raise ValueError("sizes and offsets in the header disagree")
+    return _Source(path=path, offset=start + begin, num_bytes=end - begin, dtype=dtype, shape=tuple(shape))
+
+
+def _write_weights(directory: Path, source_by_name: Mapping[str, _Source], max_shard_bytes: int) -> list[str]:
+    shards = list(_shards(source_by_name, max_shard_bytes))
+    if len(shards) == 1:
+        _write_safetensors(directory / "model.safetensors", shards[0])
+        return ["model.safetensors"]
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_safetensors(directory / file_name, shard)
+        weight_map |= dict.fromkeys(shard, file_name)
+    num_parameters = sum(math.prod(source.shape) for source in source_by_name.values())
+    metadata = {"total_parameters": num_parameters, "total_size": num_parameters * _FLOAT_BYTES}
+    _write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+    return [*sorted(set(weight_map.values())), "model.safetensors.index.json"]
+
+
+def _shards(source_by_name: Mapping[str, _Source], max_shard_bytes: int) -> Iterator[dict[str, _Source]]:
+    """Tensors in order, as many together as fit; one that is too big by itself is alone."""
+    shard: dict[str, _Source] = {}
+    shard_bytes = 0
+    for name, source in source_by_name.items():
+        num_bytes = math.prod(source.shape) * _FLOAT_BYTES
+        if shard and shard_bytes + num_bytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        shard[name] = source
+        shard_bytes += num_bytes
+    yield shard
+
+
+def _write_safetensors(path: Path, source_by_name: Mapping[str, _Source]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, source in source_by_name.items():
+        begin, end = end, end + math.prod(source.shape) * _FLOAT_BYTES
+        header[name] = {"dtype": "F32", "shape": list(source.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for source in source_by_name.values():
+            _copy(source, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy(source: _Source, target: BinaryIO) -> None:
+    """Appends the numbers of `source` to `target`, as little-endian float32."""
+    with source.path.open("rb") as file:
+        file.seek(source.offset)
+        for start in range(0, source.num_bytes, _PIECE_BYTES):
+            piece = file.read(min(_PIECE_BYTES, source.num_bytes - start))
+            if source.dtype == "F64":
+                piece = np.frombuffer(piece, "<f8").astype("<f4").tobytes()
+            target.write(piece)
+
+
+def _write_configs(directory: Path, model: ModelSpec) -> list[str]:
+    config = config_of(model)
+    _write_json(directory / "config.json", config)
+    if not isinstance(model, LlamaModel):
+        return ["config.json"]
+    generation = {name: token for name, token in config.items() if name.endswith("_token_id")}
+    _write_json(directory / "generation_config.json", generation)
+    return ["config.json", "generation_config.json"]
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,181 @@
+"""Weights that transformers wrote, in our stages; and what is refused."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skein.config.job import DigitsCnnModel, LlamaModel
+from skein.errors import UserError
+from skein.model.huggingface import config_from_shape, config_of
+from skein.model.presets import shape_of
+from skein.types import Precision
+from tests.worker.model.builders import LLAMAS, MODELS, assert_near, cuts, llama, part, samples, whole
+from worker.model.weights import load_huggingface
+
+# The promise to users: float32 logits of order 1 to 10 after a chain of products.
+SAME_LOGITS = 1e-5
+
+
+def reference(model: LlamaModel) -> LlamaForCausalLM:
+    """transformers' own model, with numbers large enough for a difference to show."""
+    torch.manual_seed(5)
+    built = LlamaForCausalLM(LlamaConfig.from_dict(config_from_shape(shape_of(model))))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(torch.rand_like(parameter) + 0.5)
+    return built
+
+
+def written(model: LlamaModel, directory: Path, *, max_shard_size: str = "1GB") -> Tensor:
+    """Saves a reference of `model`; gives its logits for `samples`."""
+    built = reference(model)
+    built.save_pretrained(directory, max_shard_size=max_shard_size)
+    with torch.no_grad():
+        logits = built(samples(model)[0]).logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "8KB"])
+@pytest.mark.parametrize("name", LLAMAS)
+def test_any_cut_of_what_transformers_saved_gives_its_logits(
+    name: str, max_shard_size: str, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    assert isinstance(model, LlamaModel)
+    expected = written(model, tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "8KB")
+    for cut in cuts(model):
+        x, _ = samples(model)
+        for first, stop in pairwise(cut):
+            stage = part(model, first, stop, precision=Precision.FP32)
+            load_huggingface(tmp_path, stage)
+            x = stage.logits(x) if stage.has_head else stage(x)
+        assert_near(x.detach(), expected, tolerance=SAME_LOGITS, what=str(cut))
+
+
+def test_weights_are_cast_to_the_dtype_of_the_stage(tmp_path: Path) -> None:
+    model = llama()
+    reference(model).bfloat16().save_pretrained(tmp_path)
+    stage = whole(model, precision=Precision.FP64)
+    load_huggingface(tmp_path, stage)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(stage.get_parameter(name), tensor.double())
+
+
+def test_only_the_files_that_a_stage_needs_are_opened(tmp_path: Path) -> None:
+    model = llama()
+    written(model, tmp_path, max_shard_size="8KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    stage = part(model, 1, 2)
+    needed = {index[name] for name, _ in stage.named_parameters()}
+    for path in tmp_path.glob("*.safetensors"):
+        if path.name not in needed:
+            path.unlink()
+    load_huggingface(tmp_path, stage)
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        load_huggingface(tmp_path, part(model, 2, 3))
+
+
+def test_classifier_weights_load_by_the_same_names(tmp_path: Path) -> None:
+    model = DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2)
+    original, copy = whole(model, seed=1), whole(model, seed=2)
+    save_file(original.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
+    load_huggingface(tmp_path, copy)
+    x, _ = samples(model)
+    assert torch.equal(original.logits(x), copy.logits(x))
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        (directory / name).write_text(text)
+
+    return write
+
+
+def _change_tensor(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors")
+
+    return rewrite
+
+
+def _set_config(key: str, value: object) -> Callable[[Path], None]:
+    def rewrite(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {key: value}))
+
+    return rewrite
+
+
+def _index(text: str) -> Callable[[Path], None]:
+    def replace(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()
+        (directory / "model.safetensors.index.json").write_text(text)
+
+    return replace
+
+
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (
+        _remove("config.json"),
+        r"model\.init_from: .*config\.json.*: cannot be read: No such file",
+    ),
+    "config no JSON": (_write("config.json", "{"), r"config\.json.*: is not JSON"),
+    "config a list": (_write("config.json", "[]"), r"config\.json.*: is not a JSON object"),
+    "no weights": (_remove("model.safetensors"), r"has neither model\.safetensors nor .*save_pretrained"),
+    "cut short": (_write("model.safetensors", "abc"), r"model\.safetensors': cannot be read as safetensors"),
+    "no such tensor": (_change_tensor(lambda x: x.pop(NORM)), r"does not hold model\.norm\.weight"),
+    "other shape": (
+        _change_tensor(lambda x: x.update({NORM: torch.ones(31)})),
+        r"model\.norm\.weight is \[31\] where the model has \[32\]",
+    ),
+    "whole numbers": (
+        _change_tensor(lambda x: x.update({NORM: torch.ones(32, dtype=torch.int32)})),
+        r"model\.norm\.weight is I32; floating-point numbers are needed",
+    ),
+    "other angles": (
+        _set_config("rope_parameters", {"rope_theta": 7.0}),
+        r"model\.rope_theta: 500\.0: .*7\.0",
+    ),
+    "other ties": (_set_config("tie_word_embeddings", False), r"model\.tie_word_embeddings: True: .*False"),
+    "other family": (_set_config("model_type", "mamba"), r"config\.model_type: 'mamba': only 'llama'"),
+    "index no map": (_index("{}"), r"index\.json': has no weight_map"),
+    "index lacks one": (_index('{"weight_map": {}}'), r"index\.json': does not list"),
+    "index leads out": (
+        _index(json.dumps({"weight_map": {EMBEDDING: "../other.safetensors", NORM: "../other.safetensors"}})),
+        r"'\.\./other\.safetensors' is not the name of a file beside it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_weights_that_do_not_fit_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    spoil, message = REFUSALS[case]
+    model = llama()
+    written(model, tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_huggingface(tmp_path, part(model, 3, 4))
+
+
+def test_absent_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_huggingface(tmp_path / "absent", part(llama(), 0, 1))

@@ -1,0 +1,92 @@
+"""Weights from a Hugging Face directory, as far as a stage needs them."""
+
+import json
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skein.errors import UserError
+from skein.model.huggingface import check_config
+from worker.model.base import Stage
+
+_FIELD = "model.init_from"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def load_huggingface(directory: Path, stage: Stage) -> None:
+    """Fills the parameters of `stage` from safetensors in `directory`, one file or several with an index.
+
+    Only the tensors of the stage are read, one at a time, and cast to the dtype of its parameters. After an error the
+    stage holds a mixture and must be thrown away.
+
+    Raises:
+        UserError: something is missing, unreadable, of another shape, or of a model that computes differently.
+    """
+    check_config(stage.spec, _read_object(directory / "config.json"))
+    parameter_by_name = dict(stage.named_parameters())
+    file_by_name = _files(directory, parameter_by_name)
+    for path, names in groupby(
+        sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
+    ):
+        _load_file(path, {name: parameter_by_name[name] for name in names})
+
+
+def _files(directory: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Which file holds each of `names`."""
+    if (directory / _SINGLE).is_file():
+        return dict.fromkeys(names, directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
+        hint = f"has neither {_SINGLE} nor {_INDEX}; save_pretrained of transformers writes them"
+        raise UserError(_FIELD, str(directory), hint)
+    weight_map = _read_object(directory / _INDEX).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise UserError(_FIELD, str(directory / _INDEX), "has no weight_map")
+    return {name: _indexed(directory, name, weight_map.get(name)) for name in names}
+
+
+def _indexed(directory: Path, name: str, file_name: object) -> Path:
+    if file_name is None:
+        raise UserError(_FIELD, str(directory / _INDEX), f"does not list {name}")
+    # The index may come from anywhere: it must not lead out of the directory.
+    if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        raise UserError(_FIELD, str(directory / _INDEX), f"{file_name!r} is not the name of a file beside it")
+    return directory / file_name
+
+
+def _load_file(path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter]) -> None:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            held = frozenset(tensors.keys())
+            for name, parameter in parameter_by_name.items():
+                if name not in held:
+                    raise UserError(_FIELD, str(path), f"does not hold {name}")
+                part = tensors.get_slice(name)
+                _check(path, name, tuple(part.get_shape()), part.get_dtype(), tuple(parameter.shape))
+                with torch.no_grad():
+                    parameter.copy_(tensors.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise UserError(_FIELD, str(path), f"cannot be read as safetensors: {error}") from error
+
+
+def _check(path: Path, name: str, theirs: tuple[int, ...], dtype: str, ours: tuple[int, ...]) -> None:
+    if theirs != ours:
+        raise UserError(_FIELD, str(path), f"{name} is {list(theirs)} where the model has {list(ours)}")
+    if dtype not in _FLOATS:
+        raise UserError(_FIELD, str(path), f"{name} is {dtype}; floating-point numbers are needed")
+
+
+def _read_object(path: Path) -> Mapping[str, object]:
+    try:
+        value: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(_FIELD, str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(_FIELD, str(path), f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(_FIELD, str(path), "is not a JSON object")
+    return value
