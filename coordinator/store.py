@@ -177,15 +177,16 @@ class RunLog:
         """Commits at the end, durably; undoes everything when something fails. IMMEDIATE: no other writer meanwhile."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException as error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                kind = LogFull if getattr(error, "sqlite_errorcode", None) in _FULL else LocalError
-                raise kind(f"{self._path}: {error}") from error
-            raise
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            kind = LogFull if getattr(error, "sqlite_errorcode", None) in _FULL else LocalError
+            raise kind(f"{self._path}: {error}") from error
 
 
 def _take_lock(directory: Path) -> int:
