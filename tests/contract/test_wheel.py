@@ -59,12 +59,13 @@ def pip(*arguments: str) -> None:
 
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    source = wheel.parent / "source"
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {
-        str(path.relative_to(ROOT))
+        str(path.relative_to(source))
         for package in PACKAGES
         for suffix in ("*.py", "*.pyi", "py.typed", "*.yaml", "*.json")
-        for path in (ROOT / package).rglob(suffix)
+        for path in (source / package).rglob(suffix)
     }
     assert held == wanted
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
