@@ -44,7 +44,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One generation's decisions. `paths[m]` is microbatch m's; evaluation microbatch e takes `paths[e % len(paths)]`."""
+    """One generation's decisions.
+
+    `paths[m]` is microbatch m's; evaluation microbatch e takes `paths[e % len(paths)]`.
+    """
 
     layout: Layout
     stages: tuple[StageSpec, ...]

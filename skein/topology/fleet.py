@@ -1,4 +1,7 @@
-"""A fleet: the workers of one moment with what was measured of them. Frozen, so a plan can name what it was made for."""
+"""A fleet: the workers of one moment with what was measured of them.
+
+Frozen, so that a plan can name what it was made for.
+"""
 
 from dataclasses import dataclass
 

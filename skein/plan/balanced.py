@@ -1,0 +1,256 @@
+"""The balanced planner: stages of equal work, holders in proportion, near ones together, nothing moved without need.
+
+It settles each question once, in this order: cut, placement, paths, slots. Nothing is searched, so it answers in well
+under a second for a thousand workers; its plan is what a searching planner has to beat.
+
+Rules of this file
+- Where memory allows it, the cut follows from the job alone. So stages that workers hold, or a checkpoint has, still
+  fit after a restart with other workers; unequal speeds are met by placement and by shares of microbatches.
+- What a plan says depends on placement and fleet, not on how the placement came about: planning again with nothing
+  changed gives the same plan.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.config.job import JobSpec
+from skein.errors import UserError
+from skein.model.layers import LayerSpec
+from skein.plan.cut import cut, cut_costs
+from skein.plan.load import (
+    StageLoad,
+    job_layers,
+    layer_bytes,
+    num_shards,
+    slots_within,
+    stage_loads,
+    tied_bytes,
+)
+from skein.plan.paths import find_paths
+from skein.plan.place import Demand, Pool, Seating, reseat, seat
+from skein.plan.plan import ChunkPlan, Group, Infeasible, Plan
+from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.topology.fleet import Fleet
+from skein.topology.links import link_cost_s
+from skein.types import ChunkRef, GroupId, Layout, StageSpec, WorkerId
+from skein.units import format_bytes
+
+
+def make_plan(
+    job: JobSpec,
+    fleet: Fleet,
+    previous: Plan | None,
+    seed: int,  # noqa: ARG001 - every planner takes one; this one draws nothing
+) -> Plan | Infeasible:
+    """The balanced plan of `job` on `fleet`. Equal inputs give an equal plan.
+
+    With fewer workers than stages times replicas, some stages have one holder less; with fewer than stages, workers
+    hold several adjacent ones. Workers beyond what the job asks for stay idle, as do those too slow to be of use.
+
+    Args:
+        job: what to train; assumed to have passed `skein.plan.cut.check_job`.
+        fleet: who may be given work.
+        previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can.
+        seed: not used by this planner.
+    """
+    if not fleet.workers:
+        return Infeasible(reason="no worker is alive")
+    try:
+        layers = job_layers(job)
+        even = cut(layers, job.parallel.stages, job.parallel.layout)
+    except UserError as error:
+        return Infeasible(reason=str(error))
+    setting = _Setting(job=job, layers=layers, pool=_pool(job, fleet, layers))
+    if previous is not None and _has_same_cut(previous, even, job.parallel.layout):
+        plan = _replan(setting, previous)
+        if plan is not None:
+            return plan
+    return _plan_afresh(setting, even)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What does not change while one plan is made."""
+
+    job: JobSpec
+    layers: tuple[LayerSpec, ...]
+    pool: Pool
+
+    def loads(self, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
+        return stage_loads(self.job, self.layers, stages)
+
+    def demand(self, stages: Sequence[StageSpec]) -> Demand:
+        """Of the body stages; stage 0 carries the head stage of `LOOP`."""
+        loads = self.loads(stages)
+        flops = np.array([x.flops for x in loads], dtype=np.float64)
+        memory_bytes = np.array([x.memory_bytes(1) for x in loads], dtype=np.int64)
+        if self.job.parallel.layout is Layout.LOOP:
+            flops[0] += flops[-1]
+            memory_bytes[0] += memory_bytes[-1]
+            flops, memory_bytes = flops[:-1], memory_bytes[:-1]
+        num_microbatches = self.job.batch.num_microbatches
+        return Demand(
+            flops=flops,
+            memory_bytes=memory_bytes,
+            replicas=min(self.job.parallel.replicas, num_microbatches),
+            num_microbatches=num_microbatches,
+        )
+
+
+def _pool(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
+    links = link_cost_s(fleet)
+    return Pool(
+        workers=tuple(worker.worker for worker in fleet.workers),
+        # A worker that measured nothing is the slowest there is, not a division by zero.
+        speeds=np.array([max(worker.profile.flops_per_s, 1.0) for worker in fleet.workers]),
+        memory_bytes=np.array([worker.profile.memory_bytes for worker in fleet.workers], dtype=np.int64),
+        links=links,
+        round_trip_s=links.round_trip_s(job.batch.microbatch_samples * max(x.output_bytes for x in layers)),
+    )
+
+
+def _has_same_cut(previous: Plan, even: Sequence[StageSpec], layout: Layout) -> bool:
+    """Whether the previous plan was made for this model and number of stages; where it cut them does not matter."""
+    if previous.layout is not layout or len(previous.stages) != len(even):
+        return False
+    return previous.stages[-1].stop == even[-1].stop
+
+
+def _replan(setting: _Setting, previous: Plan) -> Plan | None:
+    """The plan nearest to the previous one; None if its stages fit nowhere any more."""
+    demand = setting.demand(previous.stages)
+    position = {worker: i for i, worker in enumerate(setting.pool.workers)}
+    kept = [
+        (int(x.chunk.stage), position[x.chunk.worker])
+        for x in previous.chunks
+        if x.chunk.worker in position and x.chunk.stage < len(demand.flops)
+    ]
+    seating = reseat(demand, setting.pool, kept) or seat(demand, setting.pool)
+    return None if isinstance(seating, Infeasible) else _finish(setting, previous.stages, seating, previous)
+
+
+def _plan_afresh(setting: _Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
+    seating = seat(setting.demand(even), setting.pool)
+    if isinstance(seating, Infeasible):
+        return _plan_by_memory(setting) or seating
+    return _finish(setting, even, seating, None)
+
+
+def _plan_by_memory(setting: _Setting) -> Plan | None:
+    """A cut by bytes instead of FLOPs: slower, for fleets where nothing else fits."""
+    parallel, memory_bytes = setting.job.parallel, np.sort(setting.pool.memory_bytes)[::-1]
+    largest = [float(max(x, 1)) for x in memory_bytes[: parallel.stages]]
+    bearable = largest if len(largest) == parallel.stages else None
+    stages = cut_costs(
+        layer_bytes(setting.job, setting.layers), parallel.stages, parallel.layout, speeds=bearable
+    )
+    seating = seat(setting.demand(stages), setting.pool)
+    return None if isinstance(seating, Infeasible) else _finish(setting, stages, seating, None)
+
+
+def _finish(
+    setting: _Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None
+) -> Plan:
+    """Paths, slots, groups and figures of a placement."""
+    job, pool, loads = setting.job, setting.pool, setting.loads(stages)
+    holders = [sorted(x) for x in seating.holders]
+    # Who holds several stages has only a part of its time for each.
+    speeds = pool.speeds / np.array([max(len(held), 1) for held in seating.held])
+    layout = job.parallel.layout
+    paths = find_paths(stages, layout, holders, job.batch.num_microbatches, speeds, pool)
+    if layout is Layout.LOOP:
+        holders.append(holders[0])
+    chunks = tuple(
+        ChunkRef(stage=stage.index, worker=pool.workers[worker])
+        for stage, workers in zip(stages, holders, strict=True)
+        for worker in workers
+    )
+    step = traffic(paths, loads, pool)
+    wanted = depths(step)
+    slots = _slots(chunks, loads, wanted, pool)
+    shared = tied_bytes(job, setting.layers, stages)
+    groups = tuple(_groups(stages, chunks, loads, shared))
+    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
+    return Plan(
+        layout=layout,
+        stages=stages,
+        chunks=tuple(ChunkPlan(chunk=chunk, slots=slots[chunk]) for chunk in chunks),
+        paths=paths,
+        groups=tuple(group for group, _ in groups),
+        predicted_step_s=predict_s(step, slots, reductions_s),
+        lower_bound_s=lower_bound_s(step, loads, pool),
+        reason="; ".join(_reasons(seating, step, slots, wanted, loads, previous)),
+    )
+
+
+def _slots(
+    chunks: Sequence[ChunkRef], loads: Sequence[StageLoad], wanted: dict[ChunkRef, int], pool: Pool
+) -> dict[ChunkRef, int]:
+    chunks_by_worker: defaultdict[WorkerId, list[ChunkRef]] = defaultdict(list)
+    for chunk in chunks:
+        chunks_by_worker[chunk.worker].append(chunk)
+    slots: dict[ChunkRef, int] = {}
+    for worker, memory_bytes in zip(pool.workers, pool.memory_bytes, strict=True):
+        if own := chunks_by_worker.get(worker):
+            needs = [loads[chunk.stage] for chunk in own]
+            depth = [wanted.get(chunk, 1) for chunk in own]
+            slots.update(zip(own, slots_within(needs, depth, int(memory_bytes)), strict=True))
+    return slots
+
+
+def _groups(
+    stages: Sequence[StageSpec], chunks: Sequence[ChunkRef], loads: Sequence[StageLoad], shared_bytes: int
+) -> Iterator[tuple[Group, int]]:
+    """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
+    for stage, load in zip(stages, loads, strict=True):
+        members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
+        yield _group(f"s{stage.index}", members, load.own_bytes), load.own_bytes
+    if shared_bytes:
+        ends = tuple(
+            chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
+        )
+        yield _group("tied", ends, shared_bytes), shared_bytes
+
+
+def _group(name: str, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
+    num_workers = len({member.worker for member in members})
+    return Group(group=GroupId(name), members=members, num_shards=num_shards(num_bytes, num_workers))
+
+
+def _reasons(
+    seating: Seating,
+    step: Traffic,
+    slots: dict[ChunkRef, int],
+    wanted: dict[ChunkRef, int],
+    loads: Sequence[StageLoad],
+    previous: Plan | None,
+) -> Iterator[str]:
+    """Clauses of the plan's reason."""
+    counts = [len(holders) for holders in seating.holders]
+    fewest, most = min(counts), max(counts)
+    replicas = _counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
+    num_busy = sum(1 for held in seating.held if held)
+    stages = _counted(len(counts), "stage")
+    yield f"{num_busy} of {_counted(len(seating.held), 'worker')}: {stages} x {replicas}"
+    first, *others = sorted(chunk.stage for chunk in step.visits if chunk.worker == step.slowest)
+    yield f"{step.slowest} computes longest (stage {first}{_and_more(others)})"
+    num_cut = sum(1 for chunk, depth in wanted.items() if slots[chunk] < depth)
+    if num_cut:
+        yield f"memory cuts the microbatches in flight of {_counted(num_cut, 'chunk')}"
+    if previous is not None:
+        before = {plan.chunk for plan in previous.chunks}
+        moved = sorted(chunk for chunk in slots if chunk not in before)
+        if moved:
+            state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
+            yield f"moves {state} of state: stage {moved[0].stage} to {moved[0].worker}{_and_more(moved[1:])}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _and_more(others: Sequence[object]) -> str:
+    return f" and {len(others)} more" if others else ""

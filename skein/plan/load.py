@@ -1,0 +1,117 @@
+"""What a chunk asks of its worker: arithmetic, memory and traffic of one microbatch, from the model's layer list."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec, layers_of, stage_cost
+from skein.types import Precision, StageSpec
+
+_COPIES = 5
+"""Of each parameter: itself, the gradient, the reduced gradient (an attempt leaves the gradient alone), two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """One chunk of `stage`, all per microbatch.
+
+    It takes `fixed_bytes + slots * slot_bytes` of memory. `parameter_bytes` are those of its parameters, `own_bytes`
+    of the ones that no other stage shares, `output_bytes` of the boundary tensor that it hands on (and of the gradient
+    that comes back).
+    """
+
+    stage: StageSpec
+    forward_flops: int
+    backward_flops: int
+    fixed_bytes: int
+    slot_bytes: int
+    output_bytes: int
+    parameter_bytes: int
+    own_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """What moves if the chunk moves: parameters and two moments."""
+        return 3 * self.parameter_bytes
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward together."""
+        return self.forward_flops + self.backward_flops
+
+    def memory_bytes(self, slots: int) -> int:
+        """What the chunk takes with so many slots."""
+        return self.fixed_bytes + slots * self.slot_bytes
+
+
+def job_layers(job: JobSpec) -> tuple[LayerSpec, ...]:
+    """The layer list of the job's model at the job's sample length and precision.
+
+    Raises:
+        UserError: see `skein.model.layers.layers_of`.
+    """
+    return layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+
+
+def stage_loads(
+    job: JobSpec, layers: Sequence[LayerSpec], stages: Sequence[StageSpec]
+) -> tuple[StageLoad, ...]:
+    """What each of `stages` asks, in their order."""
+    return tuple(_load(job, layers, stage) for stage in stages)
+
+
+def tied_bytes(job: JobSpec, layers: Sequence[LayerSpec], stages: Sequence[StageSpec]) -> int:
+    """Bytes of the tensors that the first and the last stage both hold; 0 if they are one stage or share none."""
+    return layers[-1].num_tied_parameters * _word_bytes(job) if len(stages) > 1 else 0
+
+
+def layer_bytes(job: JobSpec, layers: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Memory of each layer with one slot, boundaries apart: what a cut by memory balances."""
+    samples = job.batch.microbatch_samples
+    return tuple(_COPIES * x.num_parameters * _word_bytes(job) + samples * x.activation_bytes for x in layers)
+
+
+def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:
+    cost = stage_cost(layers, stage)
+    samples = job.batch.microbatch_samples
+    input_bytes = layers[stage.first - 1].output_bytes if stage.first else 0
+    # A slot keeps the input as it came from the wire and the output as it went there, besides what autograd keeps;
+    # one more input and one more gradient wait to be taken.
+    boundary_bytes = samples * (input_bytes + cost.output_bytes)
+    parameter_bytes = cost.num_parameters * _word_bytes(job)
+    shares_tied = (stage.first == 0) != (stage.stop == len(layers))
+    return StageLoad(
+        stage=stage,
+        forward_flops=samples * cost.forward_flops,
+        backward_flops=samples * cost.backward_flops,
+        fixed_bytes=_COPIES * parameter_bytes + boundary_bytes,
+        slot_bytes=samples * cost.activation_bytes + boundary_bytes,
+        output_bytes=samples * cost.output_bytes,
+        parameter_bytes=parameter_bytes,
+        own_bytes=parameter_bytes - shares_tied * layers[-1].num_tied_parameters * _word_bytes(job),
+    )
+
+
+def slots_within(loads: Sequence[StageLoad], wanted: Sequence[int], memory_bytes: int) -> tuple[int, ...]:
+    """Slots for the chunks of one worker: as wanted if that fits, else cut in proportion, never below one each."""
+    most = max(wanted)
+
+    def portion(n: int) -> tuple[int, ...]:
+        return tuple(max(1, want * n // most) for want in wanted)
+
+    def needed_bytes(n: int) -> int:
+        return sum(load.memory_bytes(slots) for load, slots in zip(loads, portion(n), strict=True))
+
+    fitting = bisect_right(range(most + 1), memory_bytes, key=needed_bytes)
+    return portion(max(0, fitting - 1))
+
+
+def _word_bytes(job: JobSpec) -> int:
+    return 8 if job.precision is Precision.FP64 else 4
+
+
+def num_shards(num_bytes: int, num_workers: int) -> int:
+    """Into how many parts a reduction is cut: one per worker, but no part below 1 MiB."""
+    return min(num_workers, max(1, math.ceil(num_bytes / 2**20)))

@@ -1,0 +1,123 @@
+"""Microbatches onto holders: who takes how many, and which way each one goes."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from skein.plan.place import Pool
+from skein.plan.plan import Path
+from skein.types import ChunkRef, Layout, StageIndex, StageSpec
+
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+def shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`total` split in proportion to `weights`, by largest remainder, with one for everybody while that lasts.
+
+    >>> shares(8, [3.0, 1.0]), shares(3, [100.0, 1.0, 1.0]), shares(1, [1.0, 2.0])
+    ((6, 2), (1, 1, 1), (0, 1))
+    """
+    least = 1 if total >= len(weights) else 0
+    ideal = np.asarray(weights) * (total / sum(weights))
+    counts = np.maximum(np.floor(ideal), least).astype(int)
+    # More given than there is only if small shares were raised: the best served give back.
+    while counts.sum() > total:
+        surplus = np.where(counts > least, counts - ideal, -np.inf)
+        counts[surplus.argmax()] -= 1
+    while counts.sum() < total:
+        counts[(ideal - counts).argmax()] += 1
+    return tuple(int(count) for count in counts)
+
+
+def find_paths(
+    stages: Sequence[StageSpec],
+    layout: Layout,
+    holders: Sequence[Sequence[int]],
+    num_microbatches: int,
+    speeds: F64,
+    pool: Pool,
+) -> tuple[Path, ...]:
+    """One path per microbatch: holders are used in proportion to `speeds`, over the cheapest links.
+
+    Between two stages, pairs of holders are served from the cheapest link on, as far as both have microbatches left;
+    so pipelines inside a site stay there. In `LOOP` the way back to the origin follows from its first hop; it decides
+    between equals.
+
+    Args:
+        stages: all stages, the head stage of `LOOP` included.
+        layout: where the head is.
+        holders: of each body stage, as positions in the pool.
+        num_microbatches: of one step.
+        speeds: FLOP/s that each worker of the pool has for one of its chunks.
+        pool: the fleet.
+    """
+    quotas = [
+        dict(zip(x, shares(num_microbatches, [float(speeds[w]) for w in x]), strict=True)) for x in holders
+    ]
+    flows = [_Flows(before, after, pool) for before, after in pairwise(quotas)]
+    origins = _Turns(quotas[0])
+    paths: dict[tuple[int, ...], Path] = {}
+    found = []
+    for _ in range(num_microbatches):
+        origin = origins.take()
+        way = [origin]
+        for boundary in flows:
+            way.append(boundary.take(way[-1], origin if layout is Layout.LOOP else None))
+        if layout is Layout.LOOP:
+            way.append(origin)
+        found.append(paths.setdefault(tuple(way), _path(stages, way, pool)))
+    return tuple(found)
+
+
+def _path(stages: Sequence[StageSpec], way: Sequence[int], pool: Pool) -> Path:
+    return Path(
+        hops=tuple(
+            ChunkRef(stage=StageIndex(stage.index), worker=pool.workers[worker])
+            for stage, worker in zip(stages, way, strict=True)
+        )
+    )
+
+
+class _Turns:
+    """Takes from several quotas in turn, each as often as its size says, evenly spread."""
+
+    def __init__(self, quota_by_worker: Mapping[int, int]) -> None:
+        self._quota = {worker: quota for worker, quota in quota_by_worker.items() if quota}
+        self._taken = dict.fromkeys(self._quota, 0)
+
+    def take(self, is_far: Mask | None = None) -> int:
+        """The worker whose turn it is; one marked in `is_far` (num_workers,) only when no other has any left."""
+        left = [worker for worker, quota in self._quota.items() if self._taken[worker] < quota]
+        worker = min(left, key=lambda x: (is_far is not None and bool(is_far[x]), self._due(x), x))
+        self._taken[worker] += 1
+        return worker
+
+    def _due(self, worker: int) -> float:
+        return (self._taken[worker] + 0.5) / self._quota[worker]
+
+
+class _Flows:
+    """How many microbatches go from each holder of one stage to each of the next."""
+
+    def __init__(self, before: Mapping[int, int], after: Mapping[int, int], pool: Pool) -> None:
+        senders, receivers = np.array(sorted(before)), np.array(sorted(after))
+        pairs = np.ix_(senders, receivers)
+        order = np.lexsort((pool.links.crosses_sites[pairs].ravel(), pool.round_trip_s[pairs].ravel()))
+        to_send, to_receive = dict(before), dict(after)
+        flow_by_sender: dict[int, dict[int, int]] = {sender: {} for sender in before}
+        for pair in order:
+            sender, receiver = int(senders[pair // len(receivers)]), int(receivers[pair % len(receivers)])
+            flow = min(to_send[sender], to_receive[receiver])
+            if flow:
+                flow_by_sender[sender][receiver] = flow
+                to_send[sender] -= flow
+                to_receive[receiver] -= flow
+        self._turns = {sender: _Turns(flow) for sender, flow in flow_by_sender.items()}
+        self._crosses_sites = pool.links.crosses_sites
+
+    def take(self, sender: int, origin: int | None) -> int:
+        """The next holder after `sender`; one in the origin's site if the path must return there."""
+        return self._turns[sender].take(None if origin is None else self._crosses_sites[:, origin])
