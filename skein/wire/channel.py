@@ -32,8 +32,8 @@ class Lane(StrEnum):
 
 
 def client_options(lane: Lane) -> list[Option]:
-    """Options of a channel. A dead link shows within 2 s on CONTROL, 4 s where pings queue behind bulk."""
-    ping_timeout_ms = 1000 if lane is Lane.CONTROL else 3000
+    """Options of a channel. A dead link shows within 3 s on CONTROL, 4 s where pings queue behind bulk."""
+    ping_timeout_ms = 2000 if lane is Lane.CONTROL else 3000
     return [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_time_ms", 1000),
