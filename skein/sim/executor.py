@@ -1,0 +1,250 @@
+"""The cost model in torch's place: ops take time, and their contents are sets of contributions.
+
+Instead of gradients, an accumulator holds the microbatches added to it; instead of parameters, a chunk has a hash over
+all that was ever applied. So "each contribution once" and "replicas are equal" can be checked at every update,
+independently of what the machines believe.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec, stage_cost
+from skein.protocol.messages import (
+    Assign,
+    ChunkAssignment,
+    Decision,
+    Envelope,
+    HopTensor,
+    ShardKind,
+    ShardTensor,
+)
+from skein.protocol.ops import (
+    ApplyOp,
+    BackwardOp,
+    ClearOp,
+    ForwardOp,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SaveOp,
+    SumOp,
+)
+from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+
+REDUCE_BYTES_PER_S = 2e9
+"""Memory traffic of packing, summing and updating."""
+OP_OVERHEAD_S = 0.0005
+
+Contributions = Counter[tuple[Step, int, StageIndex]]
+
+
+class Violated(AssertionError):
+    """An invariant of the protocol does not hold."""
+
+
+@dataclass(slots=True)
+class SimChunk:
+    """A stage as the cost model holds it: `theta` stands for parameters and optimizer state."""
+
+    stage: StageSpec
+    theta: str
+    version: Step
+    accumulated: Contributions = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of a stage's ops for one microbatch on a device of 1 FLOP/s, and bytes of what it sends."""
+
+    forward: float
+    backward: float
+    boundary_bytes: int
+    parameter_bytes: int
+
+
+def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -> StageTimes:
+    """Costs of `stage` for one microbatch of `job`."""
+    cost = stage_cost(layers, stage)
+    samples = job.batch.microbatch_samples
+    return StageTimes(
+        forward=float(cost.forward_flops * samples),
+        backward=float(cost.backward_flops * samples),
+        boundary_bytes=cost.output_bytes * samples,
+        parameter_bytes=4 * cost.num_parameters,
+    )
+
+
+class SimExecutor:
+    """Runs one worker's ops. Payloads of shards are kept by (attempt, key); boundary tensors carry no content."""
+
+    def __init__(self, worker: WorkerId, flops_per_s: float) -> None:
+        self.worker = worker
+        self.flops_per_s = flops_per_s
+        self.chunks: dict[StageIndex, SimChunk] = {}
+        self.times: Mapping[StageIndex, StageTimes] = {}
+        self._shards: dict[ShardTensor, Contributions] = {}
+        self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
+        self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
+        self._num_paths = 0
+
+    def build(
+        self, assign: Assign, given: Mapping[StageIndex, str], times: Mapping[StageIndex, StageTimes]
+    ) -> None:
+        """Hold exactly the assigned chunks, with `given` as their state."""
+        self.times = times
+        self._num_paths = assign.num_paths
+        self._members = {group.group: group.members for group in assign.groups}
+        self.chunks = {
+            c.stage.index: self._chunk(c, given[c.stage.index], assign.version) for c in assign.chunks
+        }
+
+    def _chunk(self, assigned: ChunkAssignment, theta: str, version: Step) -> SimChunk:
+        return SimChunk(assigned.stage, theta, version)
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self.chunks = {}
+        self._shards.clear()
+        self._joined.clear()
+
+    def receive(self, header: HopTensor | ShardTensor, content: Contributions | None) -> None:
+        """File a peer's payload."""
+        if isinstance(header, ShardTensor):
+            assert content is not None
+            self._shards[header] = content
+
+    def payload(self, envelope: Envelope) -> tuple[int, Contributions | None]:
+        """Bytes and content of what is sent under an envelope."""
+        header = envelope.header
+        if isinstance(header, HopTensor):
+            boundary = min(header.hop, len(header.path.hops) - 2)
+            stage = header.path.hops[boundary].stage
+            return self.times[stage].boundary_bytes if stage in self.times else 1024, None
+        members = self._members[header.group]
+        size = max(self.times[m.stage].parameter_bytes for m in members if m.stage in self.times)
+        return size // len(members), self._shards[header]
+
+    def seconds(self, op: Op) -> float:
+        """How long an op takes here."""
+        match op:
+            case ForwardOp():
+                return OP_OVERHEAD_S + self.times[op.chunk.stage].forward / self.flops_per_s
+            case BackwardOp():
+                return OP_OVERHEAD_S + self.times[op.chunk.stage].backward / self.flops_per_s
+            case LossOp():
+                times = self.times[op.chunk.stage]
+                return OP_OVERHEAD_S + (times.forward + times.backward) / self.flops_per_s
+            case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp():
+                size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
+                return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
+            case ClearOp():
+                return OP_OVERHEAD_S
+
+    def run(self, op: Op) -> OpOutcome:
+        """Carry an op out, at its end."""
+        match op:
+            case LossOp():
+                if op.phase == "train":
+                    self._accumulate(op)
+                return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
+            case BackwardOp():
+                self._accumulate(op)
+            case PackOp():
+                self._pack(op)
+            case SumOp():
+                self._sum(op)
+            case JoinOp():
+                return self._join(op)
+            case ApplyOp():
+                self._apply(op)
+            case ClearOp():
+                self._clear()
+            case ForwardOp() | SaveOp():
+                pass
+        return None
+
+    def _accumulate(self, op: LossOp | BackwardOp) -> None:
+        self.chunks[op.chunk.stage].accumulated[op.step, op.microbatch, op.chunk.stage] += 1
+
+    def _pack(self, op: PackOp) -> None:
+        for member in op.group.members:
+            if member.worker != self.worker:
+                continue
+            for shard in range(op.group.num_shards):
+                tensor = self._tensor(ShardKind.PART, op, shard, member)
+                self._shards[tensor] = Counter(self.chunks[member.stage].accumulated)
+
+    def _sum(self, op: SumOp) -> None:
+        total: Contributions = Counter()
+        for member in op.group.members:
+            total.update(self._shards.pop(self._tensor(ShardKind.PART, op, op.shard, member)))
+        self._shards[self._tensor(ShardKind.RESULT, op, op.shard, op.group.owner(op.shard))] = total
+
+    def _tensor(
+        self, kind: ShardKind, op: PackOp | SumOp | JoinOp, shard: int, member: ChunkRef
+    ) -> ShardTensor:
+        return ShardTensor(
+            kind=kind, step=op.step, group=op.group.group, attempt=op.attempt, shard=shard, member=member
+        )
+
+    def _join(self, op: JoinOp) -> Joined:
+        group = op.group
+        if len(group.members) == 1:
+            result = Counter(self.chunks[group.members[0].stage].accumulated)
+        else:
+            shards = [
+                self._shards[self._tensor(ShardKind.RESULT, op, shard, group.owner(shard))]
+                for shard in range(group.num_shards)
+            ]
+            if any(shard != shards[0] for shard in shards):
+                raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
+            result = shards[0]
+        self._joined[group.group, op.attempt] = result
+        return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
+
+    def _apply(self, op: ApplyOp) -> None:
+        record = op.record
+        results = {result.group: result for result in record.results}
+        for chunk in self.chunks.values():
+            if chunk.version != record.step:
+                raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
+            mine = ChunkRef(stage=chunk.stage.index, worker=self.worker)
+            for group, members in self._members.items():
+                if record.decision is Decision.SKIP or mine not in members:
+                    continue
+                self._check(self._joined[group, results[group].attempt], record.step, group, members)
+                chunk.theta = hashlib.blake2b(
+                    f"{chunk.theta} {group} {record.step}".encode(), digest_size=8
+                ).hexdigest()
+            chunk.version = Step(record.step + 1)
+        self._clear()
+
+    def _check(
+        self, result: Contributions, step: Step, group: GroupId, members: tuple[ChunkRef, ...]
+    ) -> None:
+        """Each microbatch of the step once per stage of the group, and nothing else."""
+        stages = {member.stage for member in members}
+        expected = {(step, m, stage): 1 for m in range(self._num_paths) for stage in stages}
+        if result != Counter(expected):
+            raise Violated(f"{group} at step {step} sums {sorted(result.items())}")
+
+    def _clear(self) -> None:
+        self._shards.clear()
+        self._joined.clear()
+        for chunk in self.chunks.values():
+            chunk.accumulated.clear()
+
+
+def _digest(result: Contributions) -> str:
+    return _hash(repr(sorted(result.items())))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,471 @@
+"""The World: a driver of the very machines that the services run, with a heap for a clock.
+
+It carries out commands as the real drivers do: records are durable before what follows them, streams are ordered and
+lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec, layers_of
+from skein.plan.balanced import make_plan
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import (
+    Append,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    Log,
+    MakePlan,
+    ManifestWritten,
+    PlanMade,
+    PruneCheckpoints,
+    ReportArrived,
+    Send,
+    StreamBroken,
+    WriteManifest,
+)
+from skein.protocol.coordinator_io import TimePassed as CoordinatorTime
+from skein.protocol.messages import (
+    Assign,
+    ChunkAssignment,
+    Report,
+    SourceKind,
+)
+from skein.protocol.ops import Op, SaveOp
+from skein.protocol.records import EpochOpened, Record
+from skein.protocol.worker import Worker
+from skein.protocol.worker_io import (
+    Build,
+    BuildFailed,
+    Built,
+    CancelBuild,
+    CheckpointSaved,
+    DirectiveArrived,
+    DropTensor,
+    Exit,
+    ForgetJob,
+    Identity,
+    LinksProbed,
+    MeasureLinks,
+    OpEnded,
+    RunOp,
+    SendFailed,
+    SendReport,
+    SendTensor,
+    StreamLost,
+    StreamOpened,
+    TensorArrived,
+    WorkerCommand,
+    WorkerEvent,
+)
+from skein.protocol.worker_io import TimePassed as WorkerTime
+from skein.sim.clock import Clock
+from skein.sim.executor import Contributions, SimExecutor, StageTimes, Violated, stage_times
+from skein.sim.network import FAILURE_S, Network
+from skein.topology.fleet import Profile
+from skein.types import Epoch, Generation, Incarnation, SiteId, StageIndex, StageSpec, Step, WorkerId
+
+APPEND_S = 0.002
+"""One durable append."""
+PLAN_S = 0.2
+DIAL_S = 0.05
+"""From a broken stream to the next try."""
+RESTART_S = 1.0
+"""From a coordinator's death to its successor."""
+
+
+@dataclass(slots=True)
+class SimWorker:
+    """One worker process: its machine, its executor, and the state of its stream."""
+
+    machine: Worker
+    executor: SimExecutor
+    is_alive: bool = True
+    is_frozen: bool = False
+    is_connected: bool = False
+    wakes_at: float | None = None
+    build: int = 0
+
+
+class World:
+    """Machines, clock and network of one simulated deployment.
+
+    Args:
+        job: submitted at time 0 is left to the caller; this is what stage costs are computed for.
+        sites: places that workers may be in.
+        seed: of the network's links.
+    """
+
+    def __init__(self, job: JobSpec, sites: tuple[SiteId, ...], *, seed: int) -> None:
+        self.clock = Clock()
+        self.network = Network(sites, seed=seed)
+        self.log: list[Record] = []
+        self.lines: list[str] = []
+        self.workers: dict[WorkerId, SimWorker] = {}
+        self.coordinator: Coordinator | None = None
+        self.after_event: Callable[[], None] | None = None
+        self.thetas: dict[tuple[StageSpec, Step], str] = {}
+        self._saved: dict[tuple[StageSpec, Step], str] = {}
+        self._job = job
+        self._layers: tuple[LayerSpec, ...] = layers_of(
+            job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision
+        )
+        self._times: dict[StageSpec, StageTimes] = {}
+        self._num_incarnations = 0
+        self._term = 0
+        self._coordinator_wakes_at: float | None = None
+
+    # --- the coordinator ---
+
+    def start_coordinator(self) -> None:
+        """Open the log under a new epoch and replay it, as a restarted service does."""
+        self._term += 1
+        opened = EpochOpened(epoch=Epoch(self._term), wall_s=self.clock.now)
+        self.log.append(opened)
+        self.coordinator = Coordinator()
+        self.coordinator.replay(self.log)
+        self._coordinator_wakes_at = None
+        for worker in sorted(self.workers):
+            self.clock.after(
+                DIAL_S, partial(self._dial, worker, self.workers[worker].machine.identity.incarnation)
+            )
+
+    def crash_coordinator(self, *, restarts_after_s: float = RESTART_S) -> None:
+        """Kill the coordinator; commands it has not carried out yet are lost."""
+        if self.coordinator is None:
+            return
+        self.coordinator = None
+        for worker in sorted(self.workers):
+            self._disconnect(self.workers[worker], "the coordinator died")
+        self.clock.after(restarts_after_s, self.start_coordinator)
+
+    def tell(self, event: CoordinatorEvent) -> None:
+        """Give the coordinator an event, if there is one."""
+        if self.coordinator is not None:
+            self._carry_out(self.coordinator.handle(event, now=self.clock.now))
+            self._wake_coordinator()
+
+    def _tell_term(self, term: int, event: CoordinatorEvent) -> None:
+        if term == self._term:
+            self.tell(event)
+
+    def _wake_coordinator(self) -> None:
+        coordinator = self.coordinator
+        deadline = None if coordinator is None else coordinator.deadline()
+        if deadline is not None and (
+            self._coordinator_wakes_at is None or deadline < self._coordinator_wakes_at
+        ):
+            self._coordinator_wakes_at = deadline
+            self.clock.at(deadline, partial(self._coordinator_due, self._term, deadline))
+
+    def _coordinator_due(self, term: int, deadline: float) -> None:
+        if term != self._term or self.coordinator is None:
+            return
+        if self._coordinator_wakes_at == deadline:
+            self._coordinator_wakes_at = None
+        at = self.coordinator.deadline()
+        if at is not None and at <= self.clock.now:
+            self.tell(CoordinatorTime())
+        else:
+            self._wake_coordinator()
+
+    def _carry_out(self, commands: Iterable[CoordinatorCommand]) -> None:
+        """Everything after an append waits for it; a crash in between loses the rest."""
+        waits_s = 0.0
+        for command in commands:
+            if isinstance(command, Append):
+                self.log.append(command.record)
+                waits_s = APPEND_S
+            elif waits_s:
+                self.clock.after(waits_s, partial(self._act, self._term, command))
+            else:
+                self._act(self._term, command)
+
+    def _act(self, term: int, command: CoordinatorCommand) -> None:
+        if term != self._term or self.coordinator is None:
+            return
+        match command:
+            case Send():
+                self._send_directive(command)
+            case MakePlan():
+                made = make_plan(command.job, command.fleet, command.previous, command.job.seed)
+                event = PlanMade(request=command.request, result=made)
+                self.clock.after(PLAN_S, partial(self._tell_term, term, event))
+            case WriteManifest():
+                event_written = ManifestWritten(checkpoint=command.checkpoint, error=None)
+                self.clock.after(APPEND_S, partial(self._tell_term, term, event_written))
+            case Log():
+                self.lines.append(f"{self.clock.now:.3f} {command.line}")
+            case PruneCheckpoints() | Append():
+                pass
+
+    def _send_directive(self, command: Send) -> None:
+        worker = self.workers.get(command.worker)
+        if worker is None or not worker.is_connected:
+            return
+        if worker.machine.identity.incarnation == command.incarnation:
+            event = DirectiveArrived(directive=command.directive)
+            self.clock.after(self._control_s(command.worker), partial(self._hear, worker, self._term, event))
+
+    def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
+        if worker.is_connected and term == self._term:
+            self._give(worker, event)
+
+    def _control_s(self, worker: WorkerId) -> float:
+        return 0.01
+
+    # --- workers ---
+
+    def add_worker(self, name: WorkerId, site: SiteId, *, flops_per_s: float, memory_bytes: int) -> None:
+        """Start a worker process; under a known name, its predecessor is dead."""
+        self._num_incarnations += 1
+        profile = Profile(
+            device="cpu", device_name="simulated", flops_per_s=flops_per_s, memory_bytes=memory_bytes
+        )
+        identity = Identity(
+            worker=name,
+            incarnation=Incarnation(f"i{self._num_incarnations}"),
+            site=site,
+            address=f"{name}:1",
+            profile=profile,
+        )
+        self.kill_worker(name)
+        self.network.place(name, site)
+        self.workers[name] = SimWorker(Worker(identity), SimExecutor(name, flops_per_s))
+        self.clock.after(DIAL_S, partial(self._dial, name, identity.incarnation))
+
+    def kill_worker(self, name: WorkerId) -> None:
+        """End a worker process at once; its stream breaks."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        worker.is_alive = False
+        self._disconnect(worker, "killed")
+
+    def restart_worker(self, name: WorkerId) -> None:
+        """A new process under the same name."""
+        old = self.workers.get(name)
+        if old is not None:
+            profile = old.machine.identity.profile
+            site = old.machine.identity.site
+            self.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
+
+    def freeze_worker(self, name: WorkerId, seconds: float) -> None:
+        """Stop a process as SIGSTOP does: it says and does nothing, and goes on later."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.is_frozen = True
+            self.clock.after(seconds, partial(self._thaw, worker))
+
+    def _thaw(self, worker: SimWorker) -> None:
+        worker.is_frozen = False
+        if worker.is_alive:
+            self._give(worker, WorkerTime())
+
+    def give(self, name: WorkerId, event: WorkerEvent) -> None:
+        """Give a worker's machine an event."""
+        if name in self.workers:
+            self._give(self.workers[name], event)
+
+    def _give(self, worker: SimWorker, event: WorkerEvent) -> None:
+        if not worker.is_alive:
+            return
+        if worker.is_frozen:
+            self.clock.after(0.1, partial(self._give, worker, event))
+            return
+        for command in worker.machine.handle(event, now=self.clock.now):
+            self._do(worker, command)
+        deadline = worker.machine.deadline()
+        if deadline is not None and (worker.wakes_at is None or worker.wakes_at <= self.clock.now):
+            worker.wakes_at = deadline
+            self.clock.at(deadline, partial(self._worker_due, worker))
+        if self.after_event is not None:
+            self.after_event()
+
+    def _worker_due(self, worker: SimWorker) -> None:
+        worker.wakes_at = None
+        self._give(worker, WorkerTime())
+
+    def _dial(self, name: WorkerId, incarnation: Incarnation) -> None:
+        worker = self.workers.get(name)
+        if worker is None or worker.machine.identity.incarnation != incarnation or worker.is_connected:
+            return
+        if self.coordinator is None:
+            return
+        worker.is_connected = True
+        self._give(worker, StreamOpened())
+
+    def _disconnect(self, worker: SimWorker, reason: str) -> None:
+        if not worker.is_connected:
+            return
+        worker.is_connected = False
+        identity = worker.machine.identity
+        broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
+        self.clock.after(self._control_s(identity.worker), partial(self._tell_term, self._term, broken))
+        self._give(worker, StreamLost(reason=reason))
+
+    def break_stream(self, name: WorkerId) -> None:
+        """Break a worker's control stream; it dials again."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            self._disconnect(worker, "broken")
+            self.clock.after(DIAL_S, partial(self._dial, name, worker.machine.identity.incarnation))
+
+    def _do(self, worker: SimWorker, command: WorkerCommand) -> None:
+        name = worker.machine.identity.worker
+        match command:
+            case RunOp():
+                seconds = worker.executor.seconds(command.op)
+                self.clock.after(seconds, partial(self._end_op, worker, command.op))
+            case SendTensor():
+                self._send_tensor(worker, command)
+            case SendReport():
+                self._send_report(worker, command.report)
+            case Build():
+                self._build(worker, command)
+            case CancelBuild():
+                worker.build += 1
+                cancelled = BuildFailed(
+                    generation=Generation(-1), peer=None, is_fatal=False, reason="cancelled"
+                )
+                self.clock.after(0.0, partial(self._give, worker, cancelled))
+            case MeasureLinks():
+                links = tuple(
+                    link
+                    for peer in command.peers
+                    if peer.worker in self.workers
+                    for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
+                )
+                self.clock.after(0.5, partial(self._give, worker, LinksProbed(links=links)))
+            case ForgetJob():
+                worker.executor.forget()
+            case Exit():
+                self.lines.append(f"{self.clock.now:.3f} {name} exits: {command.reason}")
+                self.kill_worker(name)
+            case DropTensor():
+                pass
+
+    def _send_report(self, worker: SimWorker, report: Report) -> None:
+        if not worker.is_connected:
+            return
+        identity = worker.machine.identity
+        event = ReportArrived(worker=identity.worker, incarnation=identity.incarnation, report=report)
+        self.clock.after(self._control_s(identity.worker), partial(self._say, worker, self._term, event))
+
+    def _say(self, worker: SimWorker, term: int, event: ReportArrived) -> None:
+        if worker.is_connected:
+            self._tell_term(term, event)
+
+    def _send_tensor(self, worker: SimWorker, command: SendTensor) -> None:
+        num_bytes, content = worker.executor.payload(command.envelope)
+        sender, to = worker.machine.identity.worker, command.to.worker
+        arrival_s = self.network.arrival_s(sender, to, num_bytes, now=self.clock.now)
+        if arrival_s is None:
+            self._fail_send(worker, command, "no route")
+            return
+        self.clock.at(arrival_s, partial(self._deliver, worker, command, content))
+
+    def _deliver(self, sender: SimWorker, command: SendTensor, content: Contributions | None) -> None:
+        receiver = self.workers.get(command.to.worker)
+        if receiver is None or receiver.machine.identity.incarnation != command.to.incarnation:
+            self._fail_send(sender, command, "connection refused")
+            return
+        receiver.executor.receive(command.envelope.header, content)
+        self._give(receiver, TensorArrived(envelope=command.envelope))
+
+    def _fail_send(self, worker: SimWorker, command: SendTensor, reason: str) -> None:
+        failed = SendFailed(to=command.to.worker, generation=command.envelope.generation, reason=reason)
+        self.clock.after(FAILURE_S, partial(self._give, worker, failed))
+
+    def _end_op(self, worker: SimWorker, op: Op) -> None:
+        if not worker.is_alive:
+            return
+        if worker.is_frozen:
+            self.clock.after(0.1, partial(self._end_op, worker, op))
+            return
+        outcome = worker.executor.run(op)
+        if isinstance(op, SaveOp):
+            chunk = worker.executor.chunks[op.stage]
+            self._saved[chunk.stage, op.version] = chunk.theta
+            saved = CheckpointSaved(version=op.version, stage=op.stage, files=())
+            self.clock.after(0.5, partial(self._give, worker, saved))
+        self._give(worker, OpEnded(op=op, outcome=outcome))
+        self._note_thetas(worker)
+
+    def _note_thetas(self, worker: SimWorker) -> None:
+        """Replicas of a stage are equal at every version, whatever happened on the way."""
+        for chunk in worker.executor.chunks.values():
+            known = self.thetas.setdefault((chunk.stage, chunk.version), chunk.theta)
+            if known != chunk.theta:
+                raise Violated(f"{worker.machine.identity.worker} holds {chunk}, others {known}")
+
+    # --- building chunks ---
+
+    def _build(self, worker: SimWorker, command: Build) -> None:
+        worker.build += 1
+        seconds = max((self._fetch_s(worker, c) for c in command.assign.chunks), default=0.0)
+        self.clock.after(0.05 + seconds, partial(self._built, worker, command, worker.build))
+
+    def _times_of(self, stage: StageSpec) -> StageTimes:
+        if stage not in self._times:
+            self._times[stage] = stage_times(self._job, self._layers, stage)
+        return self._times[stage]
+
+    def _fetch_s(self, worker: SimWorker, chunk: ChunkAssignment) -> float:
+        source = chunk.source
+        if source.kind is not SourceKind.PEER or source.peer not in self.workers:
+            return 0.0
+        name = worker.machine.identity.worker
+        link = self.network.link(source.peer, name)
+        return link.latency_s + 3 * self._times_of(chunk.stage).parameter_bytes / link.bytes_per_s
+
+    def _built(self, worker: SimWorker, command: Build, build: int) -> None:
+        if build != worker.build or not worker.is_alive:
+            return
+        assign = command.assign
+        given: dict[StageIndex, str] = {}
+        for chunk in assign.chunks:
+            theta = self._state_from(worker, assign, chunk)
+            if theta is None:
+                failed = BuildFailed(
+                    generation=assign.generation,
+                    peer=chunk.source.peer,
+                    is_fatal=False,
+                    reason="the donor does not hold it",
+                )
+                self._give(worker, failed)
+                return
+            given[chunk.stage.index] = theta
+        times = {chunk.stage.index: self._times_of(chunk.stage) for chunk in assign.chunks}
+        worker.executor.build(assign, given, times)
+        is_origin = bool(assign.origins)
+        self._give(
+            worker,
+            Built(
+                generation=assign.generation,
+                num_train_samples=10**6 if is_origin else 0,
+                num_validation_samples=10**4 if is_origin else 0,
+                data_fingerprint="data" if is_origin else "",
+            ),
+        )
+        self._note_thetas(worker)
+
+    def _state_from(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> str | None:
+        source, stage = chunk.source, chunk.stage
+        match source.kind:
+            case SourceKind.INITIAL:
+                return f"initial-{stage.index}"
+            case SourceKind.CHECKPOINT:
+                return self._saved[stage, source.version]
+            case SourceKind.KEEP | SourceKind.PEER:
+                donor = (
+                    worker
+                    if source.kind is SourceKind.KEEP
+                    else self.workers.get(source.peer or WorkerId(""))
+                )
+                held = None if donor is None else donor.executor.chunks.get(stage.index)
+                if held is None or held.stage != stage or held.version != assign.version:
+                    return None
+                return held.theta
