@@ -53,7 +53,7 @@ def squared_norm(flat: Tensor) -> float:
     """
     sums: list[float] = []
     for piece in torch.split(flat.detach(), _PIECE):
-        squares = piece.double().square_()
+        squares = piece.to(torch.float64, copy=True).square_()
         num_whole = squares.numel() // _ROW * _ROW
         sums += squares[:num_whole].view(-1, _ROW).sum(dim=1).tolist()
         sums.append(float(squares[num_whole:].sum()))

@@ -153,3 +153,10 @@ def test_the_sum_goes_from_the_left_and_leaves_its_parts() -> None:
 def test_parts_that_do_not_match_are_refused(parts: list[Tensor]) -> None:
     with pytest.raises(ValueError, match="one shape and dtype"):
         sum_in_order(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_squared_norm_leaves_its_vector_alone(dtype: torch.dtype) -> None:
+    flat = torch.tensor([3.0, -4.0], dtype=dtype)
+    assert squared_norm(flat) == 25.0
+    assert flat.tolist() == [3.0, -4.0]
