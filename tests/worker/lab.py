@@ -1,0 +1,313 @@
+"""Workers in one process without a network: computes, stores between them, and a step as a coordinator would run it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path as FilePath
+
+import torch
+
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    DataSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    OptimizerSpec,
+    ParallelSpec,
+    TextSource,
+)
+from skein.model.layers import layers_of, tied_names
+from skein.plan.plan import Group, Path
+from skein.protocol.messages import Decision, GroupResult, Phase, StepRecord
+from skein.protocol.ops import (
+    ApplyOp,
+    BackwardOp,
+    ForwardOp,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SumOp,
+)
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Epoch,
+    Generation,
+    GroupId,
+    Layout,
+    MicrobatchId,
+    Precision,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
+from worker.compute.batches import BatchReader
+from worker.compute.chunk import TIED, Chunk
+from worker.compute.ops import Compute, Done, Holding, operand_keys
+from worker.compute.payload import Payload, PayloadStore, pack
+from worker.data.dataset import open_dataset
+
+CPU = torch.device("cpu")
+GENERATION = Generation(1)
+ATTEMPT = Attempt(epoch=Epoch(1), generation=GENERATION, number=0)
+
+
+def write_text(folder: FilePath) -> FilePath:
+    """A small deterministic text file."""
+    words = ("wool", "yarn", "skein", "goose", "flock", "thread")
+    text = " ".join(words[(i * i + i // 7) % len(words)] for i in range(3000))
+    path = folder / "text.txt"
+    path.write_text(text)
+    return path
+
+
+def tiny_job(
+    text: FilePath,
+    *,
+    is_tied: bool = True,
+    stages: int = 2,
+    replicas: int = 1,
+    layout: Layout = Layout.LINE,
+    precision: Precision = Precision.FP64,
+) -> JobSpec:
+    """A job of four decoder blocks of width 16 on text, with clipping low enough to act."""
+    shape = LlamaShape(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=is_tied,
+    )
+    return JobSpec(
+        name="tiny",
+        model=LlamaModel(shape=shape),
+        data=DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=12, validation_ratio=0.1),
+        batch=BatchSpec(samples=8, microbatch_samples=2),
+        parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
+        optimizer=OptimizerSpec(learning_rate=1e-2, clip_norm=0.5),
+        budget=BudgetSpec(steps=10),
+        precision=precision,
+        seed=5,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Who holds what, which way each microbatch goes, who reduces with whom."""
+
+    stages: tuple[StageSpec, ...]
+    chunks: tuple[ChunkRef, ...]
+    paths: tuple[Path, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(sorted({chunk.worker for chunk in self.chunks}))
+
+
+def arrange(job: JobSpec) -> Arrangement:
+    """An even cut; replica r's worker of stage s is w<r><s>, microbatches go round the replicas."""
+    num_layers = len(layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision))
+    is_loop = job.parallel.layout is Layout.LOOP
+    bodies = job.parallel.stages
+    body_layers = num_layers - is_loop
+    bounds = [round(i * body_layers / bodies) for i in range(bodies + 1)] + [num_layers] * is_loop
+    stages = tuple(
+        StageSpec(index=StageIndex(i), first=first, stop=stop)
+        for i, (first, stop) in enumerate(pairwise(bounds))
+    )
+    rings = [
+        tuple(ChunkRef(stage=stage.index, worker=WorkerId(f"w{r}{stage.index % bodies}")) for stage in stages)
+        for r in range(job.parallel.replicas)
+    ]
+    chunks = tuple(ref for ring in rings for ref in ring)
+    groups = [
+        Group(
+            group=GroupId(f"s{stage.index}"),
+            members=tuple(ref for ref in chunks if ref.stage == stage.index),
+            num_shards=job.parallel.replicas,
+        )
+        for stage in stages
+    ]
+    if tied_names(job.model) and len(stages) > 1:
+        ends = {stages[0].index, stages[-1].index}
+        members = tuple(ref for ref in chunks if ref.stage in ends)
+        groups.append(Group(group=TIED, members=members, num_shards=2))
+    paths = tuple(Path(hops=rings[m % len(rings)]) for m in range(job.batch.num_microbatches))
+    return Arrangement(stages=stages, chunks=chunks, paths=paths, groups=tuple(groups))
+
+
+class Bench:
+    """One worker: its compute and its store."""
+
+    def __init__(self, worker: WorkerId, job: JobSpec, arrangement: Arrangement) -> None:
+        self.worker = worker
+        self.compute = Compute(CPU)
+        self.store = PayloadStore()
+        mine = {ref.stage for ref in arrangement.chunks if ref.worker == worker}
+        origins = [
+            MicrobatchId(m) for m, path in enumerate(arrangement.paths) if path.hops[0].worker == worker
+        ]
+        reader = None
+        if origins:
+            reader = BatchReader(open_dataset(job.data, job.model, seed=job.seed), job, origins)
+        self.compute.hold(
+            Holding(
+                job=job,
+                worker=worker,
+                chunks={
+                    stage.index: Chunk.drawn(job, stage, version=Step(0), device=CPU)
+                    for stage in arrangement.stages
+                    if stage.index in mine
+                },
+                groups=arrangement.groups,
+                batches=reader,
+            )
+        )
+
+    def run(self, op: Op) -> Done:
+        operands = {key: self.store.take(GENERATION, key) for key in operand_keys(op)}
+        return self.compute.run(op, operands)
+
+
+class Lab:
+    """All workers of a job; `step` runs one training step, op by op."""
+
+    def __init__(self, job: JobSpec) -> None:
+        self.job = job
+        self.arrangement = arrange(job)
+        self.benches = {worker: Bench(worker, job, self.arrangement) for worker in self.arrangement.workers}
+        self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
+        """Sender, receiver and names of what travelled."""
+
+    def close(self) -> None:
+        for bench in self.benches.values():
+            bench.compute.forget()
+
+    def chunk(self, stage: int, replica: int = 0) -> Chunk:
+        ref = [ref for ref in self.arrangement.chunks if ref.stage == stage][replica]
+        holding = self.benches[ref.worker].compute.holding
+        assert holding is not None
+        return holding.chunks[StageIndex(stage)]
+
+    def run(self, worker: WorkerId, op: Op, send_to: Sequence[WorkerId] = ()) -> OpOutcome:
+        """Run an op and file its outputs with whom they are for."""
+        done = self.benches[worker].run(op)
+        for key, payload in done.outputs.items():
+            for target in send_to:
+                self._hand_over(worker, target, key, payload)
+        return done.outcome
+
+    def _hand_over(self, sender: WorkerId, target: WorkerId, key: object, payload: Payload) -> None:
+        if target != sender:
+            assert not isinstance(payload, Mapping), f"{key} was not made ready to travel"
+            self.sent.append((sender, target, frozenset(tensor.name for tensor in payload)))
+        self.benches[target].store.file(GENERATION, key, payload)  # type: ignore[arg-type]
+
+    # --- a step ---
+
+    def microbatch(self, step: Step, m: int, path: Path, phase: Phase) -> Loss:
+        hops, microbatch = path.hops, MicrobatchId(m)
+        for hop, (at, following) in enumerate(pairwise(hops)):
+            op = ForwardOp(phase=phase, step=step, microbatch=microbatch, hop=hop, path=path)
+            self.run(at.worker, op, [following.worker])
+        last = len(hops) - 1
+        back_to = [hops[last - 1].worker] if last else []
+        loss = self.run(
+            hops[last].worker,
+            LossOp(phase=phase, step=step, microbatch=microbatch, hop=last, path=path),
+            back_to,
+        )
+        assert isinstance(loss, Loss)
+        if phase is Phase.TRAIN:
+            for hop in range(last - 1, -1, -1):
+                backward = BackwardOp(step=step, microbatch=microbatch, hop=hop, path=path)
+                self.run(hops[hop].worker, backward, [hops[hop - 1].worker] if hop else [])
+        return loss
+
+    def reduce(self, step: Step, group: Group) -> Joined:
+        if len(group.members) > 1:
+            for worker in group.workers:
+                stages = tuple(ref.stage for ref in group.members if ref.worker == worker)
+                self._pack(worker, PackOp(step=step, group=group, attempt=ATTEMPT, stages=stages))
+            for shard in range(group.num_shards):
+                op = SumOp(step=step, group=group, attempt=ATTEMPT, shard=shard)
+                self.run(group.owner(shard).worker, op, group.workers)
+        votes = [
+            self.run(worker, JoinOp(step=step, group=group, attempt=ATTEMPT)) for worker in group.workers
+        ]
+        assert len(set(votes)) == 1, votes
+        assert isinstance(votes[0], Joined)
+        return votes[0]
+
+    def _pack(self, worker: WorkerId, op: PackOp) -> None:
+        for key, payload in self.benches[worker].run(op).outputs.items():
+            self._hand_over(worker, op.group.owner(key.shard).worker, key, payload)  # type: ignore[union-attr]
+
+    def step(self, step: int, *, decision: Decision = Decision.APPLY) -> StepRecord:
+        """One step from data to update; what was decided."""
+        at = Step(step)
+        losses = [self.microbatch(at, m, path, Phase.TRAIN) for m, path in enumerate(self.arrangement.paths)]
+        joined = {group.group: self.reduce(at, group) for group in self.arrangement.groups}
+        record = decide(self.job, at, losses, joined.values(), decision)
+        for worker in self.benches:
+            self.run(worker, ApplyOp(record=record))
+        return record
+
+    def evaluate(self, step: int, num_microbatches: int) -> float:
+        paths = self.arrangement.paths
+        losses = [
+            self.microbatch(Step(step), e, paths[e % len(paths)], Phase.EVALUATE)
+            for e in range(num_microbatches)
+        ]
+        return math.fsum(loss.loss_sum for loss in losses) / sum(loss.num_tokens for loss in losses)
+
+
+def decide(
+    job: JobSpec, step: Step, losses: Sequence[Loss], joined: Iterable[Joined], decision: Decision
+) -> StepRecord:
+    """The record that a coordinator would write."""
+    votes = tuple(joined)
+    num_tokens = sum(loss.num_tokens for loss in losses)
+    weight = 1 / num_tokens
+    norm = weight * math.sqrt(math.fsum(vote.squared_norm for vote in votes))
+    limit = job.optimizer.clip_norm
+    return StepRecord(
+        step=step,
+        decision=decision,
+        reason="",
+        results=tuple(
+            GroupResult(group=vote.group, attempt=ATTEMPT, digest=vote.digest, squared_norm=vote.squared_norm)
+            for vote in votes
+        ),
+        loss=math.fsum(loss.loss_sum for loss in losses) / num_tokens,
+        num_tokens=num_tokens,
+        weight=weight,
+        gradient_norm=norm,
+        clip=1.0 if limit is None else min(1.0, limit / (norm + 1e-6)),
+        learning_rate=job.optimizer.learning_rate,
+        samples_after=(step + 1) * job.batch.samples,
+    )
+
+
+__all__ = [
+    "ATTEMPT",
+    "CPU",
+    "GENERATION",
+    "Arrangement",
+    "Bench",
+    "Lab",
+    "arrange",
+    "pack",
+    "tiny_job",
+    "write_text",
+]

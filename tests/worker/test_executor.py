@@ -1,0 +1,245 @@
+"""What ops compute, against plain torch."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from skein.data.cursor import positions_of
+from skein.errors import UserError
+from skein.protocol.messages import Decision, Phase
+from skein.protocol.ops import ClearOp, ForwardOp, Op, OpFailed, OpOutcome
+from skein.types import Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step
+from tests.worker.lab import CPU, Lab, tiny_job, write_text
+from worker.compute.batches import evaluation_positions
+from worker.compute.ops import Compute
+from worker.data.dataset import open_dataset
+from worker.executor import Executor, Ran
+from worker.model.stage import Stage, build_stage
+
+CASES = [
+    pytest.param(
+        stages,
+        replicas,
+        layout,
+        is_tied,
+        id=f"{stages}x{replicas}-{layout.value}-{'tied' if is_tied else 'untied'}",
+    )
+    for stages, replicas, layout, is_tied in product((1, 2, 4), (1, 2), Layout, (True, False))
+    if (stages, replicas) != (4, 2)
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+@pytest.fixture
+def labs() -> Iterator[list[Lab]]:
+    """Labs to be closed after the test."""
+    opened: list[Lab] = []
+    yield opened
+    for lab in opened:
+        lab.close()
+
+
+class PlainTorch:
+    """The same job as anybody would write it in torch."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.job = job = lab.job
+        num_layers = lab.arrangement.stages[-1].stop
+        self.model: Stage = build_stage(
+            job.model,
+            StageSpec(index=StageIndex(0), first=0, stop=num_layers),
+            sequence_tokens=job.data.sequence_tokens,
+            seed=job.seed,
+            precision=job.precision,
+            device=CPU,
+        )
+        spec = job.optimizer
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": spec.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=spec.learning_rate,
+            betas=spec.betas,
+            eps=spec.eps,
+        )
+        self.dataset = open_dataset(job.data, job.model, seed=job.seed)
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Loss and gradient norm."""
+        self.optimizer.zero_grad()
+        batches = [
+            self.dataset.train_batch(positions_of(step, m, self.job.batch))
+            for m in range(self.job.batch.num_microbatches)
+        ]
+        num_tokens = sum(int((batch.labels != -100).sum()) for batch in batches)
+        total = 0.0
+        for batch in batches:
+            loss, _ = self.model.loss(torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels))
+            (loss / num_tokens).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() / num_tokens
+        assert self.job.optimizer.clip_norm is not None
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optimizer.clip_norm)
+        self.optimizer.step()
+        return total, norm.item()
+
+    @torch.no_grad()
+    def evaluate(self, num_microbatches: int) -> float:
+        total, num_tokens = 0.0, 0
+        for e in range(num_microbatches):
+            batch = self.dataset.validation_batch(evaluation_positions(self.job, MicrobatchId(e)))
+            loss, num_valid = self.model.loss(torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels))
+            total, num_tokens = total + loss.item(), num_tokens + num_valid
+        return total / num_tokens
+
+
+@pytest.mark.parametrize(("stages", "replicas", "layout", "is_tied"), CASES)
+def test_steps_equal_those_of_plain_torch(
+    text: Path, labs: list[Lab], stages: int, replicas: int, layout: Layout, is_tied: bool
+) -> None:
+    lab = Lab(tiny_job(text, stages=stages, replicas=replicas, layout=layout, is_tied=is_tied))
+    labs.append(lab)
+    plain = PlainTorch(lab)
+    norms = []
+    for step in range(4):
+        record = lab.step(step)
+        loss, norm = plain.step(step)
+        norms.append(norm)
+        # Sums of 96 tokens in float64, in another order: a few units in the last place per step.
+        assert record.loss == pytest.approx(loss, rel=1e-12)
+        assert record.gradient_norm == pytest.approx(norm, rel=1e-12)
+    assert max(norms) > 0.5, "clipping should have acted"
+    wanted = dict(plain.model.named_parameters())
+    for stage in lab.arrangement.stages:
+        for replica in range(replicas):
+            for name, param in lab.chunk(stage.index, replica).params.items():
+                # Adam divides by the root of a small second moment, which magnifies rounding about a hundredfold.
+                torch.testing.assert_close(param, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+def test_evaluation_equals_plain_torch_and_touches_nothing(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text, stages=2, layout=Layout.LOOP))
+    labs.append(lab)
+    plain = PlainTorch(lab)
+    lab.step(0)
+    plain.step(0)
+    assert lab.evaluate(1, 3) == pytest.approx(
+        plain.evaluate(3), rel=1e-12
+    )  # rounding of sums in another order
+    assert all(not chunk_sums.any() for chunk_sums in accumulators(lab))
+    assert lab.step(1).loss == pytest.approx(plain.step(1)[0], rel=1e-12)
+
+
+def accumulators(lab: Lab) -> Iterator[torch.Tensor]:
+    for ref in lab.arrangement.chunks:
+        holding = lab.benches[ref.worker].compute.holding
+        assert holding is not None
+        for param in holding.chunks[ref.stage].params.values():
+            assert param.grad is not None
+            yield param.grad
+
+
+def test_a_skipped_step_moves_nothing_but_the_version(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    before = lab.chunk(0).copy_state()
+    lab.step(0, decision=Decision.SKIP)
+    after = lab.chunk(0).copy_state()
+    assert lab.chunk(0).version == 1
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(sums.any() for sums in accumulators(lab))
+
+
+@pytest.mark.parametrize(("layout", "should_travel"), [(Layout.LINE, True), (Layout.LOOP, False)])
+def test_labels_travel_only_to_a_loss_elsewhere(
+    text: Path, labs: list[Lab], layout: Layout, should_travel: bool
+) -> None:
+    lab = Lab(tiny_job(text, layout=layout))
+    labs.append(lab)
+    lab.step(0)
+    assert any("labels" in names for _, _, names in lab.sent) is should_travel
+    assert lab.sent
+
+
+def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text, replicas=2, precision=Precision.FP32))
+    labs.append(lab)
+    for step in range(3):
+        lab.step(step)
+    for stage in lab.arrangement.stages:
+        one, other = (lab.chunk(stage.index, replica).copy_state() for replica in range(2))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_that_is_cleared_and_run_again_gives_the_same_bits(text: Path, labs: list[Lab]) -> None:
+    job = tiny_job(text, precision=Precision.FP32)
+    undisturbed, disturbed = Lab(job), Lab(job)
+    labs.extend((undisturbed, disturbed))
+    disturbed.microbatch(Step(0), 0, disturbed.arrangement.paths[0], Phase.TRAIN)
+    for worker in disturbed.benches:
+        disturbed.run(worker, ClearOp())
+    assert disturbed.step(0) == undisturbed.step(0)
+
+
+# --- the thread ---
+
+
+def run(executor: Executor, op: Op) -> OpOutcome:
+    future: Future[Ran] = Future()
+    executor.run(op, {}, future.set_result)
+    return future.result(timeout=10).done.outcome
+
+
+def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    executor = Executor(Compute(CPU))
+    executor.start()
+    path = lab.arrangement.paths[0]
+    forward = ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path)
+    outcome = run(executor, forward)
+    assert isinstance(outcome, OpFailed)
+    assert not outcome.is_fatal
+    assert "built" in outcome.reason
+    assert run(executor, ClearOp()) is None
+    assert executor.call(lambda: 7).result(timeout=10) == 7
+    executor.stop()
+
+
+def test_unreadable_data_is_fatal(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    bench = lab.benches[lab.arrangement.workers[0]]
+    executor = Executor(bench.compute)
+    executor.start()
+    text.write_text("gone")
+    path = lab.arrangement.paths[0]
+    forward = ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path)
+    outcome = run(executor, forward)
+    assert isinstance(outcome, OpFailed)
+    assert outcome.is_fatal
+    assert "\n" not in outcome.reason
+    assert str(text) in outcome.reason
+    executor.stop()
+
+
+def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
+    executor = Executor(Compute(CPU))
+    executor.start()
+
+    def refuse() -> None:
+        raise UserError("a", 1, "give 2")
+
+    with pytest.raises(UserError, match="give 2"):
+        executor.call(refuse).result(timeout=10)
+    executor.stop()

@@ -1,0 +1,68 @@
+"""Batches for the paths that begin here, read ahead on a thread of their own."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from skein.config.job import JobSpec
+from skein.data.cursor import positions_of
+from skein.protocol.messages import Phase
+from skein.types import MicrobatchId, Step
+from worker.data.dataset import Batch, Dataset
+
+_Key = tuple[Phase, Step, MicrobatchId]
+
+
+class BatchReader:
+    """Gives batches by (phase, step, microbatch), and reads the next training batch while that one is computed on."""
+
+    def __init__(self, dataset: Dataset, job: JobSpec, microbatches: Sequence[MicrobatchId]) -> None:
+        """`microbatches`: those of a training step that begin here, ascending."""
+        self.dataset = dataset
+        self._job = job
+        self._microbatches = tuple(microbatches)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: dict[_Key, Future[Batch]] = {}
+
+    def batch(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> Batch:
+        """The samples of one microbatch: of `step`, or of the validation set.
+
+        Raises:
+            UserError: a file has become unreadable.
+        """
+        future = self._ahead.pop((phase, step, microbatch), None)
+        if future is None:
+            future = self._read((phase, step, microbatch))
+        if phase is Phase.TRAIN:
+            self._look_ahead(step, microbatch)
+        return future.result()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _look_ahead(self, step: Step, microbatch: MicrobatchId) -> None:
+        later = [m for m in self._microbatches if m > microbatch]
+        key = (Phase.TRAIN, step, later[0]) if later else (Phase.TRAIN, Step(step + 1), self._microbatches[0])
+        # One batch at most: what a step that was given up had asked for goes.
+        self._ahead = {key: self._ahead.get(key) or self._read(key)}
+
+    def _read(self, key: _Key) -> Future[Batch]:
+        phase, step, microbatch = key
+        if phase is Phase.TRAIN:
+            positions = positions_of(step, microbatch, self._job.batch)
+            return self._thread.submit(self.dataset.train_batch, positions)
+        return self._thread.submit(self.dataset.validation_batch, evaluation_positions(self._job, microbatch))
+
+
+def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:
+    """Validation positions of one evaluation microbatch; the last one may be short.
+
+    >>> from skein.config.job import BudgetSpec, DataSpec, DigitsCnnModel, DigitsSource, EvaluationSpec
+    >>> job = JobSpec(name="j", model=DigitsCnnModel(family="digits_cnn"), budget=BudgetSpec(steps=1),
+    ...               data=DataSpec(sources=(DigitsSource(format="digits"),)), evaluation=EvaluationSpec(samples=6))
+    >>> evaluation_positions(job, MicrobatchId(1))
+    range(4, 6)
+    """
+    size = job.batch.microbatch_samples
+    first = microbatch * size
+    return range(first, max(first + 1, min(first + size, job.evaluation.samples)))

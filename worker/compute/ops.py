@@ -1,0 +1,329 @@
+"""What each op does to the tensors that this worker holds of a job.
+
+Rules of this file
+- Everything runs on the torch thread. `run` is a function of what is held and of the op's operands; what it gives back
+  is to be filed by the caller.
+- Operands are read in place and outputs are not copied: nobody writes to a tensor that has been handed over.
+- Labels leave this worker only where the loss is computed by another.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from skein.config.job import JobSpec
+from skein.errors import LocalError
+from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order
+from skein.plan.plan import Group, Path
+from skein.protocol.messages import Decision, Direction, Phase, ShardKind, ShardTensor, StepRecord
+from skein.protocol.ops import (
+    ApplyOp,
+    BackwardOp,
+    ClearOp,
+    ForwardOp,
+    HopKey,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SaveOp,
+    SumOp,
+    TensorKey,
+)
+from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, Step, WorkerId
+from worker.compute.batches import BatchReader
+from worker.compute.chunk import Chunk
+from worker.compute.payload import Payload, pack, unpack
+
+HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
+"""Names of the tensors in payloads."""
+
+Outputs = dict[TensorKey, Payload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A chunk's state at one version, copied for a checkpoint."""
+
+    version: Step
+    stage: StageIndex
+    url: str | None
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What running an op gave: its outcome, payloads to file, and a state to write if it was a SaveOp."""
+
+    outcome: OpOutcome = None
+    outputs: Outputs = field(default_factory=dict)
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a worker holds of a job in one generation."""
+
+    job: JobSpec
+    worker: WorkerId
+    chunks: Mapping[StageIndex, Chunk]
+    groups: tuple[Group, ...]
+    batches: BatchReader | None
+    """None on workers where no path begins."""
+
+
+_Place = tuple[MicrobatchId, int]
+"""Microbatch and hop."""
+
+
+class Compute:
+    """The tensors of one job on one device, and the ops on them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.holding: Holding | None = None
+        self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
+        self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
+        self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
+
+    # --- what is held ---
+
+    def hold(self, holding: Holding) -> None:
+        """Replace everything held; accumulators begin at zero, in the vectors of the new groups."""
+        self.forget()
+        for chunk in holding.chunks.values():
+            chunk.lay_out(holding.groups, holding.worker)
+        self.holding = holding
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._drop_step()
+        if self.holding is not None and self.holding.batches is not None:
+            self.holding.batches.close()
+        self.holding = None
+
+    def copy_state(self, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
+        """State of a chunk, copied; None if it is not here at that version."""
+        chunk = self.holding.chunks.get(stage) if self.holding is not None else None
+        return chunk.copy_state() if chunk is not None and chunk.version == version else None
+
+    def _drop_step(self) -> None:
+        self._graphs.clear()
+        self._labels.clear()
+        self._results.clear()
+
+    @property
+    def _held(self) -> Holding:
+        if self.holding is None:
+            raise LocalError("an op came before anything was built")
+        return self.holding
+
+    # --- ops ---
+
+    def run(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Done:
+        """Carry out one op.
+
+        Raises:
+            UserError: the data cannot be read; it would not be readable on any worker.
+        """
+        match op:
+            case ForwardOp():
+                return self._forward(op, operands)
+            case LossOp():
+                return self._loss(op, operands)
+            case BackwardOp():
+                return self._backward(op, operands)
+            case PackOp():
+                return Done(outputs=self._pack(op))
+            case SumOp():
+                return Done(outputs=self._sum(op, operands))
+            case JoinOp():
+                return Done(outcome=self._join(op, operands))
+            case ApplyOp():
+                self._apply(op.record)
+                return Done()
+            case SaveOp():
+                return Done(saved=self._save(op))
+            case ClearOp():
+                self._clear()
+                return Done()
+            case _:
+                assert_never(op)
+
+    def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        x, labels = self._input(op, operands)
+        module = self._chunk(op.chunk).module
+        if op.phase is Phase.TRAIN:
+            y = module(x.requires_grad_(x.is_floating_point() and op.hop > 0))
+            self._graphs[op.microbatch, op.hop] = (x, y)
+        else:
+            with torch.no_grad():
+                y = module(x)
+        tensors = {HIDDEN: y.detach()}
+        if labels is not None and self._is_mine(op.path.hops[-1]):
+            self._labels[op.phase, op.microbatch] = labels
+        elif labels is not None:
+            tensors[LABELS] = labels
+        key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
+        return Done(outputs={key: self._payload(tensors, op.path.hops[op.hop + 1])})
+
+    def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        x, labels = self._input(op, operands)
+        if labels is None:
+            labels = self._labels.pop((op.phase, op.microbatch))
+        module = self._chunk(op.chunk).module
+        if op.phase is Phase.EVALUATE:
+            with torch.no_grad():
+                total, num_valid = module.loss(x, labels)
+            return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid))
+        total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
+        total.backward()  # type: ignore[no-untyped-call]
+        outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
+        return Done(outcome=outcome, outputs=self._gradient_of(x, op.step, op.microbatch, op.hop, op.path))
+
+    def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
+        x, y = self._graphs.pop((op.microbatch, op.hop))
+        torch.autograd.backward(y, unpack(operands[key], self.device)[GRADIENT])
+        return Done(outputs=self._gradient_of(x, op.step, op.microbatch, op.hop, op.path))
+
+    def _input(
+        self, op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The op's input, and the labels if they came with it."""
+        if op.hop == 0:
+            batches = self._held.batches
+            if batches is None:
+                raise LocalError("a path begins here, but no data were opened")
+            batch = batches.batch(op.phase, op.step, op.microbatch)
+            return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
+        tensors = unpack(
+            operands[HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)], self.device
+        )
+        return tensors[HIDDEN], tensors.get(LABELS)
+
+    def _gradient_of(self, x: Tensor, step: Step, microbatch: MicrobatchId, hop: int, path: Path) -> Outputs:
+        """dy of the hop before, ready to be handed over; the first hop has none."""
+        if hop == 0:
+            return {}
+        assert x.grad is not None
+        key = HopKey(Direction.BACKWARD, Phase.TRAIN, step, microbatch, hop - 1)
+        return {key: self._payload({GRADIENT: x.grad}, path.hops[hop - 1])}
+
+    # --- reduction; accumulators are only read ---
+
+    def _pack(self, op: PackOp) -> Outputs:
+        outputs: Outputs = {}
+        for stage in op.stages:
+            flat = self._held.chunks[stage].accumulator(op.group.group)
+            member = ChunkRef(stage=stage, worker=self._held.worker)
+            for shard, (start, stop) in enumerate(shard_bounds(flat.numel(), op.group.num_shards)):
+                key = _shard_key(op, ShardKind.PART, shard, member)
+                outputs[key] = self._payload({SHARD: flat[start:stop].clone()}, op.group.owner(shard))
+        return outputs
+
+    def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
+        keys = [_shard_key(op, ShardKind.PART, op.shard, member) for member in op.group.members]
+        total = sum_in_order([unpack(operands[key], self.device)[SHARD] for key in keys])
+        result = {SHARD: total}
+        is_local = op.group.workers == (self._held.worker,)
+        key = _shard_key(op, ShardKind.RESULT, op.shard, op.group.owner(op.shard))
+        return {key: result if is_local else pack(result)}
+
+    def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
+        group = op.group
+        if len(group.members) == 1:
+            flat = self._held.chunks[group.members[0].stage].accumulator(group.group)
+        else:
+            keys = [
+                _shard_key(op, ShardKind.RESULT, shard, group.owner(shard))
+                for shard in range(group.num_shards)
+            ]
+            flat = torch.cat([unpack(operands[key], self.device)[SHARD] for key in keys])
+        norm = squared_norm(flat)
+        # A sum of squares can only be infinite without an infinite element where squares overflow float64.
+        joined = Joined(
+            group=group.group,
+            digest=digest(flat),
+            squared_norm=norm,
+            is_finite=math.isfinite(norm) or is_finite(flat),
+        )
+        self._results[group.group, op.attempt] = (joined, flat)
+        return joined
+
+    def _apply(self, record: StepRecord) -> None:
+        results: dict[GroupId, Tensor] = {}
+        if record.decision is Decision.APPLY:
+            for result in record.results:
+                found = self._results.get((result.group, result.attempt))
+                if found is None:
+                    continue
+                joined, results[result.group] = found
+                if joined.digest != result.digest:
+                    raise LocalError(
+                        f"group {result.group}: {joined.digest} is here, {result.digest} was voted"
+                    )
+        for chunk in self._held.chunks.values():
+            chunk.apply(record, results, self._held.job.optimizer)
+        self._clear()
+
+    def _save(self, op: SaveOp) -> Saved:
+        state = self.copy_state(op.stage, op.version)
+        if state is None:
+            raise LocalError(f"stage {op.stage} is not here at version {op.version}")
+        return Saved(version=op.version, stage=op.stage, url=op.url, state=state)
+
+    def _clear(self) -> None:
+        self._drop_step()
+        if self.holding is not None:
+            for chunk in self.holding.chunks.values():
+                chunk.clear()
+
+    # --- small things ---
+
+    def _chunk(self, ref: ChunkRef) -> Chunk:
+        return self._held.chunks[ref.stage]
+
+    def _is_mine(self, ref: ChunkRef) -> bool:
+        return ref.worker == self._held.worker
+
+    def _payload(self, tensors: Mapping[str, Tensor], to: ChunkRef) -> Payload:
+        """As it is if it stays here, else as it travels."""
+        return tensors if self._is_mine(to) else pack(tensors)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _shard_key(op: PackOp | SumOp | JoinOp, kind: ShardKind, shard: int, member: ChunkRef) -> ShardTensor:
+    return ShardTensor(
+        kind=kind, step=op.step, group=op.group.group, attempt=op.attempt, shard=shard, member=member
+    )
+
+
+def operand_keys(op: Op) -> Iterable[TensorKey]:
+    """What an op takes from the payloads that are filed, besides what the torch thread holds."""
+    match op:
+        case ForwardOp() | LossOp():
+            if op.hop > 0:
+                yield HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)
+        case BackwardOp():
+            yield HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
+        case SumOp():
+            for member in op.group.members:
+                yield _shard_key(op, ShardKind.PART, op.shard, member)
+        case JoinOp():
+            if len(op.group.members) > 1:
+                for shard in range(op.group.num_shards):
+                    yield _shard_key(op, ShardKind.RESULT, shard, op.group.owner(shard))
+        case PackOp() | ApplyOp() | SaveOp() | ClearOp():
+            return
+        case _:
+            assert_never(op)

@@ -1,0 +1,104 @@
+"""The torch thread: runs ops, and whatever else touches tensors, one after the other, off the event loop."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from skein.errors import UserError
+from skein.protocol.ops import Op, OpFailed, TensorKey
+from worker.compute.ops import Compute, Done
+from worker.compute.payload import Payload
+
+_log = logging.getLogger(__name__)
+_MAX_REASON = 300
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """An op is over; it took so long."""
+
+    op: Op
+    done: Done
+    seconds: float
+
+
+class Executor:
+    """One daemon thread that owns `compute`, and a queue to it. It outlives any op that raises."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="torch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work on what was and will be asked."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End after what is queued; an op that takes longer than `timeout_s` is left to die with the process."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def run(self, op: Op, operands: Mapping[TensorKey, Payload], on_ran: Callable[[Ran], None]) -> None:
+        """Queue an op. `on_ran` is called on the torch thread; an exception becomes the outcome `OpFailed`."""
+        self._jobs.put(lambda: on_ran(self._timed(op, operands)))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Queue anything else that touches what is held."""
+        future: Future[T] = Future()
+        self._jobs.put(lambda: _fulfil(future, function))
+        return future
+
+    def _serve(self) -> None:
+        # OpenMP keeps the number of threads per calling thread.
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdecimal() and int(threads):
+            torch.set_num_threads(int(threads))
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # or its operands live until the next one comes
+
+    def _timed(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Ran:
+        began = time.perf_counter()
+        done = self._run(op, operands)
+        return Ran(op=op, done=done, seconds=time.perf_counter() - began)
+
+    def _run(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Done:
+        try:
+            return self.compute.run(op, operands)
+        except UserError as error:
+            return Done(outcome=OpFailed(is_fatal=True, reason=one_line(error)))
+        except Exception as error:  # noqa: BLE001 -- the outermost loop of this thread: reports, and works on
+            _log.error("op=%s failed", type(op).__name__, exc_info=True)
+            return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error)))
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 -- whoever asked gets it
+        future.set_exception(error)
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line of bounded length, its kind first unless it explains itself.
+
+    >>> one_line(RuntimeError("out of memory\\nTried to allocate")), one_line(UserError("a", 1, "give 2"))
+    ('RuntimeError: out of memory Tried to allocate', 'a: 1: give 2')
+    """
+    text = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"

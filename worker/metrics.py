@@ -1,0 +1,158 @@
+"""Every metric of a worker: for Prometheus, and the same numbers as counts that the coordinator re-exports."""
+
+import threading
+from collections.abc import Mapping
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from skein.errors import UserError
+from skein.protocol.messages import Count
+from skein.types import WorkerId
+
+_OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_MAX_PEERS = 64
+"""Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
+
+
+class Metrics:
+    """One worker process's metrics. Times are seconds by whatever clock the caller has."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._op_seconds = Histogram(
+            "skein_worker_op_seconds",
+            "Time that ops took, by kind",
+            ["kind"],
+            buckets=_OP_BUCKETS,
+            registry=registry,
+        )
+        self._op_failures = Counter(
+            "skein_worker_op_failures_total", "Ops that failed, by kind", ["kind"], registry=registry
+        )
+        self._step_seconds = Histogram(
+            "skein_worker_step_seconds",
+            "From one update to the next",
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )
+        self._bubble_ratio = Gauge(
+            "skein_worker_bubble_ratio", "Share of the last step in which no op ran", registry=registry
+        )
+        self._in_flight = Gauge(
+            "skein_worker_in_flight_microbatches", "Microbatches that hold a slot", registry=registry
+        )
+        self._queued = Gauge(
+            "skein_worker_queued_ops", "Ops that could run, by kind", ["kind"], registry=registry
+        )
+        self._payload_bytes = Gauge(
+            "skein_worker_payload_bytes", "Boundary tensors and shards that are filed", registry=registry
+        )
+        self._sent = Counter(
+            "skein_worker_sent_bytes_total", "Tensor bytes sent, by peer", ["peer"], registry=registry
+        )
+        self._received = Counter(
+            "skein_worker_received_bytes_total", "Tensor bytes received, by peer", ["peer"], registry=registry
+        )
+        self._refusals = Counter(
+            "skein_worker_refusals_total",
+            "Tensors that were refused, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self._rpc_errors = Counter(
+            "skein_worker_rpc_errors_total", "Calls that failed, by reason", ["reason"], registry=registry
+        )
+        self._connected = Gauge(
+            "skein_worker_control_streams", "1 while the coordinator is connected, else 0", registry=registry
+        )
+        self._checkpoint_seconds = Histogram(
+            "skein_worker_checkpoint_seconds",
+            "Time that writing a stage took, in the background",
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )
+        self._checkpoint_bytes = Counter(
+            "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written", registry=registry
+        )
+        self._peers: set[str] = set()
+        self._busy_s = 0.0
+        self._step_began: float | None = None
+
+    # --- what happened ---
+
+    def op_ended(self, kind: str, seconds: float, *, failed: bool) -> None:
+        """An op of `kind` ran for so long."""
+        self._op_seconds.labels(kind).observe(seconds)
+        self._busy_s += seconds
+        if failed:
+            self._op_failures.labels(kind).inc()
+
+    def step_ended(self, *, now: float) -> None:
+        """An update was made; the step before it began with the update before that."""
+        if self._step_began is not None and now > self._step_began:
+            elapsed = now - self._step_began
+            self._step_seconds.observe(elapsed)
+            self._bubble_ratio.set(max(0.0, 1.0 - self._busy_s / elapsed))
+        self._busy_s, self._step_began = 0.0, now
+
+    def step_abandoned(self) -> None:
+        """The time until the next update is no step's."""
+        self._step_began = None
+
+    def queues(self, in_flight: int, depth_by_kind: Mapping[str, int], payload_bytes: int) -> None:
+        """What waits now."""
+        self._in_flight.set(in_flight)
+        for kind, depth in depth_by_kind.items():
+            self._queued.labels(kind).set(depth)
+        self._payload_bytes.set(payload_bytes)
+
+    def sent(self, peer: WorkerId, num_bytes: int) -> None:
+        self._sent.labels(self._label(peer)).inc(num_bytes)
+
+    def received(self, peer: WorkerId, num_bytes: int) -> None:
+        self._received.labels(self._label(peer)).inc(num_bytes)
+
+    def refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
+
+    def rpc_failed(self, reason: str) -> None:
+        self._rpc_errors.labels(reason).inc()
+
+    def connected(self, *, is_connected: bool) -> None:
+        self._connected.set(is_connected)
+
+    def checkpoint_written(self, seconds: float, num_bytes: int) -> None:
+        self._checkpoint_seconds.observe(seconds)
+        self._checkpoint_bytes.inc(num_bytes)
+
+    def _label(self, peer: WorkerId) -> str:
+        if peer not in self._peers and len(self._peers) >= _MAX_PEERS:
+            return "other"
+        self._peers.add(peer)
+        return peer
+
+    # --- where it can be read ---
+
+    def counts(self) -> tuple[Count, ...]:
+        """All of it as counts: Prometheus' sample names, the one label's value or "", histograms without buckets."""
+        return tuple(
+            Count(name=sample.name, label=next(iter(sample.labels.values()), ""), value=float(sample.value))
+            for family in self._registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        )
+
+    def serve(self, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
+        """Answers scrapes at host:port until the server is shut down.
+
+        Raises:
+            UserError: the port is taken, or the host is not this machine's.
+        """
+        try:
+            return start_http_server(port, host, registry=self._registry)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            hint = f"{reason}; give another port, or end what listens there"
+            raise UserError("metrics_port", f"{host}:{port}", hint) from error
