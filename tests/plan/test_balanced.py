@@ -1,0 +1,309 @@
+"""Laws of the balanced planner over random jobs and fleets, and what it does with particular ones."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skein.config.job import JobSpec
+from skein.plan.balanced import make_plan
+from skein.plan.check import violations
+from skein.plan.plan import Infeasible, Plan
+from skein.topology.fleet import Fleet
+from skein.types import ChunkRef, Layout, StageIndex, WorkerId
+from tests.plan.builders import (
+    AMPLE_BYTES,
+    fleet,
+    fleets,
+    job,
+    jobs,
+    link,
+    planned,
+    whole_model_bytes,
+    without,
+)
+
+
+def chunks(plan: Plan) -> set[ChunkRef]:
+    return {placed.chunk for placed in plan.chunks}
+
+
+def stages_by_worker(plan: Plan) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for chunk in sorted(chunks(plan)):
+        found.setdefault(chunk.worker, []).append(chunk.stage)
+    return found
+
+
+# --- laws ---
+
+
+@given(jobs(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
+def test_a_plan_is_valid_or_says_why_there_is_none(spec: JobSpec, on: Fleet) -> None:
+    plan = make_plan(spec, on, None, 0)
+    if isinstance(plan, Plan):
+        assert violations(plan, spec, on) == ()
+    else:
+        assert "bytes" in plan.reason
+        # Whatever could hold all at once could have been given all.
+        assert all(worker.profile.memory_bytes < whole_model_bytes(spec) for worker in on.workers)
+
+
+@given(jobs(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
+def test_planning_again_with_nothing_changed_changes_nothing(spec: JobSpec, on: Fleet) -> None:
+    plan = make_plan(spec, on, None, 0)
+    assert make_plan(spec, on, None, 0) == plan
+    if isinstance(plan, Plan):
+        assert make_plan(spec, on, plan, 0) == plan
+
+
+@given(jobs(), fleets(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
+def test_a_plan_after_any_change_of_fleet_is_valid_and_stays(
+    spec: JobSpec, first: Fleet, second: Fleet
+) -> None:
+    plan = make_plan(spec, second, planned(spec, first), 0)
+    if isinstance(plan, Plan):
+        assert violations(plan, spec, second) == ()
+        again = planned(spec, second, plan)
+        assert (again.chunks, again.paths) == (plan.chunks, plan.paths)
+
+
+@given(jobs(), fleets(speed_ratio=2.0), st.data())
+def test_losing_a_worker_moves_only_what_it_held(spec: JobSpec, on: Fleet, data: st.DataObject) -> None:
+    before = planned(spec, on)
+    lost = data.draw(st.sampled_from(before.workers))
+    survivors = without(on, lost)
+    after = make_plan(spec, survivors, before, 0)
+    if not survivors.workers:
+        assert after == Infeasible(reason="no worker is alive")
+        return
+    assert isinstance(after, Plan)
+    held = {chunk.stage for chunk in chunks(before) if chunk.worker == lost}
+    assert {chunk.stage for chunk in chunks(after) - chunks(before)} <= held
+
+
+@given(jobs(), fleets(speed_ratio=2.0))
+def test_with_memory_to_spare_stages_are_held_evenly_up_to_the_replicas_asked_for(
+    spec: JobSpec, on: Fleet
+) -> None:
+    plan = planned(spec, on)
+    num_body = spec.parallel.stages
+    counts = [len(plan.holders(StageIndex(stage))) for stage in range(num_body)]
+    assert max(counts) - min(counts) <= 1
+    if len(on.workers) >= num_body * spec.parallel.replicas:
+        assert set(counts) == {spec.parallel.replicas}
+
+
+@given(jobs(), fleets())
+def test_every_chunk_has_microbatches(spec: JobSpec, on: Fleet) -> None:
+    assert all(planned(spec, on).microbatches_by_chunk().values())
+
+
+# --- how many workers ---
+
+
+def test_four_workers_for_two_stages_and_two_replicas_hold_one_chunk_each() -> None:
+    plan = planned(job(stages=2, replicas=2), fleet([1e10] * 4))
+    assert sorted(stages_by_worker(plan).values()) == [[0], [0], [1], [1]]
+    assert plan.reason == "4 of 4 workers: 2 stages x 2 replicas; w0 computes longest (stage 1)"
+
+
+def test_a_missing_worker_costs_a_replica_of_the_lighter_stage() -> None:
+    plan = planned(job(stages=2, replicas=2), fleet([1e10] * 3))
+    assert [len(plan.holders(StageIndex(stage))) for stage in (0, 1)] == [1, 2]
+
+
+def test_fewer_workers_than_stages_hold_adjacent_ones() -> None:
+    plan = planned(job(stages=4, replicas=2), fleet([1e10] * 2))
+    assert stages_by_worker(plan) == {"w0": [0, 1], "w1": [2, 3]}
+
+
+def test_one_worker_holds_everything() -> None:
+    plan = planned(job(stages=4, replicas=2, layout=Layout.LOOP), fleet([1e10]))
+    assert stages_by_worker(plan) == {"w0": [0, 1, 2, 3, 4]}
+
+
+def test_the_fastest_workers_are_chosen_and_the_rest_are_spare() -> None:
+    plan = planned(job(stages=2, replicas=1), fleet([1e10, 3e10, 2e10]))
+    assert plan.workers == ("w1", "w2")
+    # The heavier stage is the one with the head.
+    assert plan.holders(StageIndex(1)) == ("w1",)
+
+
+def test_a_worker_too_slow_for_one_microbatch_stays_spare() -> None:
+    plan = planned(job(stages=1, replicas=2, num_microbatches=4), fleet([1e12, 1e10]))
+    assert plan.workers == ("w0",)
+
+
+def test_one_fast_worker_takes_all_stages_rather_than_wait_for_a_slow_one() -> None:
+    spec, unequal = job(stages=2, replicas=1), fleet([1e12, 1e10])
+    assert planned(spec, unequal).workers == ("w0",)
+    assert planned(spec, fleet([1.5e10, 1e10])).workers == ("w0", "w1")
+
+
+def test_no_workers_is_infeasible() -> None:
+    assert make_plan(job(), fleet([]), None, 0) == Infeasible(reason="no worker is alive")
+
+
+def test_a_job_that_was_never_checked_is_infeasible_with_the_field_named() -> None:
+    plan = make_plan(job(stages=9, num_layers=4), fleet([1e10]), None, 0)
+    assert isinstance(plan, Infeasible)
+    assert plan.reason.startswith("parallel.stages: 9:")
+
+
+# --- shares and ways ---
+
+
+def test_microbatches_follow_speed() -> None:
+    plan = planned(job(stages=1, replicas=2, num_microbatches=8), fleet([3e10, 1e10]))
+    assert Counter(path.hops[0].worker for path in plan.paths) == {"w0": 6, "w1": 2}
+    # Evenly spread, not first all of one.
+    assert [path.hops[0].worker for path in plan.paths].index(WorkerId("w1")) in (1, 2)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_paths_stay_inside_their_site(layout: Layout) -> None:
+    names = [f"w{i}" for i in range(8)]
+    site = {name: "ab"[i % 2] for i, name in enumerate(names)}
+    links = [link(a, b, 1e-4 if site[a] == site[b] else 0.1) for a in names for b in names if a != b]
+    on = fleet([1e10] * 8, sites=[site[name] for name in names], links=links)
+    plan = planned(job(stages=4, replicas=2, layout=layout), on)
+    assert all(len({site[hop.worker] for hop in path.hops}) == 1 for path in plan.paths)
+    assert {site[path.hops[0].worker] for path in plan.paths} == {"a", "b"}
+
+
+def test_sites_alone_keep_pipelines_together_where_no_link_was_measured() -> None:
+    plan = planned(job(stages=2, replicas=2), fleet([1e10] * 4, sites=["a", "b", "b", "a"]))
+    assert {frozenset(hop.worker for hop in path.hops) for path in plan.paths} == {
+        frozenset({"w0", "w3"}),
+        frozenset({"w1", "w2"}),
+    }
+
+
+def test_loop_paths_end_where_they_began() -> None:
+    plan = planned(job(stages=3, replicas=2, layout=Layout.LOOP), fleet([1e10] * 6))
+    assert all(
+        path.hops[-1] == ChunkRef(stage=StageIndex(3), worker=path.hops[0].worker) for path in plan.paths
+    )
+
+
+# --- memory ---
+
+
+def test_slots_deepen_with_latency_and_shrink_with_memory() -> None:
+    spec = job(stages=2, replicas=1, num_microbatches=12)
+    slow = [link("w0", "w1", 0.01), link("w1", "w0", 0.01)]
+
+    def slots_of_the_first_stage(on: Fleet) -> int:
+        return planned(spec, on).chunks[0].slots
+
+    near = slots_of_the_first_stage(fleet([1e10] * 2, links=[link("w0", "w1", 0.0), link("w1", "w0", 0.0)]))
+    far = slots_of_the_first_stage(fleet([1e10] * 2, links=slow))
+    tight = fleet([1e10] * 2, links=slow, memory_bytes=int(whole_model_bytes(spec) * 0.75))
+    assert near < slots_of_the_first_stage(tight) < far
+    assert "memory cuts the microbatches in flight" in planned(spec, tight).reason
+
+
+def test_too_little_memory_names_stage_need_and_what_there_is() -> None:
+    plan = make_plan(job(stages=2), fleet([1e10] * 2, memory_bytes=1000), None, 0)
+    assert isinstance(plan, Infeasible)
+    assert plan.reason.startswith("stage 1 needs ")
+    assert plan.reason.endswith("w0 has the most, 1000 B (1000 bytes)")
+
+
+def test_the_stage_that_needs_most_goes_to_the_worker_with_room_for_it() -> None:
+    spec = job(stages=2, replicas=1, num_layers=5, is_tied=False, vocab_size=4096)
+    whole = whole_model_bytes(spec)
+    plan = planned(spec, fleet([9e10, 1e10], memory_bytes=[int(0.6 * whole), whole]))
+    assert violations(plan, spec, fleet([9e10, 1e10], memory_bytes=[int(0.6 * whole), whole])) == ()
+
+
+def test_where_an_even_cut_does_not_fit_the_cut_follows_memory() -> None:
+    spec = job(stages=2, replicas=1, num_layers=8)
+    whole = whole_model_bytes(spec)
+    on = fleet([1e10, 1e10], memory_bytes=[int(0.85 * whole), int(0.25 * whole)])
+    plan = planned(spec, on)
+    assert violations(plan, spec, on) == ()
+    assert plan.stages[0].stop > len(plan.stages) + 3
+
+
+# --- changes of the fleet ---
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker() -> None:
+    spec, on = job(stages=2, replicas=1), fleet([1e10] * 3)
+    before = planned(spec, on)
+    after = planned(spec, without(on, WorkerId("w0")), before)
+    assert chunks(before) - chunks(after) == {ChunkRef(stage=StageIndex(1), worker=WorkerId("w0"))}
+    assert chunks(after) - chunks(before) == {ChunkRef(stage=StageIndex(1), worker=WorkerId("w2"))}
+    assert "of state: stage 1 to w2" in after.reason
+
+
+def test_a_stage_that_lost_all_holders_gets_one_from_a_stage_with_two() -> None:
+    spec, on = job(stages=2, replicas=2), fleet([1e10] * 4)
+    before = planned(spec, on)
+    after = planned(spec, without(on, *before.holders(StageIndex(1))), before)
+    assert [len(after.holders(StageIndex(stage))) for stage in (0, 1)] == [1, 1]
+
+
+def test_a_newcomer_relieves_a_worker_that_holds_several_stages() -> None:
+    spec = job(stages=2, replicas=1)
+    alone = planned(spec, fleet([1e10]))
+    both = planned(spec, fleet([1e10] * 2), alone)
+    assert sorted(stages_by_worker(both).values()) == [[0], [1]]
+    assert len(chunks(both) - chunks(alone)) == 1
+
+
+def test_a_newcomer_adds_a_replica_and_moves_nobody() -> None:
+    spec = job(stages=2, replicas=2)
+    before = planned(spec, fleet([1e10] * 3))
+    after = planned(spec, fleet([1e10] * 4), before)
+    assert chunks(before) < chunks(after)
+
+
+def test_a_replan_keeps_the_cut() -> None:
+    spec = job(stages=2, replicas=1, num_layers=8)
+    whole = whole_model_bytes(spec)
+    uneven = planned(spec, fleet([1e10] * 2, memory_bytes=[int(0.85 * whole), int(0.25 * whole)]))
+    assert uneven.stages != planned(spec, fleet([1e10] * 2)).stages
+    assert planned(spec, fleet([1e10] * 2, memory_bytes=AMPLE_BYTES), uneven).stages == uneven.stages
+
+
+# --- groups ---
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_tied_embeddings_reduce_over_both_ends(layout: Layout) -> None:
+    plan = planned(job(stages=2, replicas=2, layout=layout), fleet([1e10] * 4))
+    last = plan.stages[-1].index
+    tied = plan.groups[-1]
+    assert tied.group == "tied"
+    assert tied.members == tuple(
+        ChunkRef(stage=stage, worker=worker)
+        for stage in (StageIndex(0), last)
+        for worker in plan.holders(stage)
+    )
+
+
+def test_one_stage_or_untied_embeddings_need_no_shared_group() -> None:
+    assert [x.group for x in planned(job(stages=1, replicas=1), fleet([1e10])).groups] == ["s0"]
+    assert [x.group for x in planned(job(is_tied=False), fleet([1e10] * 4)).groups] == ["s0", "s1"]
+
+
+def test_big_reductions_are_shared_out_and_small_ones_are_not() -> None:
+    spec = job(stages=2, replicas=2, is_tied=False, vocab_size=16_384)
+    plan = planned(spec, fleet([1e10] * 4))
+    assert [group.num_shards for group in plan.groups] == [2, 2]
+    assert [group.num_shards for group in planned(job(is_tied=False), fleet([1e10] * 4)).groups] == [1, 1]
+
+
+# --- size ---
+
+
+def test_a_thousand_workers_are_planned() -> None:
+    spec = job(stages=20, replicas=50, num_layers=38, num_microbatches=100)
+    on = fleet([1e10 + i * 1e7 for i in range(1000)], sites=["abcdefg"[i % 7] for i in range(1000)])
+    plan = planned(spec, on)
+    assert violations(plan, spec, on) == ()
+    assert len(plan.workers) == 1000
