@@ -83,6 +83,7 @@ from skein.protocol.worker_io import (
     MeasureLinks,
     OpEnded,
     RunOp,
+    SaveFailed,
     SendFailed,
     SendReport,
     SendTensor,
@@ -164,6 +165,8 @@ class Worker:
                 self._build_failed(event)
             case CheckpointSaved():
                 self._tell(CheckpointWritten(version=event.version, stage=event.stage, files=event.files))
+            case SaveFailed():
+                self._trouble(f"checkpoint {event.version} of stage {event.stage}: {event.reason}")
             case LinksProbed():
                 self._tell(LinksMeasured(links=event.links))
             case StreamOpened():

@@ -95,6 +95,15 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A stage's files could not be written, however often it was tried."""
+
+    version: Step
+    stage: StageIndex
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinksProbed:
     """Probes of peers have ended."""
 
@@ -123,6 +132,7 @@ WorkerEvent = (
     | Built
     | BuildFailed
     | CheckpointSaved
+    | SaveFailed
     | LinksProbed
     | StopRequested
     | TimePassed
