@@ -29,7 +29,7 @@ class JobHistory:
     key: str
     spec: JobSpec
     submitted_wall_s: float
-    version: Step = Step(0)
+    version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
     last_evaluation: Evaluated | None = None

@@ -8,6 +8,7 @@ Rules of this file
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
@@ -145,6 +146,8 @@ class Membership:
         self.lease_s = lease_s
         self.grace_s = grace_s
         self._entries: dict[WorkerId, Entry] = {}
+        # No later than each live lease's end; what is too early is put right when it comes up.
+        self._leases: list[tuple[float, WorkerId, Incarnation]] = []
         self._story = Story()
 
     @property
@@ -174,7 +177,15 @@ class Membership:
 
     def deadline(self) -> float | None:
         """When the next lease ends."""
-        return min((entry.lease_until for entry in self._entries.values()), default=None)
+        while self._leases:
+            at, worker, incarnation = self._leases[0]
+            if not self.is_current(worker, incarnation):
+                heappop(self._leases)
+            elif self._entries[worker].lease_until > at:
+                heapreplace(self._leases, (self._entries[worker].lease_until, worker, incarnation))
+            else:
+                return at
+        return None
 
     def story(self, worker: WorkerId) -> tuple[str, ...]:
         """The last lines about a worker."""
@@ -205,6 +216,7 @@ class Membership:
         self._entries[hello.worker] = Entry(
             hello=hello, lease_until=now + self.lease_s, heard_at=now, progressed_at=now
         )
+        heappush(self._leases, (now + self.lease_s, hello.worker, hello.incarnation))
         self._story.tell(hello.worker, f"joined as {hello.incarnation}", now=now)
         return [*changes, Joined(worker=hello.worker)]
 
@@ -225,6 +237,7 @@ class Membership:
         entry = self._entries[event.worker]
         entry.is_connected = False
         entry.lease_until = min(entry.lease_until, now + self.grace_s)
+        heappush(self._leases, (entry.lease_until, event.worker, event.incarnation))
         self._story.tell(event.worker, f"stream broke: {event.reason}", now=now)
 
     def _leave(self, worker: WorkerId, *, now: float) -> list[MembershipChange]:

@@ -4,6 +4,8 @@ Accumulators are never touched here; an attempt that fails leaves nothing to und
 directive that explains them, so an exchange starts empty and learns its group later.
 """
 
+from collections.abc import Iterable
+
 from skein.plan.plan import Group
 from skein.protocol.messages import ShardKind, ShardTensor
 from skein.protocol.ops import JoinOp, PackOp, SumOp
@@ -41,7 +43,7 @@ class Exchange:
             return [JoinOp(step=self.step, group=group, attempt=self.attempt)]
         stages = tuple(member.stage for member in group.members if member.worker == self.worker)
         ops: list[ReductionOp] = [PackOp(step=self.step, group=group, attempt=self.attempt, stages=stages)]
-        return ops + self._due_sums() + self._due_join()
+        return ops + self._due_sums(sorted(self._parts)) + self._due_join()
 
     def packed(self) -> list[Parcel]:
         """The parts of this worker's chunks are ready: where each goes."""
@@ -63,7 +65,7 @@ class Exchange:
         """A part or a result is here (also from this worker itself); gives the ops it makes possible."""
         if tensor.kind is ShardKind.PART:
             self._parts.setdefault(tensor.shard, set()).add(tensor.member)
-            return self._due_sums()
+            return self._due_sums([tensor.shard])
         self._results.add(tensor.shard)
         return self._due_join()
 
@@ -77,11 +79,12 @@ class Exchange:
             member=member,
         )
 
-    def _due_sums(self) -> list[ReductionOp]:
+    def _due_sums(self, shards: Iterable[int]) -> list[ReductionOp]:
+        """Those of `shards` whose parts are all here."""
         if self._group is None:
             return []
-        members = set(self._group.members)
-        due = sorted(shard for shard, parts in self._parts.items() if parts >= members)
+        due = [s for s in shards if s in self._parts and len(self._parts[s]) >= len(self._group.members)]
+        due = [s for s in due if self._parts[s] >= set(self._group.members)]
         for shard in due:
             del self._parts[shard]
         return [SumOp(step=self.step, group=self._group, attempt=self.attempt, shard=shard) for shard in due]

@@ -167,9 +167,10 @@ class Run:
                 if self._depends_on(change.worker):
                     self._bump(f"{change.worker} came back on a new stream", now=now)
             case Lost():
-                if self._depends_on(change.worker):
-                    self._bump(f"lost {change.worker} ({change.reason})", now=now)
+                is_missed = self._depends_on(change.worker)
                 self._members.pop(change.worker, None)
+                if is_missed:
+                    self._bump(f"lost {change.worker} ({change.reason})", now=now)
             case IsLeaving():
                 if not self._depends_on(change.worker):
                     self._let_go(change.worker)

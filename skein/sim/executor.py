@@ -6,7 +6,6 @@ independently of what the machines believe.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.protocol.messages import (
     Assign,
-    ChunkAssignment,
     Decision,
     Envelope,
     HopTensor,
@@ -41,8 +39,9 @@ from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step,
 REDUCE_BYTES_PER_S = 2e9
 """Memory traffic of packing, summing and updating."""
 OP_OVERHEAD_S = 0.0005
+RELEASE_BYTES = 64
 
-Contributions = Counter[tuple[Step, int, StageIndex]]
+Contributions = dict[tuple[Step, int, StageIndex], int]
 
 
 class Violated(AssertionError):
@@ -56,16 +55,17 @@ class SimChunk:
     stage: StageSpec
     theta: str
     version: Step
-    accumulated: Contributions = field(default_factory=Counter)
+    accumulated: Contributions = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of a stage's ops for one microbatch on a device of 1 FLOP/s, and bytes of what it sends."""
+    """Seconds of a stage's ops for one microbatch on a device of 1 FLOP/s, and bytes of what it takes and sends."""
 
     forward: float
     backward: float
-    boundary_bytes: int
+    input_bytes: int
+    output_bytes: int
     parameter_bytes: int
 
 
@@ -76,7 +76,8 @@ def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -
     return StageTimes(
         forward=float(cost.forward_flops * samples),
         backward=float(cost.backward_flops * samples),
-        boundary_bytes=cost.output_bytes * samples,
+        input_bytes=layers[stage.first - 1].output_bytes * samples if stage.first else 0,
+        output_bytes=cost.output_bytes * samples,
         parameter_bytes=4 * cost.num_parameters,
     )
 
@@ -92,6 +93,7 @@ class SimExecutor:
         self._shards: dict[ShardTensor, Contributions] = {}
         self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
+        self._shard_bytes: dict[GroupId, int] = {}
         self._num_paths = 0
 
     def build(
@@ -102,11 +104,11 @@ class SimExecutor:
         self._num_paths = assign.num_paths
         self._members = {group.group: group.members for group in assign.groups}
         self.chunks = {
-            c.stage.index: self._chunk(c, given[c.stage.index], assign.version) for c in assign.chunks
+            c.stage.index: SimChunk(c.stage, given[c.stage.index], assign.version) for c in assign.chunks
         }
-
-    def _chunk(self, assigned: ChunkAssignment, theta: str, version: Step) -> SimChunk:
-        return SimChunk(assigned.stage, theta, version)
+        for group in assign.groups:
+            held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
+            self._shard_bytes[group.group] = max(held) // group.num_shards
 
     def forget(self) -> None:
         """Drop everything."""
@@ -124,12 +126,16 @@ class SimExecutor:
         """Bytes and content of what is sent under an envelope."""
         header = envelope.header
         if isinstance(header, HopTensor):
-            boundary = min(header.hop, len(header.path.hops) - 2)
-            stage = header.path.hops[boundary].stage
-            return self.times[stage].boundary_bytes if stage in self.times else 1024, None
-        members = self._members[header.group]
-        size = max(self.times[m.stage].parameter_bytes for m in members if m.stage in self.times)
-        return size // len(members), self._shards[header]
+            return self._boundary_bytes(header), None
+        return self._shard_bytes[header.group], self._shards[header]
+
+    def _boundary_bytes(self, header: HopTensor) -> int:
+        hops = header.path.hops
+        if header.direction is Direction.FORWARD:
+            return self.times[hops[header.hop - 1].stage].output_bytes
+        if header.phase is Phase.EVALUATE:
+            return RELEASE_BYTES
+        return self.times[hops[header.hop + 1].stage].input_bytes
 
     def seconds(self, op: Op) -> float:
         """How long an op takes here."""
@@ -151,7 +157,7 @@ class SimExecutor:
         """Carry an op out, at its end."""
         match op:
             case LossOp():
-                if op.phase == "train":
+                if op.phase is Phase.TRAIN:
                     self._accumulate(op)
                 return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
             case BackwardOp():
@@ -171,7 +177,9 @@ class SimExecutor:
         return None
 
     def _accumulate(self, op: LossOp | BackwardOp) -> None:
-        self.chunks[op.chunk.stage].accumulated[op.step, op.microbatch, op.chunk.stage] += 1
+        accumulated = self.chunks[op.chunk.stage].accumulated
+        contribution = (op.step, op.microbatch, op.chunk.stage)
+        accumulated[contribution] = accumulated.get(contribution, 0) + 1
 
     def _pack(self, op: PackOp) -> None:
         for member in op.group.members:
@@ -179,12 +187,13 @@ class SimExecutor:
                 continue
             for shard in range(op.group.num_shards):
                 tensor = self._tensor(ShardKind.PART, op, shard, member)
-                self._shards[tensor] = Counter(self.chunks[member.stage].accumulated)
+                self._shards[tensor] = dict(self.chunks[member.stage].accumulated)
 
     def _sum(self, op: SumOp) -> None:
-        total: Contributions = Counter()
+        total: Contributions = {}
         for member in op.group.members:
-            total.update(self._shards.pop(self._tensor(ShardKind.PART, op, op.shard, member)))
+            for key, count in self._shards.pop(self._tensor(ShardKind.PART, op, op.shard, member)).items():
+                total[key] = total.get(key, 0) + count
         self._shards[self._tensor(ShardKind.RESULT, op, op.shard, op.group.owner(op.shard))] = total
 
     def _tensor(
@@ -197,7 +206,7 @@ class SimExecutor:
     def _join(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
-            result = Counter(self.chunks[group.members[0].stage].accumulated)
+            result = dict(self.chunks[group.members[0].stage].accumulated)
         else:
             shards = [
                 self._shards[self._tensor(ShardKind.RESULT, op, shard, group.owner(shard))]
@@ -232,7 +241,7 @@ class SimExecutor:
         """Each microbatch of the step once per stage of the group, and nothing else."""
         stages = {member.stage for member in members}
         expected = {(step, m, stage): 1 for m in range(self._num_paths) for stage in stages}
-        if result != Counter(expected):
+        if result != expected:
             raise Violated(f"{group} at step {step} sums {sorted(result.items())}")
 
     def _clear(self) -> None:
