@@ -42,7 +42,10 @@ class LlamaShape(Spec):
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError("hidden_size must be a multiple of num_attention_heads, or give head_dim")
-        if self.attention_width % self.num_attention_heads or (self.attention_width // self.num_attention_heads) % 2:
+        if (
+            self.attention_width % self.num_attention_heads
+            or (self.attention_width // self.num_attention_heads) % 2
+        ):
             raise ValueError("the width of one attention head must be even (rotary embedding)")
         return self
 
