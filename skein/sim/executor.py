@@ -14,8 +14,10 @@ from skein.model.layers import LayerSpec, stage_cost
 from skein.protocol.messages import (
     Assign,
     Decision,
+    Direction,
     Envelope,
     HopTensor,
+    Phase,
     ShardKind,
     ShardTensor,
 )
