@@ -60,8 +60,8 @@ class PeerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Deliver(self, request_iterator, context):
-        """One long-lived stream per peer and direction. The sender stays within the credit it was granted and keeps a tensor
-        until it is accepted; parts of several tensors may be interleaved, each tensor's in order.
+        """One long-lived stream per peer and lane. The sender stays within the credit it was granted and keeps a tensor until
+        it is accepted. One tensor at a time, its parts in order; a TensorStart abandons a tensor that is not complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
