@@ -1,0 +1,167 @@
+"""Two workers on loopback: "a" sends, "b" serves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from skein.plan.plan import Path
+from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Phase, ShardKind, ShardTensor
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
+from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.extra import DType, FetchBoundaryRequest, Refusal
+from skein.wire.v1 import peer_pb2_grpc
+from worker.bundle import Bundle, Limits, WireTensor
+from worker.service import PeerService
+from worker.transport.outbox import Patience
+from worker.transport.peers import Peers
+from worker.transport.statistics import Statistics
+
+A, B = WorkerId("a"), WorkerId("b")
+JOB = JobId("j")
+PATH = Path(hops=(ChunkRef(stage=StageIndex(0), worker=A), ChunkRef(stage=StageIndex(1), worker=B)))
+
+S = TypeVar("S", bound=PeerService)
+Arrived = tuple[Envelope, Bundle]
+
+
+def hop_envelope(
+    microbatch: int = 0, *, generation: int = 1, direction: Direction = Direction.FORWARD
+) -> Envelope:
+    return Envelope(
+        job=JOB,
+        epoch=Epoch(1),
+        generation=Generation(generation),
+        sender=A,
+        incarnation=Incarnation("i"),
+        header=HopTensor(
+            direction=direction,
+            phase=Phase.TRAIN,
+            step=Step(0),
+            microbatch=MicrobatchId(microbatch),
+            hop=1,
+            path=PATH,
+        ),
+    )
+
+
+def shard_envelope(shard: int = 0) -> Envelope:
+    return Envelope(
+        job=JOB,
+        epoch=Epoch(1),
+        generation=Generation(1),
+        sender=A,
+        incarnation=Incarnation("i"),
+        header=ShardTensor(
+            kind=ShardKind.PART,
+            step=Step(0),
+            group=GroupId("s0"),
+            attempt=Attempt(epoch=Epoch(1), generation=Generation(1), number=0),
+            shard=shard,
+            member=PATH.hops[0],
+        ),
+    )
+
+
+def tensor_of(num_bytes: int, *, name: str = "x") -> WireTensor:
+    """Bytes that differ from one part to the next."""
+    data = bytes(i * 31 % 251 for i in range(1 << 10)) * (num_bytes // (1 << 10) + 1)
+    return WireTensor(name=name, dtype=DType.UINT8, shape=(num_bytes,), data=data[:num_bytes])
+
+
+@dataclass(kw_only=True)
+class Receiver:
+    """What worker "b" would do with what arrives."""
+
+    arrived: asyncio.Queue[Arrived] = field(default_factory=asyncio.Queue)
+    statistics: Statistics = field(default_factory=Statistics)
+    limits: Limits = field(default_factory=Limits)
+    refusal_of: Callable[[Envelope], Refusal | None] = lambda _: None
+    state: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
+    boundary: Arrived | None = None
+
+    def service(self) -> PeerService:
+        return self.service_of(PeerService)
+
+    def service_of(self, kind: type[S]) -> S:
+        return kind(
+            accepts=self.refusal_of,
+            on_tensor=lambda envelope, bundle: self.arrived.put_nowait((envelope, bundle)),
+            state_of=self._state_of,
+            boundary_of=self._boundary_of,
+            statistics=self.statistics,
+            limits=self.limits,
+        )
+
+    async def _state_of(
+        self, _job: JobId, stage: StageIndex, version: Step
+    ) -> Mapping[str, WireTensor] | None:
+        return self.state(stage, version)
+
+    def _boundary_of(self, _request: FetchBoundaryRequest) -> Arrived | None:
+        return self.boundary
+
+
+@asynccontextmanager
+async def serving(service: peer_pb2_grpc.PeerServicer, *, token: str | None = None) -> AsyncIterator[Member]:
+    """Worker "b" with `service`, as a member that can be reached."""
+    server = open_server(token=token)
+    peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield Member(worker=B, incarnation=Incarnation("i"), address=f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+
+
+@dataclass(kw_only=True)
+class Sender:
+    """Worker "a"'s sending half, with what it was told."""
+
+    peers: Peers
+    statistics: Statistics
+    failed: asyncio.Queue[tuple[WorkerId, Generation, str]]
+
+
+@asynccontextmanager
+async def sending(
+    *, patience: Patience | None = None, token: str | None = None, limits: Limits | None = None
+) -> AsyncIterator[Sender]:
+    """Worker "a"'s sending half. A test that waits in vain ends by pytest's own timeout."""
+    statistics = Statistics()
+    failed: asyncio.Queue[tuple[WorkerId, Generation, str]] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group:
+        peers = Peers(
+            A,
+            group=group,
+            dial=partial(open_channel, token=token),
+            on_failed=lambda *failure: failed.put_nowait(failure),
+            statistics=statistics,
+            limits=limits,
+            patience=patience,
+            fetch_patience_s=10.0,
+        )
+        try:
+            yield Sender(peers=peers, statistics=statistics, failed=failed)
+        finally:
+            await peers.close()
+
+
+async def gathered(get: Callable[[], Awaitable[Arrived]], count: int) -> list[Arrived]:
+    """The next `count` arrivals."""
+    return [await get() for _ in range(count)]

@@ -1,0 +1,407 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+
+from skein.protocol.messages import Direction, Envelope, Member
+from skein.types import Generation, Incarnation
+from skein.wire.channel import Lane, open_channel
+from skein.wire.codec import PART_REPLY, TENSOR_PART
+from skein.wire.extra import CreditGranted, DType, PartReply, Refusal, TensorAccepted, TensorData, TensorStart
+from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from tests.worker.transport.loopback import (
+    A,
+    B,
+    Receiver,
+    gathered,
+    hop_envelope,
+    sending,
+    serving,
+    shard_envelope,
+    tensor_of,
+)
+from worker.bundle import Limits, to_torch, to_wire
+from worker.service import PeerService
+from worker.transport.outbox import Patience
+from worker.transport.parts import announce
+
+MIB = 1 << 20
+SHORT = Patience(least_s=0.2, most_s=0.2)
+"""For tests that wait for a peer to be given up."""
+
+Context = aio.ServicerContext[object, object]
+Parts = AsyncIterator[peer_pb2.TensorPart]
+Replies = AsyncIterator[peer_pb2.PartReply]
+
+
+# --- the normal case ---
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+async def test_a_bundle_arrives_equal(dtype: DType) -> None:
+    receiver = Receiver()
+    tensors = [
+        (torch.arange(size).reshape(shape) % 2).to(getattr(torch, dtype))
+        for size, shape in ((1, ()), (0, (0, 3)), (300_000, (3, 100_000)))
+    ]
+    bundle = tuple(to_wire(f"x{i}", tensor) for i, tensor in enumerate(tensors))
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), bundle)
+        envelope, arrived = await receiver.arrived.get()
+    assert envelope == hop_envelope()
+    for got, tensor in zip(arrived, tensors, strict=True):
+        assert torch.equal(to_torch(got), tensor)
+
+
+async def test_each_lane_delivers_and_counts() -> None:
+    receiver = Receiver()
+    envelopes = [hop_envelope(), hop_envelope(direction=Direction.BACKWARD), shard_envelope()]
+    async with serving(receiver.service()) as member, sending() as sender:
+        for envelope in envelopes:
+            sender.peers.send(member, envelope, (tensor_of(3 * MIB + 5),))
+        arrived = await gathered(receiver.arrived.get, 3)
+        assert set(sender.peers.queue_depths()) == {Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE}
+    assert sorted(map(repr, envelopes)) == sorted(repr(envelope) for envelope, _ in arrived)
+    assert all(bundle == (tensor_of(3 * MIB + 5),) for _, bundle in arrived)
+    assert sender.statistics.sent_bytes == {B: 3 * (3 * MIB + 5)}
+    assert sender.statistics.sent_parts == {Lane.FORWARD: 4, Lane.BACKWARD: 4, Lane.REDUCE: 4}
+    assert receiver.statistics.received_bytes == {A: 3 * (3 * MIB + 5)}
+    labels = {(count.name, count.label) for count in sender.statistics.counts()}
+    assert ("sent_bytes", "b") in labels
+
+
+async def test_a_release_without_tensors_arrives() -> None:
+    receiver = Receiver()
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), ())
+        assert await receiver.arrived.get() == (hop_envelope(), ())
+
+
+async def test_the_oldest_microbatch_goes_first() -> None:
+    receiver = Receiver()
+    async with serving(receiver.service()) as member, sending() as sender:
+        for microbatch in (3, 1, 2, 0):
+            sender.peers.send(member, hop_envelope(microbatch), (tensor_of(10),))
+        arrived = await gathered(receiver.arrived.get, 4)
+    assert [envelope for envelope, _ in arrived] == [hop_envelope(m) for m in range(4)]
+
+
+async def test_a_peer_that_moved_is_reached_at_its_new_address() -> None:
+    before, after = Receiver(), Receiver()
+    async with sending() as sender:
+        async with serving(before.service()) as member:
+            sender.peers.send(member, hop_envelope(0), ())
+            await before.arrived.get()
+        async with serving(after.service()) as member:
+            moved = Member(worker=B, incarnation=Incarnation("i2"), address=member.address)
+            sender.peers.send(moved, hop_envelope(1), ())
+            assert await after.arrived.get() == (hop_envelope(1), ())
+
+
+# --- credit ---
+
+
+class Miser(PeerService):
+    """Grants what the test says, and tells when the sender has used all of it up."""
+
+    def __init__(self, **callbacks: object) -> None:
+        super().__init__(**callbacks)  # type: ignore[arg-type]
+        self.granted = self.received = 0
+        self.grants: asyncio.Queue[int] = asyncio.Queue()
+        self.spent: asyncio.Queue[int] = asyncio.Queue()
+
+    async def Deliver(self, request_iterator: Parts, context: Context) -> Replies:
+        yield await self.grant()
+        async for message in request_iterator:
+            part = TENSOR_PART.decode(message)
+            if isinstance(part, TensorData):
+                self.received += len(part.data)
+                assert self.received <= self.granted
+                if self.received == self.granted:
+                    self.spent.put_nowait(self.received)
+                    yield await self.grant()
+
+    async def grant(self) -> peer_pb2.PartReply:
+        num_bytes = await self.grants.get()
+        self.granted += num_bytes
+        return PART_REPLY.encode(CreditGranted(num_bytes=num_bytes))
+
+
+async def test_bytes_on_the_way_never_exceed_the_credit_of_a_slow_receiver() -> None:
+    miser = Receiver().service_of(Miser)
+    async with serving(miser) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(7 * MIB),))
+        for grant, total in ((2, 2), (1, 3), (3, 6)):
+            miser.grants.put_nowait(grant * MIB)
+            assert await miser.spent.get() == total * MIB
+            assert sender.statistics.sent_bytes[B] <= total * MIB
+            assert sender.peers.queue_depths()[Lane.FORWARD] == 1
+
+
+# --- what goes wrong on the way ---
+
+
+class Flaky(PeerService):
+    """Spoils the first stream in one way; later ones are as they should be."""
+
+    num_streams = 0
+
+    async def Deliver(self, request_iterator: Parts, context: Context) -> Replies:
+        self.num_streams += 1
+        if self.num_streams > 1:
+            async for reply in super().Deliver(request_iterator, context):
+                yield reply
+            return
+        async for reply in super().Deliver(self.spoil(request_iterator, context), context):
+            await self.may_pass(PART_REPLY.decode(reply), context)
+            yield reply
+
+    async def spoil(self, parts: Parts, context: Context) -> Parts:
+        async for part in parts:
+            yield part
+
+    async def may_pass(self, reply: PartReply, context: Context) -> None:
+        return
+
+
+class BitFlipping(Flaky):
+    async def spoil(self, parts: Parts, context: Context) -> Parts:
+        is_done = False
+        async for part in parts:
+            if part.HasField("tensor_data") and not is_done:
+                is_done = True
+                part.tensor_data.data = bytes([part.tensor_data.data[0] ^ 1]) + part.tensor_data.data[1:]
+            yield part
+
+
+class BreakingHalfway(Flaky):
+    async def spoil(self, parts: Parts, context: Context) -> Parts:
+        async for part in parts:
+            if part.HasField("tensor_data") and part.tensor_data.offset >= MIB:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
+            yield part
+
+
+class LosingTheAnswer(Flaky):
+    async def may_pass(self, reply: PartReply, context: Context) -> None:
+        if isinstance(reply, TensorAccepted):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
+
+
+async def test_a_tensor_that_was_spoilt_on_the_way_is_sent_again() -> None:
+    receiver = Receiver()
+    async with serving(receiver.service_of(BitFlipping)) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(2 * MIB),))
+        assert await receiver.arrived.get() == (hop_envelope(), (tensor_of(2 * MIB),))
+    assert receiver.statistics.refusals == {"corrupt": 1}
+    assert sender.statistics.refused == {"corrupt": 1}
+    assert sender.statistics.resent[Lane.FORWARD] == 1
+
+
+@pytest.mark.parametrize(("kind", "num_duplicates"), [(BreakingHalfway, 0), (LosingTheAnswer, 1)])
+async def test_a_broken_stream_loses_nothing_and_repeats_nothing(
+    kind: type[Flaky], num_duplicates: int
+) -> None:
+    receiver = Receiver()
+    async with serving(receiver.service_of(kind)) as member, sending() as sender:
+        for microbatch in range(3):
+            sender.peers.send(member, hop_envelope(microbatch), (tensor_of(2 * MIB),))
+        arrived = await gathered(receiver.arrived.get, 3)
+    assert [envelope for envelope, _ in arrived] == [hop_envelope(m) for m in range(3)]
+    assert all(bundle == (tensor_of(2 * MIB),) for _, bundle in arrived)
+    assert receiver.arrived.empty()
+    assert receiver.statistics.duplicates == num_duplicates
+    assert sender.statistics.resent[Lane.FORWARD] >= 1
+    assert sender.failed.empty()
+
+
+async def test_a_peer_where_nothing_listens_is_given_up() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        member = Member(worker=B, incarnation=Incarnation("i"), address=f"127.0.0.1:{port}")
+        async with sending(patience=SHORT) as sender:
+            for envelope in (hop_envelope(0), hop_envelope(1), hop_envelope(2, generation=2)):
+                sender.peers.send(member, envelope, ())
+            failures = [await sender.failed.get() for _ in range(2)]
+            assert sender.peers.queue_depths()[Lane.FORWARD] == 0
+    assert [(worker, generation) for worker, generation, _ in failures] == [(B, 1), (B, 2)]
+    assert "nothing listens there" in failures[0][2]
+    assert sender.statistics.failed == {B: 3}
+
+
+async def test_a_peer_that_stands_still_is_given_up() -> None:
+    miser = Receiver().service_of(Miser)
+    async with serving(miser) as member, sending(patience=SHORT) as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        worker, generation, reason = await sender.failed.get()
+    assert (worker, generation) == (B, 1)
+    assert "silent" in reason
+
+
+async def test_a_peer_given_up_is_tried_again_for_the_next_tensor() -> None:
+    receiver = Receiver()
+    async with serving(receiver.service()) as member:
+        pass
+    async with sending(patience=SHORT) as sender:
+        sender.peers.send(member, hop_envelope(), ())
+        await sender.failed.get()
+        sender.peers.send(member, hop_envelope(1), ())
+        assert (await sender.failed.get())[:2] == (B, 1)
+
+
+async def test_a_wrong_token_is_no_reason_to_try_again() -> None:
+    receiver = Receiver()
+    async with (
+        serving(receiver.service(), token="right" * 4) as member,
+        sending(token="wrong" * 4) as sender,
+    ):
+        sender.peers.send(member, hop_envelope(), ())
+        _, _, reason = await sender.failed.get()
+    assert "token" in reason
+    assert receiver.arrived.empty()
+
+
+# --- what is refused ---
+
+
+async def test_a_stale_tensor_is_dropped_quietly_and_counted() -> None:
+    receiver = Receiver(refusal_of=lambda envelope: Refusal.STALE if envelope.generation < 2 else None)
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(0), (tensor_of(10),))
+        sender.peers.send(member, hop_envelope(1, generation=2), (tensor_of(10),))
+        assert (await receiver.arrived.get())[0] == hop_envelope(1, generation=2)
+    assert receiver.statistics.refusals == {"stale": 1}
+    assert sender.statistics.refused == {"stale": 1}
+    assert sender.failed.empty()
+
+
+async def test_a_tensor_that_comes_too_early_is_offered_again() -> None:
+    answers: list[Refusal | None] = [Refusal.NOT_YET, None, None]
+    receiver = Receiver(refusal_of=lambda _: answers.pop(0))
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        assert await receiver.arrived.get() == (hop_envelope(), (tensor_of(10),))
+    assert sender.statistics.refused == {"not_yet": 1}
+    assert sender.statistics.resent[Lane.FORWARD] == 1
+
+
+@pytest.mark.parametrize(
+    ("refusal", "limits", "expected"),
+    [
+        (Refusal.UNKNOWN_JOB, Limits(), Refusal.UNKNOWN_JOB),
+        (Refusal.UNEXPECTED, Limits(), Refusal.UNEXPECTED),
+        (Refusal.CORRUPT, Limits(), Refusal.CORRUPT),
+        (None, Limits(max_bundle_bytes=9), Refusal.TOO_LARGE),
+        (None, Limits(max_dims=0), Refusal.TOO_LARGE),
+    ],
+)
+async def test_a_tensor_that_will_never_be_taken_is_given_up(
+    refusal: Refusal | None, limits: Limits, expected: Refusal
+) -> None:
+    receiver = Receiver(refusal_of=lambda _: refusal, limits=limits)
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        worker, generation, reason = await sender.failed.get()
+    assert (worker, generation) == (B, 1)
+    assert expected in reason
+    assert receiver.statistics.refusals[expected] == sender.statistics.refused[expected] > 0
+
+
+async def refused_stream(member: Member, *messages: peer_pb2.TensorPart) -> aio.AioRpcError:
+    """How a stream with `messages` ends."""
+    async with open_channel(member.address, Lane.FORWARD, token=None) as channel:
+        call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+        for message in messages:
+            await call.write(message)
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    return caught.value
+
+
+def announcement(envelope: Envelope, dtype: int) -> peer_pb2.TensorPart:
+    message = TENSOR_PART.encode(announce(1, envelope, (tensor_of(10),)))
+    message.tensor_start.tensors[0].dtype = dtype  # type: ignore[assignment]
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        announcement(hop_envelope(), 0),
+        announcement(hop_envelope(), 99),
+        peer_pb2.TensorPart(),
+        TENSOR_PART.encode(TensorData(tensor=0, offset=0, data=b"x", crc32=0)),
+    ],
+    ids=["no dtype", "unknown dtype", "nothing", "unannounced bytes"],
+)
+async def test_a_malformed_part_ends_the_stream_and_is_counted(message: peer_pb2.TensorPart) -> None:
+    receiver = Receiver()
+    async with serving(receiver.service()) as member:
+        error = await refused_stream(member, message)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert receiver.statistics.refusals == {"malformed": 1}
+
+
+async def test_streams_beyond_the_limit_are_refused() -> None:
+    receiver = Receiver(limits=Limits(max_streams=1))
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), ())
+        await receiver.arrived.get()
+        error = await refused_stream(member)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert receiver.statistics.refusals == {"too_many": 1}
+
+
+async def test_wrong_lengths_are_refused_before_anything_is_allocated() -> None:
+    receiver = Receiver()
+    start = announce(1, hop_envelope(), (tensor_of(10),))
+    wrong = TensorStart(tensor=1, envelope=start.envelope, tensors=start.tensors, num_bytes=1 << 31)
+    async with (
+        serving(receiver.service()) as member,
+        open_channel(member.address, Lane.FORWARD, token=None) as channel,
+    ):
+        call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+        await call.write(TENSOR_PART.encode(wrong))
+        replies = aiter(call)
+        await anext(replies)
+        refused = await anext(replies)
+    assert refused.tensor_refused.reason == peer_pb2.REFUSAL_CORRUPT
+    assert receiver.statistics.refusals == {"corrupt": 1}
+
+
+# --- ending ---
+
+
+async def test_forgotten_generations_are_not_sent() -> None:
+    miser, receiver = Receiver().service_of(Miser), Receiver()
+    async with sending() as sender:
+        async with serving(miser) as member:
+            miser.grants.put_nowait(MIB)
+            sender.peers.send(member, hop_envelope(0), (tensor_of(2 * MIB),))
+            sender.peers.send(member, hop_envelope(1), (tensor_of(MIB),))
+            await miser.spent.get()
+            sender.peers.send(member, hop_envelope(2, generation=2), (tensor_of(MIB),))
+            sender.peers.forget(Generation(2))
+            assert sender.peers.queue_depths()[Lane.FORWARD] == 1
+        async with serving(receiver.service()) as moved:
+            sender.peers.send(moved, hop_envelope(3, generation=2), ())
+            assert (await receiver.arrived.get())[0] == hop_envelope(3, generation=2)
+
+
+async def test_closing_leaves_nothing_running() -> None:
+    receiver = Receiver()
+    miser = receiver.service_of(Miser)
+    async with serving(miser) as silent, serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(silent, hop_envelope(direction=Direction.BACKWARD), (tensor_of(MIB),))
+        sender.peers.send(member, hop_envelope(), ())
+        await receiver.arrived.get()
+        await sender.peers.close()
+        running = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+        assert not {name for name in running if name.startswith("Outbox")}
+        assert sender.peers.queue_depths() == dict.fromkeys((Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE), 0)

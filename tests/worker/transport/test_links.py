@@ -1,0 +1,63 @@
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc import aio
+
+from skein.errors import RemoteError
+from skein.wire.channel import Lane, open_channel
+from skein.wire.codec import PROBE_PART
+from skein.wire.extra import ProbePart
+from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from tests.worker.transport.loopback import A, B, Receiver, sending, serving
+from worker.service import PeerService
+
+Context = aio.ServicerContext[object, object]
+
+
+async def test_a_probe_measures_both_directions() -> None:
+    async with serving(Receiver().service()) as member, sending() as sender:
+        there, back = await sender.peers.measure_link(member)
+    assert (there.sender, there.receiver) == (A, B)
+    assert (back.sender, back.receiver) == (B, A)
+    for link in (there, back):
+        assert 0 < link.latency_s < math.inf
+        assert 0 < link.bytes_per_s < math.inf
+
+
+async def test_a_peer_that_is_gone_cannot_be_measured() -> None:
+    async with serving(Receiver().service()) as member:
+        pass
+    async with sending() as sender:
+        with pytest.raises(RemoteError, match="nothing listens there"):
+            await sender.peers.measure_link(member)
+
+
+class Confused(PeerService):
+    async def Probe(
+        self, request_iterator: AsyncIterator[peer_pb2.ProbePart], context: Context
+    ) -> AsyncIterator[peer_pb2.ProbeReply]:
+        async for _ in request_iterator:
+            yield peer_pb2.ProbeReply(sequence=99)
+
+
+async def test_an_answer_to_another_question_is_a_remote_error() -> None:
+    async with serving(Receiver().service_of(Confused)) as member, sending() as sender:
+        with pytest.raises(RemoteError, match="answered probe 0"):
+            await sender.peers.measure_link(member)
+
+
+@pytest.mark.parametrize(("data", "reply_bytes"), [(bytes((2 << 20) + 1), 0), (b"", (2 << 20) + 1)])
+async def test_a_probe_of_more_than_a_measurement_needs_is_refused(data: bytes, reply_bytes: int) -> None:
+    receiver = Receiver()
+    async with (
+        serving(receiver.service()) as member,
+        open_channel(member.address, Lane.STATE, token=None) as channel,
+    ):
+        call = peer_pb2_grpc.PeerStub(channel).Probe(None)
+        await call.write(PROBE_PART.encode(ProbePart(sequence=0, data=data, reply_bytes=reply_bytes)))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert receiver.statistics.refusals == {"malformed": 1}

@@ -1,0 +1,153 @@
+"""What peers may ask of this worker. Everything they send is checked before it costs memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import grpc
+from grpc import aio
+
+from skein.errors import RemoteError
+from skein.protocol.messages import Envelope
+from skein.types import Generation, JobId, StageIndex, Step
+from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
+from skein.wire.extra import FetchBoundaryRequest
+from skein.wire.failures import refuse
+from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from worker.bundle import Bundle, Limits, WireTensor
+from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
+from worker.transport.links import answer_probe
+from worker.transport.parts import announce, data_parts
+from worker.transport.state import state_parts
+from worker.transport.statistics import Statistics
+from worker.transport.window import Window
+
+StateOf = Callable[[JobId, StageIndex, Step], Awaitable[Mapping[str, WireTensor] | None]]
+"""A copy of a chunk's state at a version, None if it is not here. Awaited, for only the executor may copy it."""
+BoundaryOf = Callable[[FetchBoundaryRequest], tuple[Envelope, Bundle] | None]
+"""A boundary tensor that is still filed here."""
+Context = aio.ServicerContext[object, object]
+
+
+class _Overload(Exception):
+    """A limit of this worker is reached; the peer may come again."""
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """The receiving half of a worker's data plane."""
+
+    def __init__(
+        self,
+        *,
+        accepts: Accepts,
+        on_tensor: OnTensor,
+        state_of: StateOf,
+        boundary_of: BoundaryOf,
+        statistics: Statistics,
+        limits: Limits | None = None,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._statistics = statistics
+        self._intake = Intake(
+            accepts=accepts, on_tensor=on_tensor, limits=self._limits, statistics=statistics
+        )
+        self._state_of = state_of
+        self._boundary_of = boundary_of
+        self._num_streams = 0
+        self._num_transfers = 0
+
+    def attach(self, server: aio.Server) -> None:
+        """Make `server`, not started yet, answer peers."""
+        peer_pb2_grpc.add_PeerServicer_to_server(self, server)
+
+    def forget(self, generation: Generation) -> None:
+        """Nothing of generations older than `generation` is accepted any more; forget what came of them."""
+        self._intake.forget(generation)
+
+    async def Deliver(
+        self, request_iterator: AsyncIterator[peer_pb2.TensorPart], context: Context
+    ) -> AsyncIterator[peer_pb2.PartReply]:
+        """Takes tensors; see the proto."""
+        loop = asyncio.get_running_loop()
+        try:
+            with self._stream():
+                inbox = Inbox(self._intake, Window())
+                try:
+                    yield PART_REPLY.encode(inbox.open(now=loop.time()))
+                    async for message in request_iterator:
+                        for reply in inbox.take(TENSOR_PART.decode(message), now=loop.time()):
+                            yield PART_REPLY.encode(reply)
+                finally:
+                    inbox.close()
+        except (RemoteError, _Overload) as error:
+            await self._refuse(context, error)
+
+    async def FetchState(
+        self, request: peer_pb2.FetchStateRequest, context: Context
+    ) -> AsyncIterator[peer_pb2.StatePart]:
+        """Streams a copy of a chunk's state; see the proto."""
+        try:
+            with self._transfer():
+                wanted = FETCH_STATE.decode(request)
+                tensors = await self._state_of(wanted.job, wanted.stage, wanted.version)
+                if tensors is None or not tensors.keys() >= set(wanted.names):
+                    held = f"stage {wanted.stage} at version {wanted.version}"
+                    await context.abort(grpc.StatusCode.NOT_FOUND, f"{held} is not here, or not all of it")
+                for part in state_parts(tensors, sorted(set(wanted.names) or tensors)):
+                    yield STATE_PART.encode(part)
+        except (RemoteError, _Overload) as error:
+            await self._refuse(context, error)
+
+    async def FetchBoundary(
+        self, request: peer_pb2.FetchBoundaryRequest, context: Context
+    ) -> AsyncIterator[peer_pb2.TensorPart]:
+        """Streams a boundary tensor; see the proto."""
+        try:
+            with self._transfer():
+                found = self._boundary_of(FETCH_BOUNDARY.decode(request))
+                if found is None:
+                    await context.abort(grpc.StatusCode.NOT_FOUND, "that boundary tensor is not here")
+                envelope, bundle = found
+                yield TENSOR_PART.encode(announce(0, envelope, bundle))
+                for part in data_parts(0, bundle):
+                    yield TENSOR_PART.encode(part)
+        except (RemoteError, _Overload) as error:
+            await self._refuse(context, error)
+
+    async def Probe(
+        self, request_iterator: AsyncIterator[peer_pb2.ProbePart], context: Context
+    ) -> AsyncIterator[peer_pb2.ProbeReply]:
+        """Answers measurements; see the proto."""
+        try:
+            with self._transfer():
+                async for reply in answer_probe(request_iterator):
+                    yield reply
+        except (RemoteError, _Overload) as error:
+            await self._refuse(context, error)
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        if self._num_streams >= self._limits.max_streams:
+            raise _Overload(f"{self._num_streams} streams are open already")
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    @contextmanager
+    def _transfer(self) -> Iterator[None]:
+        if self._num_transfers >= self._limits.max_transfers:
+            raise _Overload(f"{self._num_transfers} transfers are running already")
+        self._num_transfers += 1
+        try:
+            yield
+        finally:
+            self._num_transfers -= 1
+
+    async def _refuse(self, context: Context, error: RemoteError | _Overload) -> None:
+        if isinstance(error, RemoteError):
+            self._statistics.refusals["malformed"] += 1
+            await refuse(context, error)
+        self._statistics.refusals["too_many"] += 1
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))

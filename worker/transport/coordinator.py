@@ -1,0 +1,232 @@
+"""The worker's end of the control stream, and of the coordinator's store of checkpoint files.
+
+Rules of this file
+- The stream is opened again for ever. What was said on a broken one is lost: the machine says Hello on each, and the
+  coordinator repeats what matters.
+- Nothing here knows what a report or a directive means.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from grpc import aio
+
+from skein.errors import RemoteError, UserError
+from skein.protocol.messages import CheckpointFile, Directive
+from skein.types import JobId, Step
+from skein.wire.channel import PART_BYTES, Lane
+from skein.wire.codec import (
+    DIRECTIVE,
+    GET_PART,
+    GET_REQUEST,
+    MANIFEST_REPLY,
+    MANIFEST_REQUEST,
+    PUT_PART,
+    PUT_REPLY,
+    REPORT,
+    Upward,
+)
+from skein.wire.extra import (
+    FileData,
+    FileEnd,
+    GetRequest,
+    GetStart,
+    ManifestReply,
+    ManifestRequest,
+    PutPart,
+    PutStart,
+)
+from skein.wire.failures import describe_rpc_error
+from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
+from worker.transport.fetch import patiently
+from worker.transport.outbox import FINAL, Dial
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_PATIENCE_S = 30.0
+"""For each part of a file."""
+
+ControlCall = aio.StreamStreamCall[control_pb2.Report, control_pb2.Directive]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How a stream ended, and whether the coordinator had said anything on it."""
+
+    reason: str
+    is_final: bool
+    was_heard: bool
+
+
+class Listener(Protocol):
+    """Who is told what happens to the control stream. Called on the event loop, so it only notes and returns."""
+
+    def opened(self) -> None:
+        """A new stream; what is sent now goes there."""
+
+    def heard(self, directive: Directive) -> None:
+        """The coordinator said something."""
+
+    def lost(self, reason: str) -> None:
+        """The stream broke, or could not be opened."""
+
+
+class ControlStream:
+    """Keeps a control stream to the coordinator at `target` open."""
+
+    def __init__(self, target: str, *, dial: Dial, listener: Listener) -> None:
+        self._target = target
+        self._dial = dial
+        self._listener = listener
+        self._outgoing: asyncio.Queue[Upward | None] | None = None
+        self._was_welcome = False
+        self._jitter = random.Random()
+
+    def send(self, report: Upward) -> None:
+        """Say something; lost if there is no stream."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(report)
+
+    async def run(self) -> NoReturn:
+        """Open a stream, and again.
+
+        Raises:
+            UserError: the coordinator has never answered, and what it says instead will not change by waiting.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            end = await self._converse()
+            if end.is_final and not self._was_welcome:
+                raise UserError("join", self._target, end.reason.removeprefix(f"{self._target}: "))
+            self._listener.lost(end.reason)
+            pause_s = _FIRST_PAUSE_S if end.was_heard else min(2 * pause_s, _LAST_PAUSE_S)
+            self._was_welcome |= end.was_heard
+            await asyncio.sleep(pause_s * self._jitter.uniform(0.5, 1.0))
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return once what was said has been written, or after `timeout_s`."""
+        if self._outgoing is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._outgoing.join()
+            except TimeoutError:
+                return
+
+    async def _converse(self) -> "_End":
+        """One stream from its beginning to its end."""
+        outgoing: asyncio.Queue[Upward | None] = asyncio.Queue()
+        channel = self._dial(self._target, Lane.CONTROL)
+        try:
+            call = control_pb2_grpc.ControlStub(channel).Session(_reports(outgoing))
+            self._outgoing = outgoing
+            self._listener.opened()
+            return await self._read(call)
+        finally:
+            self._outgoing = None
+            outgoing.put_nowait(None)
+            await channel.close(None)
+
+    async def _read(self, call: ControlCall) -> "_End":
+        was_heard = False
+        try:
+            async for message in call:
+                directive = DIRECTIVE.decode(message)
+                was_heard = True
+                self._listener.heard(directive)
+        except aio.AioRpcError as error:
+            reason = describe_rpc_error(error, self._target)
+            return _End(reason=reason, is_final=error.code() in FINAL, was_heard=was_heard)
+        except RemoteError as error:
+            return _End(reason=f"{self._target}: {error}", is_final=False, was_heard=was_heard)
+        reason = f"{self._target}: the coordinator ended the stream"
+        return _End(reason=reason, is_final=False, was_heard=was_heard)
+
+
+async def _reports(outgoing: asyncio.Queue[Upward | None]) -> AsyncIterator[control_pb2.Report]:
+    while (report := await outgoing.get()) is not None:
+        yield REPORT.encode(report)
+        outgoing.task_done()
+
+
+class CheckpointFiles:
+    """Files of checkpoints at the coordinator at `target`, for jobs that name no URL."""
+
+    def __init__(self, target: str, *, dial: Dial) -> None:
+        self._target = target
+        self._dial = dial
+
+    async def manifest(self, job: JobId, version: Step) -> ManifestReply:
+        """What the checkpoint of `job` at `version` consists of, wherever its files are.
+
+        Raises:
+            RemoteError: there is none, or the coordinator cannot be reached.
+        """
+        channel = self._dial(self._target, Lane.STATE)
+        try:
+            request = MANIFEST_REQUEST.encode(ManifestRequest(job=job, version=version))
+            stub = checkpoint_pb2_grpc.CheckpointStub(channel)
+            return MANIFEST_REPLY.decode(await stub.Manifest(request, timeout=_PATIENCE_S))
+        except aio.AioRpcError as error:
+            raise RemoteError(describe_rpc_error(error, self._target)) from error
+        finally:
+            await channel.close(None)
+
+    async def put(self, job: JobId, version: Step, name: str, path: Path) -> None:
+        """Upload the file at `path` under `name`.
+
+        Raises:
+            RemoteError: the coordinator cannot be reached, or stored something else.
+        """
+        digest = hashlib.sha256()
+        channel = self._dial(self._target, Lane.STATE)
+        try:
+            parts = (PUT_PART.encode(part) for part in _put_parts(job, version, name, path, digest))
+            reply = PUT_REPLY.decode(await checkpoint_pb2_grpc.CheckpointStub(channel).Put(parts))
+        except aio.AioRpcError as error:
+            raise RemoteError(describe_rpc_error(error, self._target)) from error
+        finally:
+            await channel.close(None)
+        if reply.sha256 != digest.hexdigest():
+            raise RemoteError(f"{self._target}: {name} arrived with other bytes")
+
+    async def get(self, job: JobId, version: Step, file: CheckpointFile, path: Path) -> None:
+        """Download a file to `path`; its hash is left to the caller.
+
+        Raises:
+            RemoteError: it is not there, or the coordinator cannot be reached.
+        """
+        channel = self._dial(self._target, Lane.STATE)
+        try:
+            request = GetRequest(job=job, version=version, name=file.name, offset=0)
+            call = checkpoint_pb2_grpc.CheckpointStub(channel).Get(GET_REQUEST.encode(request))
+            with path.open("wb") as out:
+                async for message in patiently(aiter(call), _PATIENCE_S):
+                    part = GET_PART.decode(message)
+                    match part:
+                        case GetStart() if part.num_bytes != file.num_bytes:
+                            raise RemoteError(f"{file.name} has {part.num_bytes} bytes, not {file.num_bytes}")
+                        case FileData():
+                            out.write(part.data)
+                        case _:
+                            pass
+        except aio.AioRpcError as error:
+            raise RemoteError(describe_rpc_error(error, self._target)) from error
+        except TimeoutError as error:
+            raise RemoteError(f"{self._target}: silent for {_PATIENCE_S} s") from error
+        finally:
+            await channel.close(None)
+
+
+def _put_parts(
+    job: JobId, version: Step, name: str, path: Path, digest: "hashlib._Hash"
+) -> Iterator[PutPart]:
+    yield PutStart(job=job, version=version, name=name, num_bytes=path.stat().st_size)
+    with path.open("rb") as file:
+        while data := file.read(PART_BYTES):
+            digest.update(data)
+            yield FileData(data=data)
+    yield FileEnd(sha256=digest.hexdigest())

@@ -1,0 +1,152 @@
+"""Asks peers for what they hold: a chunk's state, a boundary tensor."""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import TypeVar
+
+import grpc
+from grpc import aio
+
+from skein.errors import RemoteError
+from skein.protocol.messages import Envelope, Member
+from skein.types import JobId, StageIndex, Step
+from skein.wire.channel import Lane
+from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, STATE_PART, TENSOR_PART
+from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest, TensorRefused
+from skein.wire.failures import describe_rpc_error
+from skein.wire.v1 import peer_pb2_grpc
+from worker.bundle import Bundle, Limits, WireTensor
+from worker.transport.intake import Inbox, Intake
+from worker.transport.outbox import FINAL, Dial
+from worker.transport.state import StateAssembly
+from worker.transport.statistics import Statistics
+from worker.transport.window import Window
+
+Message = TypeVar("Message")
+
+MAX_FRUITLESS = 3
+"""Attempts in a row that bring no new tensor before a donor is given up."""
+_PAUSE_S = 0.1
+
+
+class Fetcher:
+    """Fetches from peers. `patience_s` bounds the wait for each part, not for the whole."""
+
+    def __init__(self, *, dial: Dial, limits: Limits, statistics: Statistics, patience_s: float) -> None:
+        self._dial = dial
+        self._limits = limits
+        self._statistics = statistics
+        self._patience_s = patience_s
+
+    async def state(
+        self, member: Member, job: JobId, stage: StageIndex, version: Step, names: Iterable[str] | None
+    ) -> dict[str, WireTensor]:
+        """Tensors of a chunk's state by name, each checked against its hash; only `names`, if given.
+
+        A broken stream is resumed: what is complete is not asked for again (without `names`, only after the first
+        stream that reached its end). A tensor that does not fit its hash is asked for again.
+
+        Raises:
+            RemoteError: the peer does not have it, breaks the protocol, or brings nothing new several times.
+        """
+        missing = None if names is None else set(names)
+        tensors: dict[str, WireTensor] = {}
+        num_fruitless = 0
+        while missing is None or missing:
+            wanted = tuple(sorted(missing or ()))
+            assembly = StateAssembly(wanted, self._limits)
+            request = FetchStateRequest(job=job, stage=stage, version=version, names=wanted)
+            reason = await self._receive_state(member, request, assembly)
+            has_new = not assembly.tensors.keys() <= tensors.keys()
+            tensors |= assembly.tensors
+            if assembly.is_complete:
+                missing = set(assembly.spoilt)
+            elif missing is not None:
+                missing -= tensors.keys()
+            if not assembly.is_complete or assembly.spoilt:
+                num_fruitless = 0 if has_new else num_fruitless + 1
+                await self._pause(member, num_fruitless, reason)
+        return tensors
+
+    async def boundary(self, member: Member, request: FetchBoundaryRequest) -> tuple[Envelope, Bundle] | None:
+        """The boundary tensor that `request` names, None if the peer does not hold it.
+
+        Raises:
+            RemoteError: the peer cannot be reached or breaks the protocol.
+        """
+        found: list[tuple[Envelope, Bundle]] = []
+        intake = Intake(
+            accepts=lambda _: None,
+            on_tensor=lambda envelope, bundle: found.append((envelope, bundle)),
+            limits=self._limits,
+            statistics=self._statistics,
+        )
+        limit = self._limits.max_bundle_bytes
+        inbox = Inbox(intake, Window(initial_bytes=limit, max_bytes=limit))
+        inbox.open(now=0.0)
+        channel = self._dial(member.address, Lane.STATE)
+        try:
+            call = peer_pb2_grpc.PeerStub(channel).FetchBoundary(FETCH_BOUNDARY.encode(request))
+            async for message in patiently(call, self._patience_s):
+                for reply in inbox.take(TENSOR_PART.decode(message), now=0.0):
+                    if isinstance(reply, TensorRefused):
+                        raise RemoteError(f"{member.address}: {reply.text}")
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise RemoteError(describe_rpc_error(error, member.address)) from error
+        except TimeoutError as error:
+            raise RemoteError(f"{member.address}: silent for {self._patience_s} s") from error
+        finally:
+            inbox.close()
+            await channel.close(None)
+        if not found:
+            raise RemoteError(f"{member.address}: the boundary tensor is not complete")
+        return found[0]
+
+    async def _receive_state(
+        self, member: Member, request: FetchStateRequest, assembly: StateAssembly
+    ) -> str:
+        """Fill `assembly` from one stream; gives why it is not complete."""
+        channel = self._dial(member.address, Lane.STATE)
+        try:
+            call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
+            async for message in patiently(call, self._patience_s):
+                assembly.take(STATE_PART.decode(message))
+        except aio.AioRpcError as error:
+            reason = describe_rpc_error(error, member.address)
+            if error.code() in FINAL or error.code() is grpc.StatusCode.NOT_FOUND:
+                raise RemoteError(reason) from error
+            return reason
+        except TimeoutError:
+            return f"{member.address}: silent for {self._patience_s} s"
+        finally:
+            self._statistics.received_bytes[member.worker] += sum(
+                len(tensor.data) for tensor in assembly.tensors.values()
+            )
+            self._statistics.refusals["corrupt_state"] += len(assembly.spoilt)
+            await channel.close(None)
+        if assembly.spoilt:
+            return f"{member.address}: {len(assembly.spoilt)} tensors do not fit their hash"
+        return "" if assembly.is_complete else f"{member.address}: the state is not complete"
+
+    async def _pause(self, member: Member, num_fruitless: int, reason: str) -> None:
+        if num_fruitless >= MAX_FRUITLESS:
+            raise RemoteError(f"gave up after {num_fruitless} attempts: {reason or member.address}")
+        await asyncio.sleep(_PAUSE_S * num_fruitless)
+
+
+async def patiently(messages: AsyncIterable[Message], patience_s: float) -> AsyncIterator[Message]:
+    """The messages of a stream.
+
+    Raises:
+        TimeoutError: one did not come within `patience_s` of the one before.
+    """
+    iterator = aiter(messages)
+    while True:
+        async with asyncio.timeout(patience_s):
+            try:
+                message = await anext(iterator)
+            except StopAsyncIteration:
+                return
+        yield message

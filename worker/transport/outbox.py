@@ -1,0 +1,320 @@
+"""Sends tensors to one peer in one lane, over one stream at a time, until the peer has taken them or is given up.
+
+Rules of this file
+- A tensor is kept until it is accepted or refused. What a broken stream leaves unanswered is offered again on the next.
+- Bytes on the way never exceed the credit that the receiver granted on this stream.
+- The oldest microbatch goes first, among what has not begun; a tensor that has begun is finished.
+- Whoever waits for a peer waits for a sign of life: a reply. Half the patience without one costs the connection, all
+  of it the peer.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NoReturn, assert_never
+
+import grpc
+from grpc import aio
+
+from skein.errors import RemoteError
+from skein.protocol.messages import Envelope, HopTensor, Member
+from skein.types import Generation, WorkerId
+from skein.wire.channel import Lane
+from skein.wire.codec import PART_REPLY, TENSOR_PART
+from skein.wire.extra import CreditGranted, PartReply, Refusal, TensorAccepted, TensorRefused
+from skein.wire.failures import describe_rpc_error
+from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from worker.bundle import Bundle
+from worker.transport.parts import announce, data_parts
+from worker.transport.statistics import Statistics
+
+Dial = Callable[[str, Lane], aio.Channel]
+"""Opens a channel to an address, on a connection of its own."""
+OnFailed = Callable[[WorkerId, Generation, str], None]
+"""Told that a peer did not take tensors of a generation, and why. Called on the event loop."""
+DeliverCall = aio.StreamStreamCall[peer_pb2.TensorPart, peer_pb2.PartReply]
+
+FINAL = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+"""A second try would end the same way."""
+_MAX_CORRUPT = 4
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a peer may be silent while something is expected of it: four times what answers take, within bounds.
+
+    Raise `least_s` on machines so busy that a process may stand still for longer.
+    """
+
+    least_s: float = 3.0
+    most_s: float = 30.0
+
+    def bound_s(self, answer_s: float) -> float:
+        """The bound, given how long an answer usually takes (0: not known)."""
+        return min(max(4 * answer_s, self.least_s), self.most_s)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Parcel:
+    envelope: Envelope
+    bundle: Bundle
+    num_corrupt: int = 0
+    sent_s: float | None = None
+
+    @property
+    def age(self) -> tuple[int, ...]:
+        header = self.envelope.header
+        microbatch = header.microbatch if isinstance(header, HopTensor) else 0
+        return self.envelope.generation, header.step, microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Break:
+    """How a stream ended."""
+
+    reason: str
+    is_final: bool
+
+
+class Outbox:
+    """What is on its way to `to` in `lane`. `run` does the sending and is cancelled to end it."""
+
+    def __init__(
+        self,
+        to: Member,
+        lane: Lane,
+        *,
+        dial: Dial,
+        patience: Patience,
+        statistics: Statistics,
+        on_failed: OnFailed,
+    ) -> None:
+        self.to = to
+        self.lane = lane
+        self.answer_s = 0.0
+        """Smoothed seconds from the last byte of a tensor to its acceptance; what a probe predicts, until one is."""
+        self._dial = dial
+        self._patience = patience
+        self._statistics = statistics
+        self._on_failed = on_failed
+        self._waiting: list[tuple[tuple[int, ...], int, _Parcel]] = []
+        self._unanswered: dict[int, _Parcel] = {}
+        self._resting: dict[_Parcel, asyncio.TimerHandle] = {}
+        self._next_number = 0
+        self._credit = 0
+        self._news = asyncio.Event()
+        self._silence: asyncio.Timeout | None = None
+        self._began_s = 0.0
+        self._heard_s = 0.0
+        """When the peer last gave a sign of life, or when it first owed one."""
+
+    @property
+    def depth(self) -> int:
+        """Tensors that are not accepted yet."""
+        return len(self._waiting) + len(self._unanswered) + len(self._resting)
+
+    def put(self, envelope: Envelope, bundle: Bundle) -> None:
+        """Send `bundle`, soon. Its bytes must not change until then."""
+        self._put(_Parcel(envelope=envelope, bundle=bundle))
+
+    def forget(self, generation: Generation) -> None:
+        """Send nothing more of older generations."""
+
+        def is_old(parcel: _Parcel) -> bool:
+            return parcel.envelope.generation < generation
+
+        self._waiting = [entry for entry in self._waiting if not is_old(entry[2])]
+        heapify(self._waiting)
+        self._unanswered = {n: parcel for n, parcel in self._unanswered.items() if not is_old(parcel)}
+        for parcel in [parcel for parcel in self._resting if is_old(parcel)]:
+            self._resting.pop(parcel).cancel()
+        self._news.set()
+        self._rearm()
+
+    async def run(self) -> NoReturn:
+        """Send what is put in, for ever."""
+        try:
+            while True:
+                while not self._waiting:
+                    await self._wait()
+                await self._persist()
+        finally:
+            for timer in self._resting.values():
+                timer.cancel()
+
+    # --- connections ---
+
+    async def _persist(self) -> None:
+        """Connect, and again, until a stream ends with nothing left to send."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._began_s = self._now()
+            end = await self._converse()
+            self._take_back()
+            if not self._waiting:
+                return
+            silent_s = self._now() - self._heard_s
+            if end.is_final or silent_s >= self._patience.bound_s(self.answer_s):
+                self._give_up(end.reason)
+                return
+            pause_s = _FIRST_PAUSE_S if self._heard_s > self._began_s else min(2 * pause_s, _LAST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _converse(self) -> _Break:
+        """Send over one stream until it ends."""
+        channel = self._dial(self.to.address, self.lane)
+        self._credit = 0
+        try:
+            async with asyncio.timeout(None) as self._silence:
+                self._rearm()
+                call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+                async with asyncio.TaskGroup() as group:
+                    writing = group.create_task(self._write(call))
+                    try:
+                        return await self._read(call)
+                    finally:
+                        writing.cancel()
+        except TimeoutError:
+            silent_s = self._now() - self._heard_s
+            return _Break(reason=f"{self.to.address}: silent for {silent_s:.1f} s", is_final=False)
+        finally:
+            self._silence = None
+            await channel.close(None)
+
+    def _take_back(self) -> None:
+        """What a broken stream leaves unanswered waits for the next one."""
+        for parcel in self._unanswered.values():
+            self._put(parcel, is_again=True)
+        self._unanswered.clear()
+
+    def _give_up(self, reason: str) -> None:
+        parcels = [parcel for _, _, parcel in self._waiting]
+        self._waiting.clear()
+        for generation in sorted({parcel.envelope.generation for parcel in parcels}):
+            self._on_failed(self.to.worker, generation, reason)
+        self._statistics.failed[self.to.worker] += len(parcels)
+
+    # --- sending ---
+
+    def _put(self, parcel: _Parcel, *, is_again: bool = False) -> None:
+        self._statistics.resent[self.lane] += is_again
+        if not self._waiting and not self._unanswered:
+            self._heard_s = self._now()
+        heappush(self._waiting, (parcel.age, self._take_number(), parcel))
+        self._news.set()
+
+    def _take_number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    async def _write(self, call: DeliverCall) -> None:
+        """Offer what waits, oldest first. A broken stream ends this quietly: the reader learns why."""
+        try:
+            while True:
+                while not self._waiting:
+                    await self._wait()
+                _, _, parcel = heappop(self._waiting)
+                await self._write_parcel(call, self._take_number(), parcel)
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    async def _write_parcel(self, call: DeliverCall, number: int, parcel: _Parcel) -> None:
+        self._unanswered[number] = parcel
+        parcel.sent_s = None
+        self._rearm()
+        await call.write(TENSOR_PART.encode(announce(number, parcel.envelope, parcel.bundle)))
+        for part in data_parts(number, parcel.bundle):
+            while self._credit < len(part.data) and number in self._unanswered:
+                await self._wait()
+            if number not in self._unanswered:
+                return
+            self._credit -= len(part.data)
+            await call.write(TENSOR_PART.encode(part))
+            self._statistics.sent_parts[self.lane] += 1
+            self._statistics.sent_bytes[self.to.worker] += len(part.data)
+        parcel.sent_s = self._now()
+
+    # --- replies ---
+
+    async def _read(self, call: DeliverCall) -> _Break:
+        try:
+            async for message in call:
+                self._heard_s = self._now()
+                self._reply(PART_REPLY.decode(message))
+                self._rearm()
+                self._news.set()
+        except aio.AioRpcError as error:
+            return _Break(reason=describe_rpc_error(error, self.to.address), is_final=error.code() in FINAL)
+        except RemoteError as error:
+            return _Break(reason=f"{self.to.address}: {error}", is_final=True)
+        return _Break(reason=f"{self.to.address}: the peer ended the stream", is_final=False)
+
+    def _reply(self, reply: PartReply) -> None:
+        match reply:
+            case CreditGranted():
+                self._credit += reply.num_bytes
+            case TensorAccepted():
+                parcel = self._unanswered.pop(reply.tensor, None)
+                if parcel is not None:
+                    self._statistics.accepted[self.lane] += 1
+                    self._answered(parcel)
+            case TensorRefused():
+                parcel = self._unanswered.pop(reply.tensor, None)
+                if parcel is not None:
+                    self._statistics.refused[reply.reason] += 1
+                    self._refused(parcel, reply)
+            case _:
+                assert_never(reply)
+
+    def _answered(self, parcel: _Parcel) -> None:
+        if parcel.sent_s is not None:
+            answer_s = self._now() - parcel.sent_s
+            self.answer_s += (answer_s - self.answer_s) / 8 if self.answer_s else answer_s
+
+    def _refused(self, parcel: _Parcel, refused: TensorRefused) -> None:
+        match refused.reason:
+            case Refusal.STALE:
+                pass
+            case Refusal.NOT_YET:
+                pause_s = min(max(2 * self.answer_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+                timer = asyncio.get_running_loop().call_later(pause_s, self._rested, parcel)
+                self._resting[parcel] = timer
+            case Refusal.CORRUPT if parcel.num_corrupt + 1 < _MAX_CORRUPT:
+                parcel.num_corrupt += 1
+                self._put(parcel, is_again=True)
+            case Refusal.CORRUPT | Refusal.TOO_LARGE | Refusal.UNKNOWN_JOB | Refusal.UNEXPECTED:
+                reason = f"{self.to.address}: refused as {refused.reason}: {refused.text}"
+                self._statistics.failed[self.to.worker] += 1
+                self._on_failed(self.to.worker, parcel.envelope.generation, reason)
+            case _:
+                assert_never(refused.reason)
+
+    def _rested(self, parcel: _Parcel) -> None:
+        del self._resting[parcel]
+        self._put(parcel, is_again=True)
+
+    # --- waiting ---
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _wait(self) -> None:
+        """Return when something has changed since the last call."""
+        await self._news.wait()
+        self._news.clear()
+
+    def _rearm(self) -> None:
+        """Let silence end the stream if answers are due, half a patience after the last sign of life."""
+        if self._silence is None or self._silence.expired():
+            return
+        half_s = self._patience.bound_s(self.answer_s) / 2
+        last_s = max(self._heard_s, self._began_s)
+        self._silence.reschedule(last_s + half_s if self._unanswered else None)

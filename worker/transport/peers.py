@@ -1,0 +1,143 @@
+"""The sending half of a worker's data plane."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+
+from skein.protocol.messages import Direction, Envelope, HopTensor, Member, TensorHeader
+from skein.topology.fleet import Link
+from skein.types import Generation, JobId, StageIndex, Step, WorkerId
+from skein.wire.channel import PART_BYTES, Lane
+from skein.wire.extra import FetchBoundaryRequest
+from worker.bundle import Bundle, Limits, WireTensor
+from worker.transport.fetch import Fetcher
+from worker.transport.links import measure_link
+from worker.transport.outbox import Dial, OnFailed, Outbox, Patience
+from worker.transport.statistics import Statistics
+
+LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
+
+
+def lane_of(header: TensorHeader) -> Lane:
+    """Which stream a tensor takes: neither activations, gradients nor shards wait for one another."""
+    if isinstance(header, HopTensor):
+        return Lane.FORWARD if header.direction is Direction.FORWARD else Lane.BACKWARD
+    return Lane.REDUCE
+
+
+class Peers:
+    """Sends tensors to peers, and asks them for theirs.
+
+    Senders run in `group`, so that a failure of our own ends the group's owner instead of passing unnoticed.
+
+    Args:
+        me: this worker.
+        group: entered before the first `send` and left after `close`.
+        dial: opens channels, `skein.wire.channel.open_channel` with its token, for instance.
+        on_failed: told when a peer did not take what was sent to it.
+        fetch_patience_s: raise this if a donor's longest op, during which it copies no state, takes longer.
+    """
+
+    def __init__(
+        self,
+        me: WorkerId,
+        *,
+        group: asyncio.TaskGroup,
+        dial: Dial,
+        on_failed: OnFailed,
+        statistics: Statistics,
+        limits: Limits | None = None,
+        patience: Patience | None = None,
+        fetch_patience_s: float = 60.0,
+    ) -> None:
+        self._me = me
+        self._group = group
+        self._dial = dial
+        self._on_failed = on_failed
+        self._statistics = statistics
+        self._patience = patience or Patience()
+        self._fetcher = Fetcher(
+            dial=dial, limits=limits or Limits(), statistics=statistics, patience_s=fetch_patience_s
+        )
+        self._outboxes: dict[tuple[WorkerId, Lane], tuple[Outbox, asyncio.Task[None]]] = {}
+        self._answer_s: dict[WorkerId, float] = {}
+
+    def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None:
+        """Send `bundle`, whose bytes do not change from now on. Returns at once; failure is told to `on_failed`."""
+        self._outbox(to, lane_of(envelope.header)).put(envelope, bundle)
+
+    def forget(self, generation: Generation) -> None:
+        """Send nothing more of generations older than `generation`."""
+        for outbox, _ in self._outboxes.values():
+            outbox.forget(generation)
+
+    async def close(self) -> None:
+        """Stop sending; what is not accepted by now is dropped."""
+        ending = [sending for _, sending in self._outboxes.values()]
+        self._outboxes.clear()
+        for sending in ending:
+            sending.cancel()
+        for sending in ending:
+            with suppress(asyncio.CancelledError):
+                await sending
+
+    def queue_depths(self) -> dict[Lane, int]:
+        """Tensors that peers have not accepted yet, by lane."""
+        depths = dict.fromkeys(LANES, 0)
+        for (_, lane), (outbox, _) in self._outboxes.items():
+            depths[lane] += outbox.depth
+        return depths
+
+    async def fetch_state(
+        self,
+        member: Member,
+        job: JobId,
+        stage: StageIndex,
+        version: Step,
+        names: Iterable[str] | None = None,
+    ) -> dict[str, WireTensor]:
+        """A chunk's state at `version` by tensor name, from a holder; only `names`, if given. All hashes are checked.
+
+        Raises:
+            RemoteError: the peer does not have it, cannot be reached, or sends something else.
+        """
+        return await self._fetcher.state(member, job, stage, version, names)
+
+    async def fetch_boundary(
+        self, member: Member, request: FetchBoundaryRequest
+    ) -> tuple[Envelope, Bundle] | None:
+        """A boundary tensor that `member` may still hold; None if it does not.
+
+        Raises:
+            RemoteError: the peer cannot be reached, or sends something else.
+        """
+        return await self._fetcher.boundary(member, request)
+
+    async def measure_link(self, member: Member) -> tuple[Link, Link]:
+        """The links to `member` and from it; they also tell how long to wait for its first answers.
+
+        Raises:
+            RemoteError: the peer cannot be reached.
+        """
+        there, back = await measure_link(self._me, member, dial=self._dial, patience_s=self._patience.most_s)
+        self._answer_s[member.worker] = 2 * there.latency_s + PART_BYTES / there.bytes_per_s
+        return there, back
+
+    def _outbox(self, to: Member, lane: Lane) -> Outbox:
+        known = self._outboxes.get((to.worker, lane))
+        if known is not None:
+            outbox, sending = known
+            if outbox.to == to:
+                return outbox
+            sending.cancel()
+        outbox = Outbox(
+            to,
+            lane,
+            dial=self._dial,
+            patience=self._patience,
+            statistics=self._statistics,
+            on_failed=self._on_failed,
+        )
+        outbox.answer_s = self._answer_s.get(to.worker, 0.0)
+        self._outboxes[to.worker, lane] = (outbox, self._group.create_task(outbox.run()))
+        return outbox

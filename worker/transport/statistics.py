@@ -1,0 +1,54 @@
+"""What the transport counts, for beats and metrics."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from skein.protocol.messages import Count
+from skein.types import WorkerId
+from skein.wire.channel import Lane
+
+
+@dataclass(slots=True, kw_only=True)
+class Statistics:
+    """Cumulative since the process started, shared by the sending and the receiving half.
+
+    Peers are counted by name only after the worker has accepted their messages, so that labels stay bounded.
+    """
+
+    sent_bytes: Counter[WorkerId] = field(default_factory=Counter)
+    received_bytes: Counter[WorkerId] = field(default_factory=Counter)
+    sent_parts: Counter[Lane] = field(default_factory=Counter)
+    received_parts: int = 0
+    accepted: Counter[Lane] = field(default_factory=Counter)
+    """Tensors that peers took."""
+    resent: Counter[Lane] = field(default_factory=Counter)
+    """Tensors offered once more: after a broken stream, a checksum that did not fit, or a "not yet"."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """What peers did not take, by reason."""
+    failed: Counter[WorkerId] = field(default_factory=Counter)
+    """Tensors given up, by peer."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """What this worker did not take, by reason."""
+    duplicates: int = 0
+    """Tensors that came once more and were not delivered again."""
+
+    def counts(self) -> tuple[Count, ...]:
+        """Everything as labelled numbers, sorted by name and label."""
+        by_label: dict[str, Mapping[str, int]] = {
+            "accepted_tensors": {str(lane): value for lane, value in self.accepted.items()},
+            "failed_tensors": {str(peer): value for peer, value in self.failed.items()},
+            "received_bytes": {str(peer): value for peer, value in self.received_bytes.items()},
+            "refused_tensors": self.refused,
+            "refusals": self.refusals,
+            "resent_tensors": {str(lane): value for lane, value in self.resent.items()},
+            "sent_bytes": {str(peer): value for peer, value in self.sent_bytes.items()},
+            "sent_parts": {str(lane): value for lane, value in self.sent_parts.items()},
+            "received_parts": {"": self.received_parts},
+            "duplicate_tensors": {"": self.duplicates},
+        }
+        return tuple(
+            Count(name=name, label=label, value=float(value))
+            for name, values in sorted(by_label.items())
+            for label, value in sorted(values.items())
+        )
