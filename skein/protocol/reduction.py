@@ -25,6 +25,7 @@ class Exchange:
         self.attempt = attempt
         self.is_joined = False
         self._group: Group | None = None
+        self._workers: tuple[WorkerId, ...] = ()
         self._parts: dict[int, set[ChunkRef]] = {}
         self._results: set[int] = set()
         self._is_join_queued = False
@@ -39,6 +40,7 @@ class Exchange:
         if self._group is not None:
             return []
         self._group = group
+        self._workers = group.workers
         if len(group.members) == 1:
             return [JoinOp(step=self.step, group=group, attempt=self.attempt)]
         stages = tuple(member.stage for member in group.members if member.worker == self.worker)
@@ -59,7 +61,7 @@ class Exchange:
     def summed(self, shard: int) -> list[Parcel]:
         """An owned shard is summed: who gets the result."""
         tensor = self._tensor(ShardKind.RESULT, shard, self.group.owner(shard))
-        return [(worker, tensor) for worker in self.group.workers]
+        return [(worker, tensor) for worker in self._workers]
 
     def arrive(self, tensor: ShardTensor) -> list[ReductionOp]:
         """A part or a result is here (also from this worker itself); gives the ops it makes possible."""

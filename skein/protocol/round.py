@@ -92,6 +92,7 @@ class Round:
         self._epoch = epoch
         self._generation = generation
         self._groups = {group.group: group for group in plan.groups}
+        self._voters = {group.group: frozenset(group.workers) for group in plan.groups}
         self._groups_of: dict[ChunkRef, list[Group]] = {}
         for group in plan.groups:
             for member in group.members:
@@ -155,17 +156,17 @@ class Round:
         group = self._groups.get(vote.group)
         if group is None or vote.step != self.terms.step or vote.attempt != self._attempts.get(vote.group):
             return []
-        if event.worker not in group.workers:
+        if event.worker not in self._voters[vote.group]:
             return [RoundFailed(reason=f"{event.worker} voted on {vote.group} and holds none of it")]
         votes = self._votes[vote.group]
         votes[event.worker] = vote
-        if len(votes) < len(group.workers):
+        if len(votes) < len(self._voters[vote.group]):
             return []
         if len({v.digest for v in votes.values()}) > 1:
             if vote.attempt.number >= 1:
                 return [RoundFailed(reason=f"holders of {vote.group} disagree on its result twice")]
             return [self._ask(group, number=1, now=now)]
-        self._results[vote.group] = votes[group.workers[0]]
+        self._results[vote.group] = votes[group.members[0].worker]
         if len(self._results) < len(self._groups):
             return []
         return [StepDecided(record=self._decide())]

@@ -123,6 +123,8 @@ class Run:
         self.phase = RunPhase.GATHERING
         self.reason = "waiting for workers"
         self.plan: Plan | None = None
+        self._placed: dict[WorkerId, None] = {}
+        """Workers of the plan, sorted."""
         self._spec_json = job.spec.canonical_json()
         self._membership = membership
         self._out = outbox
@@ -305,8 +307,11 @@ class Run:
             return False
         if self.phase in (RunPhase.FENCING, RunPhase.BUILDING):
             return True
-        is_placed = self.plan is not None and worker in self.plan.workers
-        return is_placed and self.phase in (RunPhase.STEPPING, RunPhase.EVALUATING, RunPhase.SAVING)
+        return worker in self._placed and self.phase in (
+            RunPhase.STEPPING,
+            RunPhase.EVALUATING,
+            RunPhase.SAVING,
+        )
 
     def _blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
         """Something failed on or towards this worker: try again, without it after too many times."""
@@ -332,8 +337,7 @@ class Run:
 
     def _send_placed(self, directive: Directive) -> None:
         """To every worker of the plan."""
-        assert self.plan is not None
-        for worker in self.plan.workers:
+        for worker in self._placed:
             self._send(self._members[worker], directive)
 
     # --- a new generation ---
@@ -407,6 +411,7 @@ class Run:
             return
         self.phase = RunPhase.BUILDING
         self.plan = plan
+        self._placed = dict.fromkeys(plan.workers)
         self._made = None
         self._expected = plan.microbatches_by_chunk()
         history = self._out.history
@@ -456,10 +461,10 @@ class Run:
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
         assert self.plan is not None
-        if self.phase is not RunPhase.BUILDING or worker not in self.plan.workers:
+        if self.phase is not RunPhase.BUILDING or worker not in self._placed:
             return
         self._ready[worker] = report
-        if len(self._ready) < len(self.plan.workers):
+        if len(self._ready) < len(self._placed):
             return
         origins = {path.hops[0].worker for path in self.plan.paths}
         prints = {self._ready[origin].data_fingerprint: origin for origin in sorted(origins)}
@@ -469,7 +474,7 @@ class Run:
             return
         self._num_validation_samples = min(self._ready[o].num_validation_samples for o in origins)
         for worker_id, entry in self._members.items():
-            if worker_id not in self.plan.workers:
+            if worker_id not in self._placed:
                 self._send(entry, Dismiss(epoch=self._epoch, job=self.job.job, may_exit=entry.is_leaving))
         self._go_on(now=now)
 
@@ -477,11 +482,10 @@ class Run:
 
     def _change_wanted(self) -> str | None:
         """Why another plan is wanted at the next boundary."""
-        assert self.plan is not None
-        leaving = [w for w in self.plan.workers if self._members[w].is_leaving]
+        leaving = [w for w in self._placed if self._members[w].is_leaving]
         if leaving:
             return f"{', '.join(leaving)} leaving"
-        is_short = len(self.plan.workers) < self._num_wanted()
+        is_short = len(self._placed) < self._num_wanted()
         return "newcomers" if self._has_newcomer and is_short else None
 
     def _go_on(self, *, now: float) -> None:
@@ -607,7 +611,7 @@ class Run:
                         attempt=command.attempt,
                         parts=command.parts,
                     )
-                    for worker in command.group.workers:
+                    for worker in dict.fromkeys(part.worker for part in command.parts):
                         self._send(self._members[worker], prepare)
                 case StepDecided():
                     self._commit(command.record, now=now)

@@ -13,6 +13,7 @@ from skein.config.job import (
     EvaluationSpec,
     JobSpec,
     LlamaModel,
+    LlamaShape,
     ParallelSpec,
     TextSource,
 )
@@ -20,11 +21,14 @@ from skein.sim.executor import Violated
 from skein.sim.scenario import FleetShape, draw_faults, make_world, run_to_end
 
 
-def make_job(*, stages: int, replicas: int, microbatches: int, steps: int, preset: str) -> JobSpec:
+def make_job(
+    *, stages: int, replicas: int, microbatches: int, steps: int, layers: int, hidden: int
+) -> JobSpec:
     """A job of the given shape on made-up text."""
+    shape = LlamaShape(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
     return JobSpec(
         name="sim",
-        model=LlamaModel(preset=preset),
+        model=LlamaModel(shape=shape),
         data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=256),
         batch=BatchSpec(samples=4 * microbatches, microbatch_samples=4),
         parallel=ParallelSpec(stages=stages, replicas=replicas),
@@ -43,7 +47,8 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=0, help="0: two per replica")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--faults", type=int, default=0)
-    parser.add_argument("--preset", default="llama-3m")
+    parser.add_argument("--layers", type=int, default=0, help="decoder blocks; 0: enough for the stages")
+    parser.add_argument("--hidden", type=int, default=128, help="features")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, counting up from --seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the coordinator's lines")
@@ -54,7 +59,8 @@ def main() -> int:
         replicas=replicas,
         microbatches=args.microbatches or 2 * replicas,
         steps=args.steps,
-        preset=args.preset,
+        layers=args.layers or 2 * args.stages,
+        hidden=args.hidden,
     )
     fleet = FleetShape(num_workers=args.workers)
     for seed in range(args.seed, args.seed + args.seeds):

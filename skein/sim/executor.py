@@ -254,7 +254,7 @@ class SimExecutor:
 
 
 def _digest(result: Contributions) -> str:
-    return _hash(repr(sorted(result.items())))
+    return f"{hash(frozenset(result.items())):x}"
 
 
 def _hash(text: str) -> str:
