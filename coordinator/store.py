@@ -45,6 +45,10 @@ class Fenced(LocalError):
     """Another coordinator has opened the log since; this one must not act any more."""
 
 
+class LogHeld(UserError):
+    """Another process owns the directory."""
+
+
 class LogFull(LocalError):
     """The disk takes no more (full, quota, limit); nothing was appended, and appending again may work later."""
 
@@ -206,7 +210,7 @@ def _take_lock(directory: Path) -> int:
         hint = (
             f"the coordinator with process id {holder} is using it; stop that one, or give another directory"
         )
-        raise UserError(_FIELD, str(directory), hint) from error
+        raise LogHeld(_FIELD, str(directory), hint) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

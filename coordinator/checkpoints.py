@@ -1,0 +1,355 @@
+"""Checkpoints on disk: the coordinator's own store, or wherever a job's URL points.
+
+Layout: `<base>/<job>/v00000100/stage-000.model.safetensors ...` and `manifest.json`, where base is the URL or the
+`checkpoints` folder of the state directory.
+
+Rules of this file
+- A checkpoint exists when its manifest does: the manifest is written last and deleted first, and each file appears
+  whole, under its own name, or not at all.
+- Names come from other machines, so they are matched, never cleaned.
+- All calls block; the caller gives them a thread.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from skein.config.job import JobSpec
+from skein.errors import LocalError, RemoteError, UserError
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.records import CheckpointCommitted
+from skein.types import JobId, Step
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_FILE_BYTES = 1 << 40
+RESERVED_BYTES = 256 << 20
+"""What uploads leave free on the disk, so that the run log goes on."""
+
+_FIELD = "checkpoint.url"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
+_JOB = re.compile(r"[a-z0-9][a-z0-9-]*")
+_VERSION = re.compile(r"v(\d{8,})")
+
+
+class StoreFull(LocalError):
+    """The disk of the coordinator's store has no room for this file."""
+
+
+def folder_of(version: Step) -> str:
+    """The folder of a checkpoint inside its job's.
+
+    >>> folder_of(Step(1200))
+    'v00001200'
+    """
+    return f"v{version:08d}"
+
+
+def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
+    """The text of manifest.json."""
+    files = [
+        {
+            "name": file.name,
+            "stage": stage.stage,
+            "num_bytes": file.num_bytes,
+            "sha256": file.sha256,
+            "tensors": list(file.tensors),
+        }
+        for stage in checkpoint.stages
+        for file in stage.files
+    ]
+    manifest = {
+        "format": FORMAT,
+        "job": checkpoint.job,
+        "version": checkpoint.version,
+        "spec": spec.canonical_json(),
+        "files": files,
+    }
+    return json.dumps(manifest, indent=1).encode() + b"\n"
+
+
+def check_url(url: str) -> None:
+    """Refuses a URL that no installed file system answers to.
+
+    Raises:
+        UserError: with field `checkpoint.url`.
+    """
+    with _explained(url):
+        fsspec.core.url_to_fs(url)
+
+
+class Folder(Protocol):
+    """One job's checkpoints, wherever they lie. Paths are relative, with one slash at most."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        ...
+
+    def list(self, path: str) -> Sequence[str]:
+        """Names in a folder, sorted; none if there is no such folder."""
+        ...
+
+    def put(self, path: str, data: bytes) -> None:
+        """A small file, whole or not at all."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """A file or an empty folder; none there is no error."""
+        ...
+
+
+class LocalFolder:
+    """On this machine's disk; what is written survives a power cut."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def size(self, path: str) -> int | None:
+        target = self.root / path
+        return target.stat().st_size if target.is_file() else None
+
+    def list(self, path: str) -> Sequence[str]:
+        target = self.root / path
+        return sorted(entry.name for entry in target.iterdir()) if target.is_dir() else ()
+
+    def put(self, path: str, data: bytes) -> None:
+        with Upload(self.root / path, MAX_FILE_BYTES) as upload:
+            upload.write(data)
+            upload.finish()
+
+    def delete(self, path: str) -> None:
+        target = self.root / path
+        with suppress(FileNotFoundError):
+            if target.is_dir():
+                target.rmdir()
+            else:
+                target.unlink()
+
+
+class RemoteFolder:
+    """Behind an fsspec file system whose objects appear whole."""
+
+    def __init__(self, files: fsspec.AbstractFileSystem, root: str) -> None:
+        self._files = files
+        self._root = root.rstrip("/")
+
+    def size(self, path: str) -> int | None:
+        self._files.invalidate_cache()
+        try:
+            return int(self._files.info(f"{self._root}/{path}")["size"])
+        except FileNotFoundError:
+            return None
+
+    def list(self, path: str) -> Sequence[str]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(f"{self._root}/{path}", detail=False)
+        except FileNotFoundError:
+            return ()
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+
+    def put(self, path: str, data: bytes) -> None:
+        target = f"{self._root}/{path}"
+        self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(target, data)
+
+    def delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{path}", recursive=True)
+
+
+class Upload:
+    """A file that is being written beside its name, and gets it at `finish`. A context manager: no end, no file."""
+
+    def __init__(self, target: Path, num_bytes: int) -> None:
+        self._target = target
+        self._left = num_bytes
+        self._digest = hashlib.sha256()
+        self._part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._part.open("xb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._part.unlink(missing_ok=True)
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what was written."""
+        return self._digest.hexdigest()
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes that are still to come."""
+        return self._left
+
+    def write(self, data: bytes) -> None:
+        """The next bytes.
+
+        Raises:
+            RemoteError: more than announced.
+        """
+        assert self._file is not None
+        self._left -= len(data)
+        if self._left < 0:
+            raise RemoteError(f"{self._target.name}: {-self._left} bytes more than announced")
+        self._digest.update(data)
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Make the file durable under its name."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self._part.replace(self._target)
+        _sync(self._target.parent)
+
+
+class CheckpointStore:
+    """All jobs' checkpoints. Files without a URL lie in `directory`.
+
+    Args:
+        directory: made at the first upload.
+        reserved_bytes: what uploads leave free on that disk.
+    """
+
+    def __init__(self, directory: Path, *, reserved_bytes: int = RESERVED_BYTES) -> None:
+        self._directory = directory
+        self._reserved_bytes = reserved_bytes
+
+    # --- for the driver ---
+
+    def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
+        """Make the checkpoint exist, if all its files do.
+
+        Raises:
+            UserError: a file is missing or of another size, or the place cannot be written.
+        """
+        with _explained(checkpoint.url):
+            files = self._folder(checkpoint.job, checkpoint.url)
+            folder = folder_of(checkpoint.version)
+            for file in (file for stage in checkpoint.stages for file in stage.files):
+                self._require(files, f"{folder}/{_checked(_NAME, file.name)}", file, checkpoint.url)
+            files.put(f"{folder}/{MANIFEST}", manifest_bytes(checkpoint, spec))
+
+    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
+        """Delete what is older than the newest of `keep` and not in it. What is newer may be in the making.
+
+        Raises:
+            UserError: the place cannot be written.
+        """
+        if not keep:
+            return
+        with _explained(url):
+            files = self._folder(job, url)
+            for name in files.list(""):
+                match = _VERSION.fullmatch(name)
+                if match is not None and int(match[1]) < max(keep) and int(match[1]) not in keep:
+                    _delete_checkpoint(files, name)
+
+    # --- for uploads and downloads: the coordinator's own store ---
+
+    def upload(self, job: JobId, version: Step, name: str, num_bytes: int) -> Upload:
+        """A file to be written. Whatever checkpoint of that version was there before ends to exist.
+
+        Raises:
+            RemoteError: a name that no checkpoint has.
+            StoreFull: no room.
+        """
+        target = self._path(job, version, name)
+        if num_bytes > MAX_FILE_BYTES:
+            raise RemoteError(f"{name}: {num_bytes} bytes, at most {MAX_FILE_BYTES} are taken")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(self._directory).free - self._reserved_bytes
+        if num_bytes > free_bytes:
+            raise StoreFull(f"{name}: {num_bytes} bytes, the disk of the coordinator has {free_bytes} left")
+        target.with_name(MANIFEST).unlink(missing_ok=True)
+        return Upload(target, num_bytes)
+
+    def discard_part(self, job: JobId, version: Step, name: str) -> None:
+        """Delete a file that turned out wrong."""
+        self._path(job, version, name).unlink(missing_ok=True)
+
+    def pieces(self, job: JobId, version: Step, name: str, offset: int, piece_bytes: int) -> Iterator[bytes]:
+        """The bytes of a file from `offset` on."""
+        with self._path(job, version, name).open("rb") as file:
+            file.seek(offset)
+            while piece := file.read(piece_bytes):
+                yield piece
+
+    def _path(self, job: JobId, version: Step, name: str) -> Path:
+        if name == MANIFEST:
+            raise RemoteError("the coordinator writes the manifest itself")
+        return self._directory / _checked(_JOB, job) / folder_of(version) / _checked(_NAME, name)
+
+    def _folder(self, job: JobId, url: str | None) -> Folder:
+        name = _checked(_JOB, job)
+        if url is None:
+            return LocalFolder(self._directory / name)
+        files, root = fsspec.core.url_to_fs(url)
+        if isinstance(files, LocalFileSystem):
+            return LocalFolder(Path(root) / name)
+        return RemoteFolder(files, f"{root.rstrip('/')}/{name}")
+
+    def _require(self, files: Folder, path: str, file: CheckpointFile, url: str | None) -> None:
+        size = files.size(path)
+        if size == file.num_bytes:
+            return
+        found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
+        hint = f"{path} {found}: give a URL that is the same place for all workers and the coordinator"
+        raise UserError(_FIELD, url, hint)
+
+
+def _delete_checkpoint(files: Folder, folder: str) -> None:
+    """The manifest first: half a checkpoint must not look like one."""
+    files.delete(f"{folder}/{MANIFEST}")
+    for name in files.list(folder):
+        files.delete(f"{folder}/{name}")
+    files.delete(folder)
+
+
+def _checked(pattern: re.Pattern[str], name: str) -> str:
+    if len(name) > 128 or pattern.fullmatch(name) is None:
+        raise RemoteError(f"{name[:128]!r} is no name of a checkpoint's file or job")
+    return name
+
+
+def _sync(directory: Path) -> None:
+    """A new name is durable only when its directory is."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(url: str | None) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        hint = f"{reason}; give a URL that workers and the coordinator can write"
+        raise UserError(_FIELD, url, hint) from error

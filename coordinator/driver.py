@@ -1,0 +1,436 @@
+"""The driver of the Coordinator machine: one inbox, one task that owns the machine, no locks.
+
+Rules of this file
+- Servicers and timers only post. The task takes all that waits, hands it to the machine, and carries out what comes
+  back in order; what follows an Append waits until all records of the turn are durable (group commit).
+- Time is wall clock at the start plus monotonic seconds since, so it never steps back.
+- Nothing in here knows about training.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, assert_never
+
+from coordinator.journal import Journal
+from coordinator.streams import Stream
+from skein.config.job import JobSpec
+from skein.errors import LocalError, UserError
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import (
+    Append,
+    CancelAsked,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    DrainAsked,
+    Log,
+    MakePlan,
+    ManifestWritten,
+    PlanMade,
+    PruneCheckpoints,
+    ReportArrived,
+    Send,
+    StreamBroken,
+    SubmitAsked,
+    TimePassed,
+    WriteManifest,
+)
+from skein.protocol.messages import Hello, Report
+from skein.protocol.records import CheckpointCommitted, Record
+from skein.topology.fleet import Fleet
+from skein.types import Incarnation, JobId, Step, WorkerId
+from skein.wire.extra import LogLevel, LogLine
+
+MAX_WAITING = 8192
+"""Events that may wait in the inbox; streams are read no further until there is room."""
+MAX_TURN = 1024
+"""Events handled in one turn, so that what they cause is not put off for long."""
+_READ_PIECE = 256
+_log = logging.getLogger("coordinator")
+
+
+class AppendLog(Protocol):
+    """The run log: durable when `append` returns. Both block; the driver gives them a thread."""
+
+    def append(self, records: Sequence[Record]) -> None: ...
+
+    def read(self) -> Iterator[Record]: ...
+
+
+class CheckpointFiles(Protocol):
+    """Where checkpoints lie. Both block; they are called one at a time."""
+
+    def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
+        """Make the checkpoint exist, or raise `UserError`."""
+        ...
+
+    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
+        """Delete older checkpoints than the newest of `keep` that are not in it, or raise `UserError`."""
+        ...
+
+
+class Meter(Protocol):
+    """Counts what the driver does."""
+
+    def appended(self, records: Sequence[Record], seconds: float) -> None: ...
+
+    def planned(self, result: Plan | Infeasible, seconds: float) -> None: ...
+
+    def heard(self, worker: WorkerId, report: Report) -> None: ...
+
+
+MakePlanFor = Callable[[JobSpec, Fleet, Plan | None], Awaitable[Plan | Infeasible]]
+Asked = SubmitAsked | CancelAsked | DrainAsked
+
+
+def wall_clock() -> Callable[[], float]:
+    """Unix seconds that never step back: the wall clock is read once."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+# --- what waits in the inbox ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    stream: Stream
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    stream: Stream
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    stream: Stream
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    event: Asked
+    done: asyncio.Future[tuple[Record, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Woken:
+    """Nothing but a reason to look up."""
+
+
+_Item = CoordinatorEvent | _Opened | _Closed | _Reported | _Asked | _Woken
+
+
+class Driver:
+    """Runs one Coordinator machine on the current event loop.
+
+    Args:
+        machine: replayed already; only this driver may call its `handle`.
+        log: the run log that it was replayed from.
+        plan: answers MakePlan; must not raise.
+        checkpoints: answers WriteManifest and PruneCheckpoints.
+        clock: Unix seconds, never stepping back.
+        journal: told what is durable, which states jobs are in, and what is logged about them.
+        meter: counts.
+    """
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        log: AppendLog,
+        *,
+        plan: MakePlanFor,
+        checkpoints: CheckpointFiles,
+        clock: Callable[[], float],
+        journal: Journal,
+        meter: Meter,
+    ) -> None:
+        self.machine = machine
+        self.now = clock
+        self.journal = journal
+        self._log = log
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._meter = meter
+        self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
+        self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._is_stopping = False
+        self._is_over = False
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._group = asyncio.TaskGroup()
+        self._planning: asyncio.Task[None] | None = None
+
+    # --- for servicers: on the loop of `run` ---
+
+    @property
+    def num_streams(self) -> int:
+        """Control streams that are open."""
+        return len(self._streams)
+
+    async def opened(self, stream: Stream, hello: Hello) -> None:
+        """A worker said Hello on a new stream; directives for it go there from the moment this is handled."""
+        await self._inbox.put(_Opened(stream, hello))
+
+    async def reported(self, stream: Stream, report: Report) -> None:
+        """A worker reported. Waits while the inbox is full."""
+        self._meter.heard(stream.worker, report)
+        await self._inbox.put(_Reported(stream, report))
+
+    async def closed(self, stream: Stream, reason: str) -> None:
+        """A stream ended."""
+        stream.close(reason)
+        await self._inbox.put(_Closed(stream, reason))
+
+    async def ask(self, event: Asked) -> tuple[Record, ...]:
+        """Have a client's wish handled; gives what it recorded, once that is durable and carried out.
+
+        Raises:
+            LocalError: the coordinator is stopping; whether it was handled is not known.
+        """
+        done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
+        await self._inbox.put(_Asked(event, done))
+        if self._is_over:
+            self._turn_away()
+        return await done
+
+    async def settled(self) -> None:
+        """Waits until all that the machine knows now is durable, so that an answer made of it stays true."""
+        await self._settled.wait()
+
+    def said(self, worker: WorkerId, lines: Sequence[LogLine]) -> None:
+        """A worker's log lines go to those who watch the active job."""
+        run = self.machine.run
+        if run is not None:
+            for line in lines:
+                self.journal.line(run.job.job, worker, line)
+
+    async def read_records(self) -> AsyncIterator[Sequence[Record]]:
+        """The whole run log in pieces; the loop stays free, and appends go between pieces."""
+        loop = asyncio.get_running_loop()
+        records = self._log.read()
+        while piece := await loop.run_in_executor(self._writer, _piece, records):
+            yield piece
+
+    # --- the one task ---
+
+    async def run(self) -> None:
+        """Handle events until `stop`. A log that takes no more, or that has another owner, ends it.
+
+        Raises:
+            Fenced: another coordinator has the log.
+            LogFull: the disk is full; nothing that was not recorded has been said to anybody.
+        """
+        try:
+            async with self._group:
+                self._group.create_task(self._turns())
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """End after the current turn; idempotent."""
+        self._is_stopping = True
+        # A full inbox needs no waking.
+        with suppress(asyncio.QueueFull):
+            self._inbox.put_nowait(_Woken())
+
+    async def _turns(self) -> None:
+        await self._carry_out(self._machine(TimePassed()))
+        while not self._is_stopping:
+            await self._turn(await self._take())
+        if self._planning is not None:
+            self._planning.cancel()
+
+    async def _take(self) -> list[_Item]:
+        """All that waits; the first may be waited for until the machine's deadline."""
+        items: list[_Item] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._until_deadline()):
+                items.append(await self._inbox.get())
+        while len(items) < MAX_TURN and not self._inbox.empty():
+            items.append(self._inbox.get_nowait())
+        return items
+
+    def _until_deadline(self) -> float | None:
+        deadline = self.machine.deadline()
+        # Never 0: a deadline that handling did not move must not starve the loop.
+        return None if deadline is None else max(0.001, deadline - self.now())
+
+    async def _turn(self, items: Sequence[_Item]) -> None:
+        commands: list[CoordinatorCommand] = []
+        asked: list[tuple[_Asked, tuple[Record, ...]]] = []
+        for item in items:
+            caused = self._handle(item)
+            commands += caused
+            if isinstance(item, _Asked):
+                asked.append((item, tuple(c.record for c in caused if isinstance(c, Append))))
+        deadline = self.machine.deadline()
+        if deadline is not None and deadline <= self.now():
+            commands += self._machine(TimePassed())
+        await self._carry_out(commands)
+        for item, records in asked:
+            if not item.done.done():
+                item.done.set_result(records)
+
+    def _handle(self, item: _Item) -> list[CoordinatorCommand]:
+        """Hand an item to the machine, as an event. Streams are known only here."""
+        match item:
+            case _Opened():
+                stream = item.stream
+                key = (stream.worker, stream.incarnation)
+                older = self._streams.get(key)
+                if older is not None:
+                    older.close("the worker opened another stream")
+                self._streams[key] = stream
+                return self._machine(ReportArrived(worker=key[0], incarnation=key[1], report=item.hello))
+            case _Closed():
+                stream = item.stream
+                key = (stream.worker, stream.incarnation)
+                if self._streams.get(key) is not stream:
+                    return []
+                del self._streams[key]
+                return self._machine(StreamBroken(worker=key[0], incarnation=key[1], reason=item.reason))
+            case _Reported():
+                stream = item.stream
+                key = (stream.worker, stream.incarnation)
+                if self._streams.get(key) is not stream:
+                    return []
+                return self._machine(ReportArrived(worker=key[0], incarnation=key[1], report=item.report))
+            case _Asked():
+                return self._machine(item.event)
+            case _Woken():
+                return []
+            case _:
+                return self._machine(item)
+
+    def _machine(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+        return self.machine.handle(event, now=self.now())
+
+    # --- commands ---
+
+    async def _carry_out(self, commands: Sequence[CoordinatorCommand]) -> None:
+        records = tuple(command.record for command in commands if isinstance(command, Append))
+        is_durable = not records
+        for command in commands:
+            if not isinstance(command, Append):
+                self._do(command)
+            elif not is_durable:
+                await self._append(records)
+                is_durable = True
+        self._tell_states()
+
+    async def _append(self, records: tuple[Record, ...]) -> None:
+        """Make a turn's records durable, all at once."""
+        self._settled.clear()
+        began = time.monotonic()
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._log.append, records)
+        self._meter.appended(records, time.monotonic() - began)
+        self.journal.recorded(records)
+        self._settled.set()
+
+    def _do(self, command: CoordinatorCommand) -> None:
+        match command:
+            case Append():
+                pass
+            case Send():
+                stream = self._streams.get((command.worker, command.incarnation))
+                if stream is not None:
+                    stream.offer(command.directive)
+            case MakePlan():
+                if self._planning is not None:
+                    self._planning.cancel()
+                self._planning = self._begin(self._make_plan(command))
+            case WriteManifest():
+                _ = self._begin(self._write_manifest(command.checkpoint))
+            case PruneCheckpoints():
+                _ = self._begin(self._prune(command))
+            case Log():
+                self._say(command.line)
+            case _:
+                assert_never(command)
+
+    def _say(self, line: str) -> None:
+        _log.info(line)
+        job = _job_in(line)
+        if job in self.machine.history.jobs:
+            text = LogLine(level=LogLevel.INFO, wall_s=self.now(), text=line)
+            self.journal.line(job, None, text)
+
+    def _tell_states(self) -> None:
+        run = self.machine.run
+        if run is not None:
+            job = run.job.job
+            state, reason = self.machine.state_of(job), self.machine.reason_of(job)
+            self.journal.state(job, state, reason, wall_s=self.now())
+
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        return self._group.create_task(work)
+
+    async def _make_plan(self, command: MakePlan) -> None:
+        began = time.monotonic()
+        result = await self._plan(command.job, command.fleet, command.previous)
+        self._meter.planned(result, time.monotonic() - began)
+        await self._inbox.put(PlanMade(request=command.request, result=result))
+
+    async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
+        spec = self.machine.history.jobs[checkpoint.job].spec
+        loop = asyncio.get_running_loop()
+        error = None
+        try:
+            await loop.run_in_executor(self._files, self._checkpoints.write_manifest, checkpoint, spec)
+        except UserError as cause:
+            error = str(cause)
+        await self._inbox.put(ManifestWritten(checkpoint=checkpoint, error=error))
+
+    async def _prune(self, command: PruneCheckpoints) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(
+                self._files, self._checkpoints.prune, command.job, command.url, command.keep
+            )
+        except UserError as cause:
+            _log.warning(f"job={command.job} old checkpoints stay: {cause}")
+
+    def _end(self) -> None:
+        """Nobody waits for ever on a driver that has ended."""
+        self._is_over = True
+        self._settled.set()
+        for stream in self._streams.values():
+            stream.close("the coordinator stops")
+        self._turn_away()
+        self._writer.shutdown(wait=True)
+        self._files.shutdown(wait=True)
+
+    def _turn_away(self) -> None:
+        while not self._inbox.empty():
+            item = self._inbox.get_nowait()
+            if isinstance(item, _Asked) and not item.done.done():
+                item.done.set_exception(LocalError("the coordinator is stopping"))
+
+
+def _piece(records: Iterator[Record]) -> list[Record]:
+    return list(islice(records, _READ_PIECE))
+
+
+def _job_in(line: str) -> JobId:
+    """The job that a line of the machine is about: `job=ID` comes first."""
+    return JobId(line.partition(" ")[0].removeprefix("job="))
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong first; the tasks of the group end together, so the others follow from it."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,103 @@
+"""What clients see of jobs and workers, made of the machine's state and the journal's rates."""
+
+from collections import OrderedDict
+
+from coordinator.journal import Journal
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.membership import Entry
+from skein.types import Generation, JobId, StageIndex, WorkerId
+from skein.wire.views import JobStatus, WorkerState, WorkerStatus
+
+NUM_LOST = 64
+"""So many lost workers are remembered."""
+
+
+def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
+    """A job of the machine's history, now."""
+    history = machine.history.jobs[job]
+    rates, last, plan = journal.rates(job), history.last_commit, history.plan
+    run = machine.run
+    is_active = run is not None and run.job.job == job
+    checkpoint = history.newest_checkpoint
+    evaluation = history.last_evaluation
+    return JobStatus(
+        job=job,
+        name=history.spec.name,
+        state=machine.state_of(job),
+        reason=machine.reason_of(job),
+        step=history.version,
+        total_steps=history.spec.budget.steps,
+        loss=None if last is None else last.loss,
+        evaluation_loss=None if evaluation is None else evaluation.loss,
+        num_tokens=history.num_tokens,
+        tokens_per_s=rates.tokens_per_s,
+        step_s=rates.step_s,
+        generation=Generation(0) if plan is None else plan.generation,
+        num_workers=len(machine.membership.live) if is_active else 0,
+        checkpoint_version=None if checkpoint is None else checkpoint.version,
+        submitted_wall_s=history.submitted_wall_s,
+        spec=history.spec.canonical_json(),
+        plan="" if plan is None else plan.reason,
+        predicted_step_s=0.0 if plan is None else plan.predicted_step_s,
+        lower_bound_s=0.0 if plan is None else plan.lower_bound_s,
+    )
+
+
+class Roster:
+    """Workers as clients see them; remembers the lost ones that the machine forgets."""
+
+    def __init__(self, machine: Coordinator) -> None:
+        self._machine = machine
+        self._seen: dict[WorkerId, Entry] = {}
+        self._lost: OrderedDict[WorkerId, Entry] = OrderedDict()
+
+    def look(self) -> None:
+        """Notice who came and went; wanted now and then."""
+        live = self._machine.membership.live
+        for worker in self._seen.keys() - live.keys():
+            self._lost[worker] = self._seen[worker]
+            self._lost.move_to_end(worker)
+        for worker in self._lost.keys() & live.keys():
+            del self._lost[worker]
+        while len(self._lost) > NUM_LOST:
+            self._lost.popitem(last=False)
+        self._seen = dict(live)
+
+    def workers(self, *, now: float) -> tuple[WorkerStatus, ...]:
+        """Every worker, lost ones included, by id."""
+        self.look()
+        entries = {**self._lost, **self._seen}
+        return tuple(self._status(worker, entries[worker], now=now) for worker in sorted(entries))
+
+    def worker(self, worker: WorkerId, *, now: float) -> WorkerStatus | None:
+        """One worker; None if nothing is known of it."""
+        self.look()
+        entry = self._seen.get(worker) or self._lost.get(worker)
+        return None if entry is None else self._status(worker, entry, now=now)
+
+    def _status(self, worker: WorkerId, entry: Entry, *, now: float) -> WorkerStatus:
+        stages = () if worker in self._lost else self._stages(worker)
+        run = self._machine.run
+        return WorkerStatus(
+            worker=worker,
+            site=entry.hello.site,
+            address=entry.hello.address,
+            state=self._state(worker, entry, has_work=bool(stages)),
+            job=run.job.job if run is not None and stages else None,
+            profile=entry.hello.profile,
+            stages=stages,
+            beat_age_s=max(0.0, now - entry.heard_at),
+        )
+
+    def _state(self, worker: WorkerId, entry: Entry, *, has_work: bool) -> WorkerState:
+        if worker in self._lost:
+            return WorkerState.LOST
+        if entry.is_leaving:
+            return WorkerState.DRAINING
+        return WorkerState.WORKING if has_work else WorkerState.IDLE
+
+    def _stages(self, worker: WorkerId) -> tuple[StageIndex, ...]:
+        run = self._machine.run
+        if run is None or run.plan is None:
+            return ()
+        return tuple(p.chunk.stage for p in run.plan.chunks if p.chunk.worker == worker)
