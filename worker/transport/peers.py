@@ -1,8 +1,7 @@
 """The sending half of a worker's data plane."""
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 
 from skein.protocol.messages import Direction, Envelope, HopTensor, Member, TensorHeader
 from skein.topology.fleet import Link
@@ -66,8 +65,11 @@ class Peers:
         """Send `bundle`, whose bytes do not change from now on. Returns at once; failure is told to `on_failed`."""
         self._outbox(to, lane_of(envelope.header)).put(envelope, bundle)
 
-    def forget(self, generation: Generation) -> None:
-        """Send nothing more of generations older than `generation`."""
+    def forget(self, generation: Generation, *, members: Collection[WorkerId]) -> None:
+        """Send nothing more of generations older than `generation`, and hang up on peers that are not in it."""
+        for worker, lane in [key for key in self._outboxes if key[0] not in members]:
+            _, sending = self._outboxes.pop((worker, lane))
+            sending.cancel()
         for outbox, _ in self._outboxes.values():
             outbox.forget(generation)
 
@@ -77,9 +79,8 @@ class Peers:
         self._outboxes.clear()
         for sending in ending:
             sending.cancel()
-        for sending in ending:
-            with suppress(asyncio.CancelledError):
-                await sending
+        # What one of them may have died of is the group's to raise.
+        await asyncio.gather(*ending, return_exceptions=True)
 
     def queue_depths(self) -> dict[Lane, int]:
         """Tensors that peers have not accepted yet, by lane."""

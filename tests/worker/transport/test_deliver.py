@@ -7,7 +7,7 @@ import pytest
 import torch
 from grpc import aio
 
-from skein.protocol.messages import Direction, Envelope, Member
+from skein.protocol.messages import Direction, Envelope, HopTensor, Member
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PART_REPLY, TENSOR_PART
@@ -186,6 +186,23 @@ class BreakingHalfway(Flaky):
             yield part
 
 
+class CutOften(PeerService):
+    """Cuts its first streams after a few messages, in either direction."""
+
+    def __init__(self, **callbacks: object) -> None:
+        super().__init__(**callbacks)  # type: ignore[arg-type]
+        self.cuts = [5, 1, 9, 4, 7, 2]
+
+    async def Deliver(self, request_iterator: Parts, context: Context) -> Replies:
+        cut = self.cuts.pop(0) if self.cuts else None
+        count = 0
+        async for reply in super().Deliver(request_iterator, context):
+            if count == cut:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
+            count += 1
+            yield reply
+
+
 class LosingTheAnswer(Flaky):
     async def may_pass(self, reply: PartReply, context: Context) -> None:
         if isinstance(reply, TensorAccepted):
@@ -216,6 +233,22 @@ async def test_a_broken_stream_loses_nothing_and_repeats_nothing(
     assert receiver.arrived.empty()
     assert receiver.statistics.duplicates == num_duplicates
     assert sender.statistics.resent[Lane.FORWARD] >= 1
+    assert sender.failed.empty()
+
+
+async def test_a_line_that_is_cut_again_and_again_delivers_each_tensor_once() -> None:
+    receiver = Receiver()
+    service = receiver.service_of(CutOften)
+    async with serving(service) as member, sending() as sender:
+        for microbatch in range(20):
+            sender.peers.send(member, hop_envelope(microbatch), (tensor_of((microbatch % 3) * MIB + 1),))
+        arrived = await gathered(receiver.arrived.get, 20)
+    assert service.cuts == []
+    assert {envelope.header for envelope, _ in arrived} == {hop_envelope(m).header for m in range(20)}
+    for envelope, bundle in arrived:
+        assert isinstance(envelope.header, HopTensor)
+        assert bundle == (tensor_of((envelope.header.microbatch % 3) * MIB + 1),)
+    assert receiver.arrived.empty()
     assert sender.failed.empty()
 
 
@@ -387,11 +420,23 @@ async def test_forgotten_generations_are_not_sent() -> None:
             sender.peers.send(member, hop_envelope(1), (tensor_of(MIB),))
             await miser.spent.get()
             sender.peers.send(member, hop_envelope(2, generation=2), (tensor_of(MIB),))
-            sender.peers.forget(Generation(2))
+            sender.peers.forget(Generation(2), members=[B])
             assert sender.peers.queue_depths()[Lane.FORWARD] == 1
         async with serving(receiver.service()) as moved:
             sender.peers.send(moved, hop_envelope(3, generation=2), ())
             assert (await receiver.arrived.get())[0] == hop_envelope(3, generation=2)
+
+
+async def test_peers_outside_the_new_generation_are_hung_up_on() -> None:
+    receiver = Receiver()
+    async with serving(receiver.service()) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(0), ())
+        await receiver.arrived.get()
+        sender.peers.send(member, hop_envelope(1), (tensor_of(10),))
+        sender.peers.forget(Generation(1), members=[A])
+        assert sender.peers.queue_depths()[Lane.FORWARD] == 0
+        sender.peers.send(member, hop_envelope(2), ())
+        assert (await receiver.arrived.get())[0] == hop_envelope(2)
 
 
 async def test_closing_leaves_nothing_running() -> None:
