@@ -1,14 +1,16 @@
 """Every metric of a worker: for Prometheus, and the same numbers as counts that the coordinator re-exports."""
 
-import threading
-from collections.abc import Mapping
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from skein.errors import UserError
 from skein.protocol.messages import Count
 from skein.types import WorkerId
+from skein.wire.channel import Lane
+from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -16,10 +18,48 @@ _MAX_PEERS = 64
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
 
 
+class _Transport(Collector):
+    """What the transport counts, as it stands when asked."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        counted = self._statistics
+        yield _family("sent_bytes", "Tensor bytes sent, by peer", "peer", _bounded(counted.sent_bytes))
+        yield _family(
+            "received_bytes", "Tensor bytes received, by peer", "peer", _bounded(counted.received_bytes)
+        )
+        yield _family("sent_tensors", "Tensors that peers took, by lane", "lane", counted.accepted)
+        yield _family("resent_tensors", "Tensors offered once more, by lane", "lane", counted.resent)
+        yield _family("failed_tensors", "Tensors given up, by peer", "peer", _bounded(counted.failed))
+        yield _family("refused_tensors", "What peers did not take, by reason", "reason", counted.refused)
+        yield _family("refusals", "What this worker did not take, by reason", "reason", counted.refusals)
+
+
+def _family(
+    name: str, documentation: str, label: str, values: Mapping[Lane, int] | Mapping[str, int]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"skein_worker_{name}", documentation, labels=[label])
+    # A copy: scrapes come on a thread of their own.
+    for key, value in sorted(dict(values).items()):
+        family.add_metric([str(key)], value)
+    return family
+
+
+def _bounded(values: Mapping[WorkerId, int]) -> dict[str, int]:
+    """Values of the first peers under their names, those of the rest together."""
+    listed = list(values.items())
+    bounded = {str(peer): value for peer, value in listed[:_MAX_PEERS]}
+    if len(listed) > _MAX_PEERS:
+        bounded["other"] = sum(value for _, value in listed[_MAX_PEERS:])
+    return bounded
+
+
 class Metrics:
     """One worker process's metrics. Times are seconds by whatever clock the caller has."""
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Statistics) -> None:
         self._registry = registry = CollectorRegistry()
         self._op_seconds = Histogram(
             "skein_worker_op_seconds",
@@ -49,18 +89,6 @@ class Metrics:
         self._payload_bytes = Gauge(
             "skein_worker_payload_bytes", "Boundary tensors and shards that are filed", registry=registry
         )
-        self._sent = Counter(
-            "skein_worker_sent_bytes_total", "Tensor bytes sent, by peer", ["peer"], registry=registry
-        )
-        self._received = Counter(
-            "skein_worker_received_bytes_total", "Tensor bytes received, by peer", ["peer"], registry=registry
-        )
-        self._refusals = Counter(
-            "skein_worker_refusals_total",
-            "Tensors that were refused, by reason",
-            ["reason"],
-            registry=registry,
-        )
         self._rpc_errors = Counter(
             "skein_worker_rpc_errors_total", "Calls that failed, by reason", ["reason"], registry=registry
         )
@@ -76,17 +104,17 @@ class Metrics:
         self._checkpoint_bytes = Counter(
             "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written", registry=registry
         )
-        self._peers: set[str] = set()
+        registry.register(_Transport(statistics))
         self._busy_s = 0.0
         self._step_began: float | None = None
 
     # --- what happened ---
 
-    def op_ended(self, kind: str, seconds: float, *, failed: bool) -> None:
+    def op_ended(self, kind: str, seconds: float, *, is_failed: bool) -> None:
         """An op of `kind` ran for so long."""
         self._op_seconds.labels(kind).observe(seconds)
         self._busy_s += seconds
-        if failed:
+        if is_failed:
             self._op_failures.labels(kind).inc()
 
     def step_ended(self, *, now: float) -> None:
@@ -108,15 +136,6 @@ class Metrics:
             self._queued.labels(kind).set(depth)
         self._payload_bytes.set(payload_bytes)
 
-    def sent(self, peer: WorkerId, num_bytes: int) -> None:
-        self._sent.labels(self._label(peer)).inc(num_bytes)
-
-    def received(self, peer: WorkerId, num_bytes: int) -> None:
-        self._received.labels(self._label(peer)).inc(num_bytes)
-
-    def refused(self, reason: str) -> None:
-        self._refusals.labels(reason).inc()
-
     def rpc_failed(self, reason: str) -> None:
         self._rpc_errors.labels(reason).inc()
 
@@ -126,12 +145,6 @@ class Metrics:
     def checkpoint_written(self, seconds: float, num_bytes: int) -> None:
         self._checkpoint_seconds.observe(seconds)
         self._checkpoint_bytes.inc(num_bytes)
-
-    def _label(self, peer: WorkerId) -> str:
-        if peer not in self._peers and len(self._peers) >= _MAX_PEERS:
-            return "other"
-        self._peers.add(peer)
-        return peer
 
     # --- where it can be read ---
 
@@ -144,15 +157,22 @@ class Metrics:
             if not sample.name.endswith(("_bucket", "_created"))
         )
 
-    def serve(self, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
-        """Answers scrapes at host:port until the server is shut down.
+    def serve(self, host: str, port: int) -> Callable[[], None]:
+        """Answers scrapes at host:port until what this gives is called.
 
         Raises:
             UserError: the port is taken, or the host is not this machine's.
         """
         try:
-            return start_http_server(port, host, registry=self._registry)
+            server, thread = start_http_server(port, host, registry=self._registry)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             hint = f"{reason}; give another port, or end what listens there"
             raise UserError("metrics_port", f"{host}:{port}", hint) from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop

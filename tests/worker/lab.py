@@ -41,6 +41,7 @@ from skein.types import (
     Epoch,
     Generation,
     GroupId,
+    JobId,
     Layout,
     MicrobatchId,
     Precision,
@@ -162,6 +163,7 @@ class Bench:
             reader = BatchReader(open_dataset(job.data, job.model, seed=job.seed), job, origins)
         self.compute.hold(
             Holding(
+                job_id=JobId("j1"),
                 job=job,
                 worker=worker,
                 chunks={

@@ -13,6 +13,7 @@ from torch import Tensor
 from skein.config.job import JobSpec, OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
+from skein.model.parameters import layer_parameters
 from skein.numeric.gradients import unflatten
 from skein.numeric.optim import adamw
 from skein.plan.plan import Group
@@ -34,6 +35,13 @@ def own_group(stage: StageIndex) -> GroupId:
 def optimizer_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of the optimizer's tensors for parameters called `names`, sorted, without `STEP`."""
     return tuple(sorted(f"{moment}.{name}" for name in names for moment in _MOMENTS))
+
+
+def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
+    """Names of all tensors in the state of `stage`."""
+    layers = layer_parameters(job.model)[stage.first : stage.stop]
+    names = frozenset(name for layer in layers for name in layer)
+    return names | {*optimizer_names(names), STEP}
 
 
 class Chunk:
@@ -131,12 +139,14 @@ class Chunk:
         state[STEP] = torch.tensor(self.optimizer.step, dtype=torch.int64)
         return state
 
+    def copy_for_checkpoint(self) -> dict[str, Tensor]:
+        """As `copy_state`, without what the first stage saves too."""
+        elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
+        left_out = elsewhere | set(optimizer_names(elsewhere))
+        return {name: tensor for name, tensor in self.copy_state().items() if name not in left_out}
+
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         return {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
-
-    def state_names(self) -> frozenset[str]:
-        """What `load_state` needs."""
-        return frozenset({*self.params, *optimizer_names(self.params), STEP})
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], *, version: Step) -> None:

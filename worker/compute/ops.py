@@ -37,7 +37,7 @@ from skein.protocol.ops import (
     SumOp,
     TensorKey,
 )
-from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import Attempt, ChunkRef, GroupId, JobId, MicrobatchId, StageIndex, Step, WorkerId
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.payload import Payload, pack, unpack
@@ -71,6 +71,7 @@ class Done:
 class Holding:
     """What a worker holds of a job in one generation."""
 
+    job_id: JobId
     job: JobSpec
     worker: WorkerId
     chunks: Mapping[StageIndex, Chunk]
@@ -92,15 +93,19 @@ class Compute:
         self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
         self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
+        self._leaving: Mapping[StageIndex, Chunk] = {}
+        """Given up, but peers may still fetch them: once anybody computes, everybody has what was assigned."""
 
     # --- what is held ---
 
     def hold(self, holding: Holding) -> None:
         """Replace everything held; accumulators begin at zero, in the vectors of the new groups."""
+        before = {} if self.holding is None else self.holding.chunks
         self.forget()
         for chunk in holding.chunks.values():
             chunk.lay_out(holding.groups, holding.worker)
         self.holding = holding
+        self._leaving = {index: chunk for index, chunk in before.items() if index not in holding.chunks}
 
     def forget(self) -> None:
         """Hold nothing."""
@@ -108,10 +113,13 @@ class Compute:
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
         self.holding = None
+        self._leaving = {}
 
-    def copy_state(self, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
-        """State of a chunk, copied; None if it is not here at that version."""
-        chunk = self.holding.chunks.get(stage) if self.holding is not None else None
+    def copy_state(self, job: JobId, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
+        """State of a chunk of `job`, copied; None if it is not here at that version."""
+        if self.holding is None or self.holding.job_id != job:
+            return None
+        chunk = self.holding.chunks.get(stage) or self._leaving.get(stage)
         return chunk.copy_state() if chunk is not None and chunk.version == version else None
 
     def _drop_step(self) -> None:
@@ -158,6 +166,7 @@ class Compute:
                 assert_never(op)
 
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        self._leaving = {}
         x, labels = self._input(op, operands)
         module = self._chunk(op.chunk).module
         if op.phase is Phase.TRAIN:
@@ -275,10 +284,10 @@ class Compute:
         self._clear()
 
     def _save(self, op: SaveOp) -> Saved:
-        state = self.copy_state(op.stage, op.version)
-        if state is None:
+        chunk = self._held.chunks.get(op.stage)
+        if chunk is None or chunk.version != op.version:
             raise LocalError(f"stage {op.stage} is not here at version {op.version}")
-        return Saved(version=op.version, stage=op.stage, url=op.url, state=state)
+        return Saved(version=op.version, stage=op.stage, url=op.url, state=chunk.copy_for_checkpoint())
 
     def _clear(self) -> None:
         self._drop_step()

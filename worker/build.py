@@ -1,0 +1,265 @@
+"""Makes the chunks of an assignment present: kept, drawn, read or fetched, then put in place all at once.
+
+Rules of this file
+- What is held changes in `hold` alone, at the end. A build that fails or is cancelled before has changed nothing.
+- Tensors are made and filled on the torch thread, files are read on others, peers are asked on the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar, assert_never
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from skein.config.job import JobSpec, LlamaModel
+from skein.errors import LocalError, RemoteError, UserError
+from skein.plan.load import job_layers, stage_loads
+from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, SourceKind
+from skein.protocol.worker_io import BuildFailed, Built
+from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
+from skein.units import format_bytes
+from skein.wire.extra import ManifestReply
+from worker.bundle import WireTensor, to_torch
+from worker.checkpoint import Archive, UrlArchive, check_url, read_state
+from worker.compute.batches import BatchReader
+from worker.compute.chunk import Chunk, state_names
+from worker.compute.ops import Holding
+from worker.data.dataset import Dataset, open_dataset
+from worker.executor import Executor, one_line
+from worker.model.weights import load_huggingface
+
+T = TypeVar("T")
+
+
+class Donors(Protocol):
+    """Peers that give state; `worker.transport.peers.Peers` is one."""
+
+    async def fetch_state(
+        self,
+        member: Member,
+        job: JobId,
+        stage: StageIndex,
+        version: Step,
+        names: frozenset[str] | None = None,
+    ) -> Mapping[str, WireTensor]: ...
+
+
+class Files(Protocol):
+    """The coordinator's checkpoint files; `worker.transport.coordinator.CheckpointFiles` is one."""
+
+    async def manifest(self, job: JobId, version: Step) -> ManifestReply: ...
+
+    async def get(self, job: JobId, version: Step, file: CheckpointFile, path: Path) -> None: ...
+
+    async def put(self, job: JobId, version: Step, name: str, path: Path) -> None: ...
+
+
+class CoordinatorArchive:
+    """Files of one checkpoint at the coordinator, for threads other than that of `loop`."""
+
+    def __init__(self, files: Files, job: JobId, version: Step, loop: asyncio.AbstractEventLoop) -> None:
+        self._files = files
+        self._job = job
+        self._version = version
+        self._loop = loop
+
+    def put(self, path: Path, name: str) -> None:
+        sending = self._files.put(self._job, self._version, name, path)
+        asyncio.run_coroutine_threadsafe(sending, self._loop).result()
+
+    def get(self, file: CheckpointFile, folder: Path) -> Path:
+        path = folder / file.name
+        asyncio.run_coroutine_threadsafe(
+            self._files.get(self._job, self._version, file, path), self._loop
+        ).result()
+        return path
+
+
+def archive_of(url: str | None, files: Files, job: JobId, version: Step) -> Archive:
+    """Where the files of a checkpoint lie: under `url`, or without one at the coordinator.
+
+    Raises:
+        UserError: nothing here opens such a URL.
+    """
+    if url:
+        return UrlArchive(url, version)
+    return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
+
+
+class _DonorFailedError(Exception):
+    def __init__(self, peer: WorkerId, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+class Builder:
+    """Builds assignments, one at a time.
+
+    Args:
+        memory_bytes: what chunks and their activations may take together.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        *,
+        executor: Executor,
+        donors: Donors,
+        files: Files,
+        device: torch.device,
+        memory_bytes: int,
+    ) -> None:
+        self._worker = worker
+        self._executor = executor
+        self._donors = donors
+        self._files = files
+        self._device = device
+        self._memory_bytes = memory_bytes
+        self._opened: tuple[JobSpec, Dataset] | None = None
+        self._checked_url: str | None = None
+        self.is_installing = False
+        """From here on a build succeeds, and is no longer to be cancelled."""
+
+    def forget(self) -> None:
+        """The job is over: close its data."""
+        self._opened = None
+
+    async def build(self, assign: Assign, members: tuple[Member, ...]) -> Built | BuildFailed:
+        """Make the assignment's chunks what is held."""
+        failed = partial(BuildFailed, generation=assign.generation)
+        try:
+            holding = await self._prepare(assign, members)
+        except UserError as error:
+            return failed(peer=None, is_fatal=True, reason=one_line(error))
+        except _DonorFailedError as error:
+            return failed(peer=error.peer, is_fatal=False, reason=str(error))
+        except (LocalError, RemoteError, OSError, MemoryError, RuntimeError) as error:
+            return failed(peer=None, is_fatal=False, reason=one_line(error))
+        self.is_installing = True
+        try:
+            await self._on_torch(partial(self._executor.compute.hold, holding))
+        finally:
+            self.is_installing = False
+        dataset = None if holding.batches is None else holding.batches.dataset
+        return Built(
+            generation=assign.generation,
+            num_train_samples=0 if dataset is None else dataset.num_train_samples,
+            num_validation_samples=0 if dataset is None else dataset.num_validation_samples,
+            data_fingerprint="" if dataset is None else dataset.fingerprint,
+        )
+
+    async def _prepare(self, assign: Assign, members: tuple[Member, ...]) -> Holding:
+        job = _job_of(assign)
+        self._admit(job, assign.chunks)
+        await self._check_archive(job)
+        dataset = await self._dataset(job) if assign.origins else None
+        saved = await self._saved_state(assign, job)
+        chunks = {
+            wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
+            for wanted in assign.chunks
+        }
+        microbatches = sorted(origin.microbatch for origin in assign.origins)
+        return Holding(
+            job_id=assign.job,
+            job=job,
+            worker=self._worker,
+            chunks=chunks,
+            groups=assign.groups,
+            batches=None if dataset is None else BatchReader(dataset, job, microbatches),
+        )
+
+    def _admit(self, job: JobSpec, wanted: tuple[ChunkAssignment, ...]) -> None:
+        loads = stage_loads(job, job_layers(job), [chunk.stage for chunk in wanted])
+        needed = sum(load.memory_bytes(chunk.slots) for load, chunk in zip(loads, wanted, strict=True))
+        if needed > self._memory_bytes:
+            hint = f"the chunks of {self._worker} need {format_bytes(needed)}: raise the limit, or parallel.stages"
+            raise UserError("worker memory", format_bytes(self._memory_bytes), hint)
+
+    async def _check_archive(self, job: JobSpec) -> None:
+        """Better now than when there is something to lose."""
+        url = job.checkpoint.url
+        if url is not None and url != self._checked_url:
+            await asyncio.to_thread(check_url, url)
+            self._checked_url = url
+
+    async def _dataset(self, job: JobSpec) -> Dataset:
+        if self._opened is None or self._opened[0] != job:
+            opened = await asyncio.to_thread(
+                open_dataset, job.data, job.model, seed=job.seed, batch=job.batch
+            )
+            self._opened = (job, opened)
+        return self._opened[1]
+
+    # --- one chunk ---
+
+    async def _chunk(
+        self,
+        assign: Assign,
+        wanted: ChunkAssignment,
+        job: JobSpec,
+        members: tuple[Member, ...],
+        saved: Mapping[str, Tensor],
+    ) -> Chunk:
+        stage, source = wanted.stage, wanted.source
+        if source.kind is SourceKind.KEEP:
+            return await self._on_torch(partial(self._kept, assign.job, stage, source.version))
+        chunk = await self._on_torch(
+            partial(Chunk.drawn, job, stage, version=source.version, device=self._device)
+        )
+        match source.kind:
+            case SourceKind.INITIAL:
+                if isinstance(job.model, LlamaModel) and job.model.init_from is not None:
+                    await self._on_torch(partial(load_huggingface, Path(job.model.init_from), chunk.module))
+            case SourceKind.CHECKPOINT:
+                await self._on_torch(partial(chunk.load_state, saved, version=source.version))
+            case SourceKind.PEER:
+                state = await self._given(assign.job, wanted, members, state_names(job, stage))
+                await self._on_torch(partial(chunk.load_state, state, version=source.version))
+            case _:
+                assert_never(source.kind)
+        return chunk
+
+    def _kept(self, job: JobId, stage: StageSpec, version: Step) -> Chunk:
+        holding = self._executor.compute.holding
+        chunk = None if holding is None or holding.job_id != job else holding.chunks.get(stage.index)
+        if chunk is None or (chunk.stage, chunk.version) != (stage, version):
+            raise LocalError(f"{stage} at version {version} is not here to be kept")
+        return chunk
+
+    async def _given(
+        self, job: JobId, wanted: ChunkAssignment, members: tuple[Member, ...], names: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """A peer's copy of the chunk's state."""
+        source = wanted.source
+        donor = next((member for member in members if member.worker == source.peer), None)
+        if donor is None:
+            raise LocalError(f"{source.peer}, which should give stage {wanted.stage.index}, is not a member")
+        try:
+            state = await self._donors.fetch_state(donor, job, wanted.stage.index, source.version, names)
+        except RemoteError as error:
+            raise _DonorFailedError(donor.worker, one_line(error)) from error
+        return {name: to_torch(tensor) for name, tensor in state.items()}
+
+    async def _saved_state(self, assign: Assign, job: JobSpec) -> dict[str, Tensor]:
+        """What all chunks that come from the checkpoint need of it, each file read once."""
+        wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
+        if not wanted:
+            return {}
+        names = frozenset().union(*[state_names(job, chunk.stage) for chunk in wanted])
+        manifest = await self._files.manifest(assign.job, wanted[0].source.version)
+        archive = archive_of(manifest.url, self._files, assign.job, manifest.version)
+        return await asyncio.to_thread(read_state, manifest.stages, names, archive)
+
+    async def _on_torch(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._executor.call(function))
+
+
+def _job_of(assign: Assign) -> JobSpec:
+    try:
+        return JobSpec.model_validate_json(assign.job_spec)
+    except ValidationError as error:
+        raise LocalError(f"the job's specification is not one this release knows: {error}") from error

@@ -1,0 +1,219 @@
+"""Checkpoints: a stage's state as two safetensors files, and the state of any stage from whatever files hold it.
+
+Rules of this file
+- Under its final name a file is complete: it is written elsewhere and renamed, or the store checks its hash first.
+- Tensors are found by name, so the cut that reads need not be the one that wrote. A tied tensor is saved once, by the
+  stage that embeds.
+- A checkpoint lies in `v<version>/` under its URL, or at the coordinator under the same file names.
+"""
+
+import hashlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skein.errors import LocalError, UserError
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.records import StageFiles
+from skein.types import StageIndex, Step
+from worker.compute.chunk import STEP
+
+_FIELD = "checkpoint.url"
+_MOMENTS = ("exp_avg.", "exp_avg_sq.")
+_READ_BYTES = 1 << 22
+
+
+def folder_of(version: Step) -> str:
+    """Name of a checkpoint's folder under its URL.
+
+    >>> folder_of(Step(40))
+    'v00000040'
+    """
+    return f"v{version:08d}"
+
+
+def file_names(stage: StageIndex) -> tuple[str, str]:
+    """Names of the files with a stage's parameters and with its optimizer's state.
+
+    >>> file_names(StageIndex(2))
+    ('stage-002.model.safetensors', 'stage-002.optimizer.safetensors')
+    """
+    return f"stage-{stage:03d}.model.safetensors", f"stage-{stage:03d}.optimizer.safetensors"
+
+
+class Archive(Protocol):
+    """Where the files of one checkpoint lie. Methods block; they are called off the event loop."""
+
+    def put(self, path: Path, name: str) -> None:
+        """Keep a copy of the file at `path` as `name`, all of it or nothing.
+
+        Raises:
+            OSError | RemoteError: it could not be written.
+        """
+
+    def get(self, file: CheckpointFile, folder: Path) -> Path:
+        """A local path with the file's bytes, inside `folder` unless the file is local anyway.
+
+        Raises:
+            OSError | RemoteError: it could not be read.
+        """
+
+
+class UrlArchive:
+    """Files of one checkpoint under a URL of any kind that fsspec knows."""
+
+    def __init__(self, url: str, version: Step) -> None:
+        self._files, root = _open(url)
+        self._folder = f"{root}/{folder_of(version)}"
+
+    def put(self, path: Path, name: str) -> None:
+        target = f"{self._folder}/{name}"
+        draft = f"{target}.{secrets.token_hex(4)}.part"
+        self._files.makedirs(self._folder, exist_ok=True)
+        self._files.put_file(str(path), draft)
+        if isinstance(self._files, LocalFileSystem):
+            _sync(draft)
+        self._files.mv(draft, target)
+        if isinstance(self._files, LocalFileSystem):
+            _sync(self._folder)
+
+    def get(self, file: CheckpointFile, folder: Path) -> Path:
+        source = f"{self._folder}/{file.name}"
+        if isinstance(self._files, LocalFileSystem):
+            return Path(source)
+        self._files.get_file(source, str(folder / file.name))
+        return folder / file.name
+
+
+def check_url(url: str) -> None:
+    """Returns if checkpoints could be written under `url`, as far as can be told by trying.
+
+    Raises:
+        UserError: they could not.
+    """
+    files, root = _open(url)
+    probe = f"{root}/.{secrets.token_hex(4)}.part"
+    try:
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(probe, b"")
+        files.rm_file(probe)
+    except OSError as error:
+        raise UserError(_FIELD, url, f"cannot be written to: {error.strerror or error}") from error
+
+
+def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UserError(_FIELD, url, f"this worker lacks what opens it: {error}") from error
+    except ValueError as error:
+        raise UserError(_FIELD, url, f"no such kind of place: {error}") from error
+    return files, str(root).rstrip("/")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def write_stage(
+    stage: StageIndex, state: Mapping[str, Tensor], archive: Archive
+) -> tuple[CheckpointFile, ...]:
+    """Writes a chunk's state to `archive`; what was written.
+
+    Raises:
+        OSError | RemoteError: it could not be.
+    """
+    optimizer = {name: tensor for name, tensor in state.items() if name == STEP or name.startswith(_MOMENTS)}
+    model = {name: tensor for name, tensor in state.items() if name not in optimizer}
+    with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
+        return tuple(
+            _write(Path(folder) / name, tensors, archive)
+            for name, tensors in zip(file_names(stage), (model, optimizer), strict=True)
+        )
+
+
+def _write(draft: Path, tensors: Mapping[str, Tensor], archive: Archive) -> CheckpointFile:
+    try:
+        save_file(dict(tensors), draft, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{draft}: {error}") from error
+    file = CheckpointFile(
+        name=draft.name,
+        num_bytes=draft.stat().st_size,
+        sha256=sha256_of(draft),
+        tensors=tuple(sorted(tensors)),
+    )
+    archive.put(draft, draft.name)
+    draft.unlink()
+    return file
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_state(stages: Iterable[StageFiles], names: Iterable[str], archive: Archive) -> dict[str, Tensor]:
+    """The tensors called `names` of a checkpoint, from whichever files hold them; every file read is checked.
+
+    Raises:
+        LocalError: a tensor is in no file, or a file is not what was written.
+        OSError | RemoteError: a file could not be read.
+    """
+    file_by_tensor = {name: file for held in stages for file in held.files for name in file.tensors}
+    missing = sorted(set(names) - file_by_tensor.keys())
+    if missing:
+        raise LocalError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} other tensors")
+    wanted: dict[str, list[str]] = {}
+    for name in sorted(names):
+        wanted.setdefault(file_by_tensor[name].name, []).append(name)
+    files = {file.name: file for file in file_by_tensor.values()}
+    state: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
+        for file_name, inside in sorted(wanted.items()):
+            with _checked(files[file_name], archive, Path(folder)) as path:
+                state |= _read(path, inside)
+    return state
+
+
+@contextmanager
+def _checked(file: CheckpointFile, archive: Archive, folder: Path) -> Iterator[Path]:
+    if Path(file.name).name != file.name:
+        raise LocalError(f"{file.name!r} is not the name of a file in a checkpoint")
+    path = archive.get(file, folder)
+    found = sha256_of(path)
+    if found != file.sha256:
+        raise LocalError(f"{path}: SHA-256 is {found}, {file.sha256} was written: the file has been changed")
+    yield path
+    if path.parent == folder:
+        path.unlink()
+
+
+def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            # Cloned: a view of a mapped file would keep it, and a file that is then cut short kills the process.
+            return {name: tensors.get_tensor(name).clone() for name in names}
+    except SafetensorError as error:
+        raise LocalError(f"{path}: not what was written: {error}") from error

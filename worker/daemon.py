@@ -1,0 +1,191 @@
+"""`skein worker up`: options, exit codes and signals of one worker process.
+
+Nothing imported here imports torch, so that commands which need no torch start where there is none.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from skein.errors import UserError
+from skein.protocol.worker_io import StopRequested, WorkerEvent
+from skein.types import Incarnation, SiteId, WorkerId
+from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.tokens import read_token
+from worker.logs import LogFormat, LogTail, begin_logging
+
+if TYPE_CHECKING:
+    from worker.process import Setting
+
+_log = logging.getLogger(__name__)
+
+DONE, FAILED, USAGE = 0, 1, 2
+_SWITCH_S = 0.0005
+"""How long the event loop waits for the interpreter while torch's thread runs Python between two operations."""
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 -- only compared with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What an operator may say about a worker.
+
+    Args:
+        join: the coordinator, host:port.
+        name: of this worker among all; by default the host's with a random ending. Of two with one name the newer wins.
+        site: where the worker is; workers of one site are taken to be near each other.
+        listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
+        port: 0 takes a free one.
+        advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
+        memory_bytes: that a job may use; by default most of what is free.
+        metrics_port: where Prometheus metrics are served, at `listen`; None: they go up with the beats only.
+    """
+
+    join: str
+    name: str | None = None
+    site: str = "default"
+    listen: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_bytes: int | None = None
+    token_file: Path | None = None
+    insecure: bool = False
+    metrics_port: int | None = None
+    log_format: LogFormat = "text"
+
+
+def main(options: WorkerOptions) -> int:
+    """Be a worker until told otherwise; the exit code."""
+    return asyncio.run(run_worker(options))
+
+
+async def run_worker(options: WorkerOptions) -> int:
+    """Be a worker until the coordinator or a signal ends it; the exit code: 0 done, 1 failed, 2 wrong options.
+
+    The first SIGTERM or SIGINT asks the coordinator to take the work away, the second ends the process at once.
+    """
+    try:
+        setting = _setting(options, begin_logging(options.log_format))
+    except UserError as error:
+        return _fail(error, USAGE)
+    from worker.process import work
+
+    sys.setswitchinterval(_SWITCH_S)
+    code = FAILED
+    try:
+        with _stopping() as listen:
+            end = await work(setting, lambda inbox: listen(inbox.post))
+        code = DONE if end.is_clean else FAILED
+        _log.log(logging.INFO if end.is_clean else logging.ERROR, "exit: %s", end.reason)
+    except* UserError as errors:
+        _fail(_first(errors), FAILED)
+    except* Exception:  # noqa: BLE001 -- the outermost loop: it records, and ends the run
+        _log.critical("exit: an error of our own", exc_info=True)
+    return code
+
+
+def _fail(error: BaseException, code: int) -> int:
+    print(f"skein worker: {error}", file=sys.stderr)
+    return code
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
+    """Turns the first signal into an event, for whoever is given to what this yields; the second ends the process."""
+    loop = asyncio.get_running_loop()
+    posts: list[Callable[[WorkerEvent], None]] = []
+    asked: list[str] = []
+
+    def on_signal(name: str) -> None:
+        if asked or not posts:
+            os._exit(FAILED)
+        asked.append(name)
+        _log.info("stopping on %s; once more ends this process at once", name)
+        posts[0](StopRequested(reason=f"asked to stop by {name}"))
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        yield posts.append
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
+    """What the options mean here.
+
+    Raises:
+        UserError: something is wrong with them by themselves.
+    """
+    split_address("join", options.join)
+    if options.advertise is not None:
+        _advertised(options, 1)
+    if options.memory_bytes is not None and options.memory_bytes < 1:
+        raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
+    token = None if options.token_file is None else read_token(options.token_file)
+    require_safe_bind(options.listen, token, allow_insecure=options.insecure)
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch", "not installed", "install it with: pip install 'skein-train[worker]'")
+    import torch
+
+    from worker.process import Setting
+
+    has_cuda = options.device != "cpu" and torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        hint = "torch finds no GPU that it can use; give cpu, or install torch for CUDA"
+        raise UserError("device", options.device, hint)
+    incarnation = Incarnation(secrets.token_hex(8))
+    return Setting(
+        worker=WorkerId(options.name or f"{socket.gethostname()}-{incarnation[:6]}"),
+        incarnation=incarnation,
+        site=SiteId(options.site),
+        join=options.join,
+        listen=options.listen,
+        port=options.port,
+        address_of=lambda port: _advertised(options, port),
+        token=token,
+        device=torch.device("cuda" if has_cuda else "cpu"),
+        memory_bytes=options.memory_bytes,
+        metrics_port=options.metrics_port,
+        take_log_lines=log_lines.take,
+    )
+
+
+def _advertised(options: WorkerOptions, port: int) -> str:
+    """host:port by which peers reach a worker that listens at `port`."""
+    given = options.advertise
+    if given is not None and ":" in given.rpartition("]")[2]:
+        return join_address(*split_address("advertise", given))
+    host = given or options.listen
+    return join_address(_own_host(options.join) if host in _EVERYWHERE else host, port)
+
+
+def _own_host(join: str) -> str:
+    """This machine's address as seen from where the coordinator is."""
+    host, port = split_address("join", join)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it only chooses a way
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,430 @@
+"""The worker's driver: one inbox, one task that owns the machine, and the carrying out of what the machine commands.
+
+Rules of this file
+- Nothing here decides anything about training. Whatever happens becomes an event in the inbox; whatever is to be done
+  comes out of the machine as a command.
+- Commands are carried out in order, at once, by handing work to somebody: torch to the executor, bytes to the peers,
+  what takes time to a child of the task group.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Protocol, assert_never
+
+from skein.errors import RemoteError, UserError
+from skein.protocol.messages import (
+    Beat,
+    Directive,
+    Dismiss,
+    Envelope,
+    Member,
+    NewGeneration,
+    Refused,
+    Report,
+    Suspected,
+    Trouble,
+    Welcome,
+)
+from skein.protocol.ops import ApplyOp, ClearOp, OpFailed
+from skein.protocol.worker import Worker
+from skein.protocol.worker_io import (
+    Build,
+    BuildFailed,
+    Built,
+    CancelBuild,
+    CheckpointSaved,
+    DirectiveArrived,
+    DropTensor,
+    Exit,
+    ForgetJob,
+    LinksProbed,
+    MeasureLinks,
+    OpEnded,
+    RunOp,
+    SaveFailed,
+    SendFailed,
+    SendReport,
+    SendTensor,
+    StreamLost,
+    StreamOpened,
+    TensorArrived,
+    TimePassed,
+    WorkerCommand,
+    WorkerEvent,
+)
+from skein.topology.fleet import Link
+from skein.types import Generation, JobId, WorkerId
+from skein.units import format_bytes
+from skein.wire.codec import Upward
+from skein.wire.extra import LogLine, LogLines, Refusal
+from worker.build import Builder, Files, archive_of
+from worker.bundle import Bundle
+from worker.checkpoint import write_stage
+from worker.compute.ops import Saved, operand_keys
+from worker.compute.payload import PayloadStore, key_of
+from worker.executor import Executor, Ran, one_line
+from worker.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+_SAVE_PAUSES_S = (0.5, 2.0, 8.0)
+"""Between tries to write a checkpoint."""
+
+
+class Control(Protocol):
+    """The stream to the coordinator; `worker.transport.coordinator.ControlStream` is one."""
+
+    def send(self, report: Upward) -> None: ...
+
+
+class PeerLinks(Protocol):
+    """The sending half of the data plane; `worker.transport.peers.Peers` is one."""
+
+    def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None: ...
+
+    async def measure_link(self, member: Member) -> tuple[Link, Link]: ...
+
+
+class WorkerInbox:
+    """Where everything that happens becomes an event; what peers send is filed on the way.
+
+    Args:
+        memory_bytes: of payloads that came early, above which senders are asked to wait.
+    """
+
+    def __init__(self, machine: Worker, *, metrics: Metrics, memory_bytes: int) -> None:
+        self.store = PayloadStore()
+        self._machine = machine
+        self._metrics = metrics
+        self._memory_bytes = memory_bytes
+        self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        self._last_reason = ""
+
+    def post(self, event: WorkerEvent) -> None:
+        """Put an event in."""
+        self._events.put_nowait(event)
+
+    async def get(self) -> WorkerEvent:
+        """The oldest event that nobody has taken."""
+        return await self._events.get()
+
+    # --- the control stream ---
+
+    def opened(self) -> None:
+        self.post(StreamOpened())
+
+    def heard(self, directive: Directive) -> None:
+        _tell_directive(directive)
+        if isinstance(directive, Welcome):
+            self._last_reason = ""
+            self._metrics.connected(is_connected=True)
+        self.post(DirectiveArrived(directive=directive))
+
+    def lost(self, reason: str) -> None:
+        self._metrics.connected(is_connected=False)
+        self._metrics.rpc_failed("control")
+        if reason != self._last_reason:
+            self._last_reason = reason
+            _log.warning("no coordinator: %s; trying again", reason)
+        self.post(StreamLost(reason=reason))
+
+    # --- peers ---
+
+    def accepts(self, envelope: Envelope) -> Refusal | None:
+        """Whether a peer's tensor is wanted: not if it is old, and not yet if it is early and memory is short."""
+        machine = self._machine
+        place = (envelope.epoch, envelope.generation)
+        here = (machine.epoch, machine.generation)
+        if place < here or (place == here and envelope.header.step < machine.version):
+            return Refusal.STALE
+        if place == here and envelope.job != machine.job:
+            return Refusal.UNKNOWN_JOB
+        is_early = place > here or envelope.header.step > machine.version
+        return Refusal.NOT_YET if is_early and self.store.num_bytes > self._memory_bytes else None
+
+    def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
+        """A peer's tensor is here, whole and checked."""
+        self.store.file(envelope.generation, key_of(envelope.header), bundle)
+        self.post(TensorArrived(envelope=envelope))
+
+    def on_send_failed(self, to: WorkerId, generation: Generation, reason: str) -> None:
+        """A peer did not take what was sent to it."""
+        self._metrics.rpc_failed("deliver")
+        self.post(SendFailed(to=to, generation=generation, reason=reason))
+
+
+class Driver:
+    """Drives one Worker machine from its inbox. Children live in `group`, which is left after `run` has returned.
+
+    Args:
+        on_generation: told of each new generation, so that what belongs to older ones is forgotten.
+    """
+
+    def __init__(
+        self,
+        machine: Worker,
+        inbox: WorkerInbox,
+        *,
+        group: asyncio.TaskGroup,
+        control: Control,
+        peers: PeerLinks,
+        executor: Executor,
+        builder: Builder,
+        files: Files,
+        metrics: Metrics,
+        take_log_lines: Callable[[], tuple[LogLine, ...]],
+        on_generation: Callable[[Generation], None],
+    ) -> None:
+        self._machine = machine
+        self._inbox = inbox
+        self._store = inbox.store
+        self._group = group
+        self._control = control
+        self._peers = peers
+        self._executor = executor
+        self._builder = builder
+        self._files = files
+        self._metrics = metrics
+        self._take_log_lines = take_log_lines
+        self._on_generation = on_generation
+        self._loop = asyncio.get_running_loop()
+        self._generation = machine.generation
+        self._building: asyncio.Task[None] | None = None
+        self._children: set[asyncio.Task[None]] = set()
+        self._num_saving = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._exit: Exit | None = None
+
+    async def run(self) -> Exit:
+        """Carry on until the machine says that nothing depends on this process any more; why.
+
+        A clean exit waits for checkpoints that are being written.
+        """
+        while self._exit is None or (self._exit.is_clean and self._num_saving):
+            event = await self._inbox.get()
+            for command in self._machine.handle(event, now=self._loop.time()):
+                self._carry_out(command)
+            self._follow_generation()
+            self._set_timer()
+        return self._exit
+
+    def close(self) -> None:
+        """End what is still going on."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for child in (*self._children, self._building):
+            if child is not None:
+                child.cancel()
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        child = self._group.create_task(work)
+        self._children.add(child)
+        child.add_done_callback(self._children.discard)
+
+    # --- what is to be done ---
+
+    def _carry_out(self, command: WorkerCommand) -> None:
+        match command:
+            case SendReport():
+                self._report(command.report)
+            case RunOp():
+                self._run_op(command)
+            case SendTensor():
+                bundle = self._store.for_sending(command.envelope)
+                self._peers.send(command.to, command.envelope, bundle)
+            case DropTensor():
+                self._store.drop(command.envelope.generation, key_of(command.envelope.header))
+            case Build():
+                self._building = self._group.create_task(self._build(command))
+            case CancelBuild():
+                self._cancel_build()
+            case MeasureLinks():
+                self._begin(self._measure(command.peers))
+            case ForgetJob():
+                self._forget_job()
+            case Exit():
+                self._exit = command
+            case _:
+                assert_never(command)
+
+    def _report(self, report: Report) -> None:
+        _tell_report(report)
+        if isinstance(report, Beat):
+            pipeline = self._machine.pipeline
+            if pipeline is not None:
+                self._metrics.queues(pipeline.num_in_flight, pipeline.queue_depths, self._store.num_bytes)
+            report = replace(report, statistics=self._metrics.counts())
+            lines = self._take_log_lines()
+            if lines:
+                self._control.send(LogLines(lines=lines))
+        self._control.send(report)
+
+    def _run_op(self, command: RunOp) -> None:
+        operands = {key: self._store.take(command.generation, key) for key in operand_keys(command.op)}
+        generation = command.generation
+
+        def on_ran(ran: Ran) -> None:
+            self._loop.call_soon_threadsafe(self._ran, generation, ran)
+
+        self._executor.run(command.op, operands, on_ran)
+
+    def _ran(self, generation: Generation, ran: Ran) -> None:
+        """File what an op made, before the machine hears of its end."""
+        op, done = ran.op, ran.done
+        is_failed = isinstance(done.outcome, OpFailed)
+        self._metrics.op_ended(kind_of(ran), ran.seconds, is_failed=is_failed)
+        if generation == self._machine.generation:
+            for key, payload in done.outputs.items():
+                self._store.file(generation, key, payload)
+        if isinstance(op, ApplyOp) and not is_failed:
+            self._store.drop_steps(op.record.step)
+            self._metrics.step_ended(now=self._loop.time())
+        elif isinstance(op, ClearOp):
+            self._metrics.step_abandoned()
+        if done.saved is not None:
+            self._keep_saving(done.saved)
+        self._inbox.post(OpEnded(op=op, outcome=done.outcome))
+
+    def _forget_job(self) -> None:
+        self._cancel_build()
+        self._store.clear()
+        self._builder.forget()
+        self._executor.call(self._executor.compute.forget)
+
+    # --- what takes time ---
+
+    async def _build(self, command: Build) -> None:
+        began_s = self._loop.time()
+        generation = command.assign.generation
+        try:
+            event: Built | BuildFailed = await self._builder.build(command.assign, command.members)
+        except asyncio.CancelledError:
+            reason = "overtaken by a newer generation"
+            self._inbox.post(BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
+            raise
+        stages = ",".join(
+            f"s{chunk.stage.index}:{chunk.source.kind.value}" for chunk in command.assign.chunks
+        )
+        if isinstance(event, Built):
+            elapsed_s = self._loop.time() - began_s
+            _log.info(
+                "generation=%d built %s at version %d in %.1f s",
+                generation,
+                stages,
+                command.assign.version,
+                elapsed_s,
+            )
+        else:
+            _log.warning("generation=%d could not build %s: %s", generation, stages, event.reason)
+        self._inbox.post(event)
+
+    def _cancel_build(self) -> None:
+        if self._building is not None and not self._builder.is_installing:
+            self._building.cancel()
+
+    def _keep_saving(self, saved: Saved) -> None:
+        if self._machine.job is not None:
+            self._num_saving += 1
+            self._begin(self._save(self._machine.job, saved))
+
+    async def _save(self, job: JobId, saved: Saved) -> None:
+        """Write a stage of a checkpoint, trying again if that fails."""
+        event: CheckpointSaved | SaveFailed = await self._write(job, saved)
+        for pause_s in _SAVE_PAUSES_S:
+            if isinstance(event, CheckpointSaved):
+                break
+            await asyncio.sleep(pause_s)
+            event = await self._write(job, saved)
+        self._num_saving -= 1
+        self._inbox.post(event)
+
+    async def _write(self, job: JobId, saved: Saved) -> CheckpointSaved | SaveFailed:
+        began_s = self._loop.time()
+        try:
+            archive = archive_of(saved.url, self._files, job, saved.version)
+            files = await asyncio.to_thread(write_stage, saved.stage, saved.state, archive)
+        except (OSError, RemoteError, UserError) as error:
+            reason = one_line(error)
+            _log.warning("checkpoint=%d stage=%d not written: %s", saved.version, saved.stage, reason)
+            return SaveFailed(version=saved.version, stage=saved.stage, reason=reason)
+        num_bytes = sum(file.num_bytes for file in files)
+        elapsed_s = self._loop.time() - began_s
+        self._metrics.checkpoint_written(elapsed_s, num_bytes)
+        _log.info(
+            "checkpoint=%d stage=%d written: %s in %.1f s",
+            saved.version,
+            saved.stage,
+            format_bytes(num_bytes),
+            elapsed_s,
+        )
+        return CheckpointSaved(version=saved.version, stage=saved.stage, files=files)
+
+    async def _measure(self, peers: tuple[Member, ...]) -> None:
+        """One after the other: two probes at once would measure each other."""
+        links: list[Link] = []
+        for peer in peers:
+            try:
+                links += await self._peers.measure_link(peer)
+            except RemoteError as error:
+                self._metrics.rpc_failed("probe")
+                _log.warning("peer=%s could not be probed: %s", peer.worker, error)
+        self._inbox.post(LinksProbed(links=tuple(links)))
+
+    # --- after every event ---
+
+    def _follow_generation(self) -> None:
+        if self._machine.generation != self._generation:
+            self._generation = self._machine.generation
+            self._store.drop_older(self._generation)
+            self._on_generation(self._generation)
+
+    def _set_timer(self) -> None:
+        deadline = self._machine.deadline()
+        if self._timer is not None:
+            if self._timer.when() == deadline and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+        self._timer = None if deadline is None else self._loop.call_at(deadline, self._time_passed)
+
+    def _time_passed(self) -> None:
+        self._timer = None
+        self._inbox.post(TimePassed())
+
+
+def kind_of(ran: Ran) -> str:
+    """An op's kind as metrics name it."""
+    return type(ran.op).__name__.removesuffix("Op").lower()
+
+
+def _tell_directive(directive: Directive) -> None:
+    """A line for what changes the course of things."""
+    match directive:
+        case Welcome():
+            _log.info("welcomed epoch=%d lease=%.1f s", directive.epoch, directive.lease_s)
+        case NewGeneration():
+            _log.info(
+                "generation=%d job=%s members=%s",
+                directive.generation,
+                directive.job,
+                ",".join(member.worker for member in directive.members),
+            )
+        case Dismiss(job=None):
+            _log.info("dismissed: free for other work" + (", may exit" if directive.may_exit else ""))
+        case Dismiss():
+            _log.info("dismissed job=%s", directive.job)
+        case Refused():
+            _log.error("refused: %s", directive.reason)
+        case _:
+            pass
+
+
+def _tell_report(report: Report) -> None:
+    match report:
+        case Suspected():
+            _log.warning("generation=%d suspect peer=%s: %s", report.generation, report.peer, report.reason)
+        case Trouble():
+            _log.warning("generation=%d trouble: %s", report.generation, report.reason)
+        case _:
+            pass

@@ -1,0 +1,80 @@
+"""The worker's own log: to standard error, and its last lines on their way up the control stream."""
+
+import json
+import logging
+import sys
+import time
+from collections import deque
+from typing import Literal
+
+from skein.wire.extra import LogLevel, LogLine
+
+LogFormat = Literal["text", "json"]
+
+_MAX_LINES = 500
+_MAX_LINES_AT_ONCE = 100
+_MAX_CHARACTERS = 2000
+_ROOTS = ("worker", "skein")
+_TEXT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+class LogTail(logging.Handler):
+    """The newest lines that nobody has taken yet; what does not fit is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[LogLine] = deque()
+        self._num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())[:_MAX_CHARACTERS]
+        if len(self._lines) >= _MAX_LINES:
+            self._lines.popleft()
+            self._num_lost += 1
+        self._lines.append(LogLine(level=_level(record.levelno), wall_s=record.created, text=text))
+
+    def take(self) -> tuple[LogLine, ...]:
+        """Some of the lines, oldest first; called once per beat, it keeps a talkative worker from flooding others."""
+        lines = [self._lines.popleft() for _ in range(min(len(self._lines), _MAX_LINES_AT_ONCE))]
+        if self._num_lost:
+            text = f"{self._num_lost} lines of this log were too many to send"
+            lines.append(LogLine(level=LogLevel.WARNING, wall_s=time.time(), text=text))
+            self._num_lost = 0
+        return tuple(lines)
+
+
+def _level(number: int) -> LogLevel:
+    for least, level in (
+        (logging.ERROR, LogLevel.ERROR),
+        (logging.WARNING, LogLevel.WARNING),
+        (logging.INFO, LogLevel.INFO),
+    ):
+        if number >= least:
+            return level
+    return LogLevel.DEBUG
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def begin_logging(log_format: LogFormat) -> LogTail:
+    """Sends this process's log to standard error; gives the tail that also gets it."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    tail = LogTail()
+    for name in _ROOTS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [stream, tail]
+    return tail

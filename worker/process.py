@@ -1,0 +1,163 @@
+"""Puts the parts of a worker process together, lets the driver run, and takes them apart in order."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from skein.protocol.worker import Worker
+from skein.protocol.worker_io import Exit, Identity
+from skein.topology.fleet import Profile
+from skein.types import Generation, Incarnation, SiteId, WorkerId
+from skein.units import format_bytes
+from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.extra import LogLine
+from worker.build import Builder
+from worker.compute.ops import Compute
+from worker.driver import Driver, WorkerInbox
+from worker.executor import Executor
+from worker.metrics import Metrics
+from worker.probe import measure_device
+from worker.service import PeerService
+from worker.transport.coordinator import CheckpointFiles, ControlStream
+from worker.transport.outbox import Dial
+from worker.transport.peers import Peers
+from worker.transport.statistics import Statistics
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Who a worker is and where; all that is needed to be one.
+
+    `address_of` gives the address that peers use from the port that was bound.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    site: SiteId
+    join: str
+    listen: str
+    port: int
+    address_of: Callable[[int], str]
+    token: str | None
+    device: torch.device
+    memory_bytes: int | None
+    metrics_port: int | None
+    take_log_lines: Callable[[], tuple[LogLine, ...]]
+
+
+async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
+    """Be a worker until nothing depends on it; why it ended.
+
+    Args:
+        on_ready: given the inbox before anything happens, so that signals find it.
+
+    Raises:
+        UserError: a port is taken, or the coordinator will never take this worker; perhaps inside exception groups.
+    """
+    statistics = Statistics()
+    metrics = Metrics(statistics)
+    dial: Dial = partial(open_channel, token=setting.token)
+    async with AsyncExitStack() as stack:
+        server = open_server(token=setting.token)
+        port = bind(server, setting.listen, setting.port)
+        if setting.metrics_port is not None:
+            stack.callback(metrics.serve(setting.listen, setting.metrics_port))
+        executor = Executor(Compute(setting.device))
+        executor.start()
+        stack.callback(executor.stop)
+        machine = Worker(await _identity(setting, executor, port))
+        memory_bytes = machine.identity.profile.memory_bytes
+        inbox = WorkerInbox(machine, metrics=metrics, memory_bytes=memory_bytes)
+        service = PeerService(
+            accepts=inbox.accepts,
+            on_tensor=inbox.on_tensor,
+            state_of=executor.state_of,
+            boundary_of=lambda _: None,
+            statistics=statistics,
+        )
+        service.attach(server)
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        on_ready(inbox)
+        async with asyncio.TaskGroup() as group:
+            peers = Peers(
+                setting.worker,
+                group=group,
+                dial=dial,
+                on_failed=inbox.on_send_failed,
+                statistics=statistics,
+            )
+            files = CheckpointFiles(setting.join, dial=dial)
+            control = ControlStream(setting.join, dial=dial, listener=inbox)
+            builder = Builder(
+                setting.worker,
+                executor=executor,
+                donors=peers,
+                files=files,
+                device=setting.device,
+                memory_bytes=memory_bytes,
+            )
+            driver = Driver(
+                machine,
+                inbox,
+                group=group,
+                control=control,
+                peers=peers,
+                executor=executor,
+                builder=builder,
+                files=files,
+                metrics=metrics,
+                take_log_lines=setting.take_log_lines,
+                on_generation=partial(_forget, peers, service),
+            )
+            streaming = group.create_task(control.run())
+            end = await driver.run()
+            driver.close()
+            await control.flush(_FLUSH_S)
+            streaming.cancel()
+            await peers.close()
+    return end
+
+
+def _forget(peers: Peers, service: PeerService, generation: Generation) -> None:
+    peers.forget(generation)
+    service.forget(generation)
+
+
+async def _identity(setting: Setting, executor: Executor, port: int) -> Identity:
+    """Measured on the torch thread: it is that thread's speed that counts."""
+    profile = await asyncio.wrap_future(executor.call(partial(measure_device, setting.device)))
+    if setting.memory_bytes is not None:
+        profile = replace(profile, memory_bytes=min(setting.memory_bytes, profile.memory_bytes))
+    identity = Identity(
+        worker=setting.worker,
+        incarnation=setting.incarnation,
+        site=setting.site,
+        address=setting.address_of(port),
+        profile=profile,
+    )
+    _log.info(
+        "worker=%s site=%s address=%s joins %s: %s",
+        identity.worker,
+        identity.site,
+        identity.address,
+        setting.join,
+        _shown(profile),
+    )
+    return identity
+
+
+def _shown(profile: Profile) -> str:
+    return (
+        f"{profile.device} ({profile.device_name}), {profile.flops_per_s / 1e9:.0f} GFLOP/s, "
+        f"{format_bytes(profile.memory_bytes)}"
+    )
