@@ -1,0 +1,106 @@
+"""The same job in one plain torch process: the whole model, torch's own optimizer and clipping, no Skein protocol."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skein.config.job import JobSpec
+from skein.config.schedule import learning_rate
+from skein.data.cursor import positions_of
+from skein.model.layers import layers_of
+from skein.types import Precision, StageIndex, StageSpec
+from worker.data.dataset import Batch, Dataset, open_dataset
+from worker.model.stage import Stage, build_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceStep:
+    """One step: mean loss (nats per token), norm of the mean gradient before clipping, seconds it took."""
+
+    loss: float
+    gradient_norm: float
+    seconds: float
+
+
+def run_reference(
+    job: JobSpec, num_steps: int, *, microbatches_at_once: int | None = None
+) -> list[ReferenceStep]:
+    """Train `job` for `num_steps` steps in this process, on as many threads as torch is set to.
+
+    Args:
+        microbatches_at_once: how many go through the model together; None: the whole batch.
+    """
+    model = _whole_model(job)
+    dataset = open_dataset(job.data, job.model, seed=job.seed)
+    optimizer = _optimizer(job, model)
+    together = microbatches_at_once or job.batch.num_microbatches
+    steps = []
+    for step in range(num_steps):
+        began = time.perf_counter()
+        batches = [
+            _batch(job, dataset, step, first, together)
+            for first in range(0, job.batch.num_microbatches, together)
+        ]
+        loss, norm = _step(
+            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.budget.steps)
+        )
+        steps.append(ReferenceStep(loss=loss, gradient_norm=norm, seconds=time.perf_counter() - began))
+    return steps
+
+
+def _whole_model(job: JobSpec) -> Stage:
+    layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+    return build_stage(
+        job.model,
+        StageSpec(index=StageIndex(0), first=0, stop=len(layers)),
+        sequence_tokens=job.data.sequence_tokens,
+        seed=job.seed,
+        precision=job.precision,
+        device=torch.device("cpu"),
+    )
+
+
+def _optimizer(job: JobSpec, model: Stage) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    spec = job.optimizer
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
+
+
+def _batch(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    parts: list[Batch] = [
+        dataset.train_batch(positions_of(step, microbatch, job.batch))
+        for microbatch in range(first, min(first + count, job.batch.num_microbatches))
+    ]
+    inputs = torch.cat([torch.from_numpy(part.inputs) for part in parts])
+    labels = torch.cat([torch.from_numpy(part.labels) for part in parts])
+    if job.precision is Precision.FP64 and inputs.is_floating_point():
+        inputs = inputs.double()
+    return inputs, labels
+
+
+def _step(
+    job: JobSpec,
+    model: Stage,
+    optimizer: torch.optim.AdamW,
+    batches: list[tuple[Tensor, Tensor]],
+    rate: float,
+) -> tuple[float, float]:
+    num_valid = sum(int((labels != -100).sum()) for _, labels in batches)
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for inputs, labels in batches:
+        loss, _ = model.loss(inputs, labels)
+        torch.autograd.backward(loss / num_valid)
+        total += float(loss.detach())
+    limit = job.optimizer.clip_norm
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return total / num_valid, float(norm)

@@ -1,0 +1,63 @@
+"""How a benchmark ends: one JSON line with each figure beside what it is compared with, and an exit code."""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure. `ratio` is value / against, `spread` is (largest - smallest) / median of the runs behind it."""
+
+    what: str
+    value: float
+    unit: str
+    against: str
+    ratio: float
+    goal: str
+    holds: bool
+    spread: float
+
+
+def spread(runs: Sequence[float]) -> float:
+    """(largest - smallest) / median.
+
+    >>> spread([9.0, 10.0, 12.0])
+    0.3
+    """
+    return (max(runs) - min(runs)) / median(runs)
+
+
+def finish(name: str, rows: Iterable[Row]) -> int:
+    """Print the line; 1 if a row does not hold, else 0."""
+    listed = list(rows)
+    line = {
+        "name": name,
+        "commit": _commit(),
+        "machine": f"{_cpu()}, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "rows": [asdict(row) for row in listed],
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    return 0 if all(row.holds for row in listed) else 1
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return f"{len(names)} x {names[0].split(':', 1)[1].strip()}" if names else platform.processor()
