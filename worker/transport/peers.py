@@ -65,10 +65,11 @@ class Peers:
         """Send `bundle`, whose bytes do not change from now on. Returns at once; failure is told to `on_failed`."""
         self._outbox(to, lane_of(envelope.header)).put(envelope, bundle)
 
-    def forget(self, generation: Generation, *, members: Collection[WorkerId]) -> None:
-        """Send nothing more of generations older than `generation`, and hang up on peers that are not in it."""
-        for worker, lane in [key for key in self._outboxes if key[0] not in members]:
-            _, sending = self._outboxes.pop((worker, lane))
+    def forget(self, generation: Generation, *, members: Collection[WorkerId] | None = None) -> None:
+        """Send nothing more of generations older than `generation`; hang up on peers outside `members`, if given."""
+        left = [key for key in self._outboxes if members is not None and key[0] not in members]
+        for key in left:
+            _, sending = self._outboxes.pop(key)
             sending.cancel()
         for outbox, _ in self._outboxes.values():
             outbox.forget(generation)
