@@ -44,6 +44,8 @@ FINAL = {
 }
 """A second try would end the same way."""
 _MAX_CORRUPT = 4
+_MAX_BARREN = 4
+"""Streams in a row on which the peer gave signs of life, but no answer to any tensor."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 
 
@@ -113,6 +115,7 @@ class Outbox:
         self._news = asyncio.Event()
         self._silence: asyncio.Timeout | None = None
         self._began_s = 0.0
+        self._answered_s = 0.0
         self._heard_s = 0.0
         """When the peer last gave a sign of life, or when it first owed one."""
 
@@ -154,19 +157,22 @@ class Outbox:
 
     async def _persist(self) -> None:
         """Connect, and again, until a stream ends with nothing left to send."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, num_barren = _FIRST_PAUSE_S, 0
         while True:
             self._began_s = self._now()
             end = await self._converse()
             self._take_back()
             if not self._waiting:
                 return
-            silent_s = self._now() - self._heard_s
-            if end.is_final or silent_s >= self._patience.bound_s(self.answer_s):
+            if self._answered_s > self._began_s:
+                pause_s, num_barren = _FIRST_PAUSE_S, 0
+            num_barren += self._heard_s > self._began_s
+            is_silent = self._now() - self._heard_s >= self._patience.bound_s(self.answer_s)
+            if end.is_final or is_silent or num_barren > _MAX_BARREN:
                 self._give_up(end.reason)
                 return
-            pause_s = _FIRST_PAUSE_S if self._heard_s > self._began_s else min(2 * pause_s, _LAST_PAUSE_S)
             await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _converse(self) -> _Break:
         """Send over one stream until it ends."""
@@ -262,11 +268,13 @@ class Outbox:
             case CreditGranted():
                 self._credit += reply.num_bytes
             case TensorAccepted():
+                self._answered_s = self._heard_s
                 parcel = self._unanswered.pop(reply.tensor, None)
                 if parcel is not None:
                     self._statistics.accepted[self.lane] += 1
                     self._answered(parcel)
             case TensorRefused():
+                self._answered_s = self._heard_s
                 parcel = self._unanswered.pop(reply.tensor, None)
                 if parcel is not None:
                     self._statistics.refused[reply.reason] += 1

@@ -203,6 +203,13 @@ class CutOften(PeerService):
             yield reply
 
 
+class BreakingAlways(PeerService):
+    async def Deliver(self, request_iterator: Parts, context: Context) -> Replies:
+        yield PART_REPLY.encode(CreditGranted(num_bytes=4 * MIB))
+        await anext(aiter(request_iterator))
+        await context.abort(grpc.StatusCode.UNKNOWN, "this tensor is my ruin")
+
+
 class LosingTheAnswer(Flaky):
     async def may_pass(self, reply: PartReply, context: Context) -> None:
         if isinstance(reply, TensorAccepted):
@@ -250,6 +257,13 @@ async def test_a_line_that_is_cut_again_and_again_delivers_each_tensor_once() ->
         assert bundle == (tensor_of((envelope.header.microbatch % 3) * MIB + 1),)
     assert receiver.arrived.empty()
     assert sender.failed.empty()
+
+
+async def test_a_tensor_that_breaks_every_stream_is_given_up() -> None:
+    async with serving(Receiver().service_of(BreakingAlways)) as member, sending() as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        _, _, reason = await sender.failed.get()
+    assert "this tensor is my ruin" in reason
 
 
 async def test_a_peer_where_nothing_listens_is_given_up() -> None:
