@@ -7,19 +7,16 @@ Ends with one JSON line; exit code 1 if a goal is missed.
 
 import argparse
 import asyncio
-import json
-import platform
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from grpc import aio
 
+from bench.report import Row, finish, spread
 from skein.plan import plan
 from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Phase
 from skein.types import (
@@ -46,20 +43,6 @@ HERE, THERE = WorkerId("here"), WorkerId("there")
 LARGE_BYTES, NUM_LARGE = 16 << 20, 32
 SMALL_BYTES, NUM_SMALL = 64 << 10, 200
 NUM_RUNS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One figure beside what it is compared with; `spread` is (largest - smallest) / median of the runs."""
-
-    what: str
-    value: float
-    unit: str
-    against: str
-    ratio: float
-    goal: str
-    holds: bool
-    spread: float
 
 
 def tensor(num_bytes: int) -> Bundle:
@@ -248,7 +231,7 @@ async def measure() -> list[Row]:
             ratio=round(median(ours) / median(bare), 3),
             goal=">= 0.8 GB/s",
             holds=median(ours) >= 0.8,
-            spread=spread(ours),
+            spread=round(spread(ours), 3),
         ),
         Row(
             what="64 KiB tensor, send to arrival",
@@ -258,13 +241,9 @@ async def measure() -> list[Row]:
             ratio=round(median(one_way) / bare_ms, 3),
             goal="< 1.5 ms",
             holds=median(one_way) < 1.5,
-            spread=spread(one_way),
+            spread=round(spread(one_way), 3),
         ),
     ]
-
-
-def spread(values: list[float]) -> float:
-    return round((max(values) - min(values)) / median(values), 3)
 
 
 def main() -> int:
@@ -282,21 +261,7 @@ def main() -> int:
     if not arguments.json:
         for row in rows:
             print(f"{row.what}: {row.value} {row.unit} ({row.against}; goal {row.goal}, holds: {row.holds})")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    report = {
-        "name": "wire",
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {platform.system()}",
-        "rows": [asdict(row) for row in rows],
-    }
-    print(json.dumps(report))
-    return 0 if all(row.holds for row in rows) else 1
+    return finish("wire", rows)
 
 
 if __name__ == "__main__":
