@@ -9,15 +9,22 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skein.errors import UserError
 from skein.types import Layout, Precision
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="1 to 63 lower-case letters, digits and inner hyphens",
+    ),
+]
 
 
 class Spec(BaseModel):
     """A part of a job file: immutable, and no key is silently ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class LlamaShape(Spec):
@@ -38,15 +45,15 @@ class LlamaShape(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> "LlamaShape":
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError("hidden_size must be a multiple of num_attention_heads, or give head_dim")
-        if (
-            self.attention_width % self.num_attention_heads
-            or (self.attention_width // self.num_attention_heads) % 2
-        ):
-            raise ValueError("the width of one attention head must be even (rotary embedding)")
+        heads = self.num_attention_heads
+        if heads % self.num_key_value_heads:
+            hint = f"give a multiple of num_key_value_heads ({self.num_key_value_heads})"
+            raise UserError("num_attention_heads", heads, hint)
+        if self.head_dim is not None and self.head_dim % 2:
+            raise UserError("head_dim", self.head_dim, "give an even number (rotary embedding)")
+        if self.head_dim is None and self.hidden_size % (2 * heads):
+            hint = f"give an even multiple of num_attention_heads ({heads}), or set head_dim"
+            raise UserError("hidden_size", self.hidden_size, hint)
         return self
 
     @property
@@ -131,7 +138,8 @@ class BatchSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> "BatchSpec":
         if self.samples % self.microbatch_samples:
-            raise ValueError(f"samples must be a multiple of microbatch_samples ({self.microbatch_samples})")
+            hint = f"give a multiple of microbatch_samples ({self.microbatch_samples})"
+            raise UserError("samples", self.samples, hint)
         return self
 
     @property

@@ -1,0 +1,225 @@
+"""What validation found, in words: which field, what it holds, and what would be right, read from the JSON Schema."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from skein.errors import UserError
+
+Schema = Mapping[str, object]
+
+_MAX_SHOWN = 80
+
+
+class Words(str):
+    """A value described in words; an error shows it without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(error: ValidationError, schema: Schema) -> list[UserError]:
+    """The mistakes in `error`, in the order of the schema's fields as pydantic checks them.
+
+    Args:
+        error: from validating JSON in strict mode.
+        schema: of the model that was validated, as pydantic writes it.
+    """
+    book = _Book(schema)
+    found = [book.mistake(details) for details in error.errors(include_url=False)]
+    return [mistake for mistake in found if mistake is not None]
+
+
+class _Book:
+    """Looks fields up in one schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._root = schema
+        self._definitions = cast("Mapping[str, Schema]", schema.get("$defs", {}))
+
+    def mistake(self, details: ErrorDetails) -> UserError | None:
+        """One mistake in words; None for what only follows from another."""
+        loc, kind, value = details["loc"], details["type"], details["input"]
+        field, schema = self._at(loc)
+        context = details.get("ctx", {})
+        match kind:
+            case "extra_forbidden":
+                return UserError(field, _shown(value), self._unknown_key(str(loc[-1]), loc[:-1]))
+            case "missing" if isinstance(loc[-1], int):
+                field, schema = self._at(loc[:-1])
+                return UserError(field, _shown(value), f"give {self._wanted(schema)}")
+            case "missing":
+                return UserError(field, Words("missing"), f"give {self._wanted(schema)}")
+            case "union_tag_not_found" | "union_tag_invalid":
+                return self._tag(field, schema, value)
+            case "value_error" if isinstance(reason := context.get("error"), UserError):
+                return UserError(
+                    f"{field}.{reason.field}" if field else reason.field, reason.value, reason.hint
+                )
+            case "too_short" if isinstance(value, list) and value:
+                return None
+            case "json_invalid":
+                return UserError(
+                    "job", Words("not JSON"), f"{details['msg']}: write plain values and UTF-8 text"
+                )
+            case _:
+                return UserError(field, _shown(value), f"give {self._wanted(schema)}")
+
+    def _at(self, loc: Sequence[int | str]) -> tuple[str, Schema]:
+        """The dotted path that users know of pydantic's `loc`, and the schema there ({} where the path is unknown)."""
+        path, schema = "", self._resolved(self._root)
+        for part in loc:
+            mapping = self._forms(schema)
+            if isinstance(part, str) and part in mapping:
+                schema = mapping[part]
+                continue
+            path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+            schema = self._inside(schema, part)
+        return path, schema
+
+    def _inside(self, schema: Schema, part: int | str) -> Schema:
+        if isinstance(part, str):
+            return self._resolved(_fields(schema).get(part, {}))
+        entries = cast("Sequence[Schema]", schema.get("prefixItems", ()))
+        return self._resolved(
+            entries[part] if part < len(entries) else cast("Schema", schema.get("items", {}))
+        )
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """Follows a reference, and leaves out null where a field may also be null."""
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._definitions[reference.rpartition("/")[2]]
+        options = [self._resolved(x) for x in cast("Sequence[Schema]", schema.get("anyOf", ()))]
+        others = [x for x in options if x.get("type") != "null"]
+        return {**others[0], "nullable": True} if len(others) == 1 else schema
+
+    def _forms(self, schema: Schema) -> Mapping[str, Schema]:
+        """The forms of a field that has several, by their name."""
+        discriminator = cast("Schema", schema.get("discriminator", {}))
+        mapping = cast("Mapping[str, str]", discriminator.get("mapping", {}))
+        return {name: self._definitions[target.rpartition("/")[2]] for name, target in mapping.items()}
+
+    def _tag(self, field: str, schema: Schema, value: object) -> UserError:
+        key = str(cast("Schema", schema["discriminator"])["propertyName"])
+        assert isinstance(value, dict)
+        given = _shown(value[key]) if key in value else Words("missing")
+        return UserError(
+            f"{field}.{key}",
+            given,
+            f"give {_either(self._forms(schema))}{_meant(given, self._forms(schema))}",
+        )
+
+    def _unknown_key(self, key: str, parent: Sequence[int | str]) -> str:
+        known = _fields(self._at(parent)[1])
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        elsewhere = [path for path in self._paths(self._resolved(self._root), "") if path.endswith(f".{key}")]
+        question = [*elsewhere, *close] if len(elsewhere) == 1 else close
+        meant = f"did you mean {question[0]}? " if question else ""
+        return f"no such key: {meant}here are {', '.join(known)}"
+
+    def _paths(self, schema: Schema, prefix: str) -> Iterator[str]:
+        """Paths of all fields that lie in mappings of one form only."""
+        for name, field in _fields(schema).items():
+            yield f"{prefix}{name}"
+            yield from self._paths(self._resolved(field), f"{prefix}{name}.")
+
+    def _wanted(self, schema: Schema) -> str:
+        """What would be right, after "give"."""
+        suffix = ", or null" if schema.get("nullable") else ""
+        if "const" in schema:
+            return f"{schema['const']}{suffix}"
+        if "enum" in schema:
+            return _either([str(x) for x in cast("Sequence[object]", schema["enum"])]) + suffix
+        forms = self._forms(schema)
+        if forms:
+            key = cast("Schema", schema["discriminator"])["propertyName"]
+            return f"a mapping whose {key} is {_either(forms)}{suffix}"
+        return self._of_type(schema) + suffix
+
+    def _of_type(self, schema: Schema) -> str:
+        match schema.get("type"):
+            case "integer":
+                return f"a whole number{_bounds(schema)}"
+            case "number":
+                return f"a number{_bounds(schema)}"
+            case "boolean":
+                return "true or false"
+            case "string":
+                return f"text: {schema['description']}" if "pattern" in schema else "text"
+            case "array":
+                return self._list(schema)
+            case "object":
+                required = cast("Sequence[str]", schema.get("required", ()))
+                return (
+                    f"a mapping with {', '.join(required)}"
+                    if required
+                    else f"a mapping of {', '.join(_fields(schema))}"
+                )
+            case _:
+                return "another value"
+
+    def _list(self, schema: Schema) -> str:
+        entries = cast("Sequence[Schema]", schema.get("prefixItems", ()))
+        if entries:
+            return f"a list of {len(entries)}, each {self._wanted(self._resolved(entries[0]))}"
+        entry = self._wanted(self._resolved(cast("Schema", schema.get("items", {}))))
+        return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']}, each {entry}"
+
+
+def _fields(schema: Schema) -> Mapping[str, Schema]:
+    return cast("Mapping[str, Schema]", schema.get("properties", {}))
+
+
+def _bounds(schema: Schema) -> str:
+    """How limits read after a noun.
+
+    >>> _bounds({"minimum": 1, "maximum": 5}), _bounds({"exclusiveMinimum": 0, "maximum": 0.5}), _bounds({})
+    (' from 1 to 5', ' above 0 and at most 0.5', '')
+    """
+    low, high, above, below = (
+        schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    )
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    named = (("of at least", low), ("above", above), ("at most", high), ("below", below))
+    limits = [f"{words} {limit}" for words, limit in named if limit is not None]
+    return f" {' and '.join(limits)}" if limits else ""
+
+
+def _either(names: Sequence[str] | Mapping[str, object]) -> str:
+    """
+    >>> _either(["a", "b", "c"])
+    'a, b or c'
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _meant(given: object, names: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(str(given), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _shown(value: object) -> object:
+    """The value for people, in YAML's words and never long."""
+    match value:
+        case None:
+            return Words("null")
+        case bool():
+            return Words(str(value).lower())
+        case dict():
+            return Words("a mapping")
+        case list():
+            return value if len(str(value)) <= _MAX_SHOWN else Words("a list")
+        case str() if len(value) > _MAX_SHOWN:
+            return f"{value[: _MAX_SHOWN - 3]}..."
+        case int() if value.bit_length() > 256:
+            return Words("a huge number")
+        case _:
+            return value

@@ -1,0 +1,238 @@
+"""Job files: what is read, what is refused, and that each refusal names field, value and what would be right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skein.config.job import JobSpec, LlamaModel, TextSource
+from skein.config.load import (
+    MAX_CHARACTERS,
+    JobFileErrors,
+    apply_overrides,
+    job_from_json,
+    job_schema,
+    parse_document,
+    parse_job,
+)
+from tests.contract.source import ROOT
+
+GOOD = """
+name: first-job
+model: {family: llama, preset: llama-1m}
+data:
+  sources: [{format: text, path: /books}]
+budget: {steps: 3}
+"""
+TOP = (
+    "version, name, model, data, batch, parallel, optimizer, precision, budget, evaluation, checkpoint, seed"
+)
+STEPS = "give a whole number from 1 to 100000000"
+RATE = "give a number above 0 and at most 10"
+BETA = "give a number of at least 0 and below 1"
+BETAS = "give a list of 2, each a number of at least 0 and below 1"
+NAME = "give text: 1 to 63 lower-case letters, digits and inner hyphens"
+SOURCES = "give a list of 1 to 64, each a mapping whose format is digits, jsonl, text or tokens"
+SYNTAX = "check indentation, colons, brackets and quotes there"
+
+# One change to a good job, and the whole of what is said about it.
+WRONG_VALUES = {
+    "budget.steps=true": f"budget.steps: true: {STEPS}",
+    "budget.steps='5'": f"budget.steps: '5': {STEPS}",
+    "budget.steps=5.5": f"budget.steps: 5.5: {STEPS}",
+    "budget.steps=0": f"budget.steps: 0: {STEPS}",
+    "budget.steps=-1": f"budget.steps: -1: {STEPS}",
+    "budget.steps=": f"budget.steps: null: {STEPS}",
+    "budget.steps=010": f"budget.steps: '010': {STEPS}",
+    "budget.steps=12:30": f"budget.steps: '12:30': {STEPS}",
+    "budget.steps=[5]": f"budget.steps: [5]: {STEPS}",
+    "budget={}": f"budget.steps: missing: {STEPS}",
+    "budget=7": "budget: 7: give a mapping with steps",
+    "optimizer.learning_rate=0": f"optimizer.learning_rate: 0: {RATE}",
+    "optimizer.learning_rate=.nan": f"optimizer.learning_rate: nan: {RATE}",
+    "optimizer.learning_rate=.inf": f"optimizer.learning_rate: inf: {RATE}",
+    "optimizer.learning_rate=fast": f"optimizer.learning_rate: 'fast': {RATE}",
+    "optimizer.betas=0.9": f"optimizer.betas: 0.9: {BETAS}",
+    "optimizer.betas=[0.9]": f"optimizer.betas: [0.9]: {BETAS}",
+    "optimizer.betas=[0.9, 0.9, 0.9]": f"optimizer.betas: [0.9, 0.9, 0.9]: {BETAS}",
+    "optimizer.betas=[0.9, 1]": f"optimizer.betas[1]: 1: {BETA}",
+    "optimizer.clip_norm=0": "optimizer.clip_norm: 0: give a number above 0, or null",
+    "optimizer.name=sgd": "optimizer.name: 'sgd': give adamw",
+    "optimizer.lerning_rate=0.1": "optimizer.lerning_rate: 0.1: no such key: did you mean learning_rate? here are "
+    "name, learning_rate, final_learning_rate_ratio, warmup_steps, betas, eps, weight_decay, clip_norm",
+    "learning_rate=0.1": f"learning_rate: 0.1: no such key: did you mean optimizer.learning_rate? here are {TOP}",
+    "steps=5": f"steps: 5: no such key: did you mean budget.steps? here are {TOP}",
+    "zebra=[]": f"zebra: []: no such key: here are {TOP}",
+    "precision=fp8": "precision: 'fp8': give fp32, fp64 or bf16",
+    "parallel.layout=ring": "parallel.layout: 'ring': give line or loop",
+    "version=2": "version: 2: give 1",
+    "model=": "model: null: give a mapping whose family is digits_cnn or llama",
+    "model=llama-1m": "model: 'llama-1m': give a mapping whose family is digits_cnn or llama",
+    "model={preset: llama-1m}": "model.family: missing: give digits_cnn or llama",
+    "model.family=lama": "model.family: 'lama': give digits_cnn or llama; did you mean llama?",
+    "model.preset=1": "model.preset: 1: give text, or null",
+    "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: here are family, channels, num_blocks",
+    "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",
+    "model.shape.hidden_size=130": "model.shape.hidden_size: 130: "
+    "give an even multiple of num_attention_heads (4), or set head_dim",
+    "model.shape.num_key_value_heads=3": "model.shape.num_attention_heads: 4: "
+    "give a multiple of num_key_value_heads (3)",
+    "model.shape.head_dim=7": "model.shape.head_dim: 7: give an even number (rotary embedding)",
+    "model.shape.tie_word_embeddings=yes": "model.shape.tie_word_embeddings: 'yes': give true or false",
+    "data=/books": "data: '/books': give a mapping with sources",
+    "data.sources=/books": f"data.sources: '/books': {SOURCES}",
+    "data.sources=[]": f"data.sources: []: {SOURCES}",
+    "data.sources=[/books]": "data.sources[0]: '/books': give a mapping whose format is digits, jsonl, text or tokens",
+    "data.sources=[{path: /books}]": "data.sources[0].format: missing: give digits, jsonl, text or tokens",
+    "data.sources[0].format=txt": "data.sources[0].format: 'txt': "
+    "give digits, jsonl, text or tokens; did you mean text?",
+    "data.sources=[{format: text}]": "data.sources[0].path: missing: give text",
+    "data.sources[0].weight=0": "data.sources[0].weight: 0: give a number above 0",
+    "data.sources[0].pth=/x": "data.sources[0].pth: '/x': no such key: did you mean path? "
+    "here are format, path, glob, weight",
+    "data.validation_ratio=2": "data.validation_ratio: 2: give a number from 0 to 0.5",
+    "data.tokenizer=": "data.tokenizer: null: give text",
+    "batch.samples=5": "batch.samples: 5: give a multiple of microbatch_samples (4)",
+    "name=3": f"name: 3: {NAME}",
+    "name=My Job": f"name: 'My Job': {NAME}",
+    "name=": f"name: null: {NAME}",
+    "seed=-1": "seed: -1: give a whole number of at least 0 and below 9223372036854775808",
+    "checkpoint.url=[x]": "checkpoint.url: ['x']: give text, or null",
+    "data.sources[1].path=/x": "--set: 'data.sources[1].path=/x': data.sources is a list of 1 and has no 1",
+    "budget.steps.more=1": "--set: 'budget.steps.more=1': budget.steps is a plain value and has no more",
+    "budget.steps": "--set: 'budget.steps': give a field and a value, for example budget.steps=500",
+    "=3": "--set: '=3': give a field and a value, for example budget.steps=500",
+    "budget.steps=[": "--set budget.steps line 1 column 2: '[': while parsing a flow node, expected the node content, "
+    f"but found '<stream end>': {SYNTAX}",
+}
+# A whole file that is none, and what is said about it.
+WRONG_TEXTS = {
+    "": "job.yaml: nothing: give a mapping of fields to values; `skein job schema` lists them",
+    "- name: a": "job.yaml: a list: give a mapping of fields to values; `skein job schema` lists them",
+    "just words": "job.yaml: a plain value: give a mapping of fields to values; `skein job schema` lists them",
+    "name: a: b": f"job.yaml line 1 column 8: 'name: a: b': mapping values are not allowed here: {SYNTAX}",
+    "name: a\n\tmodel: b": "job.yaml line 2 column 1: 'model: b': while scanning for the next token, "
+    f"found character '\\t' that cannot start any token: {SYNTAX}",
+    "a: {b: 1": "job.yaml line 1 column 9: 'a: {b: 1': while parsing a flow mapping, "
+    f"expected ',' or '}}', but got '<stream end>': {SYNTAX}",
+    "a: 1\n---\nb: 2": "job.yaml line 2 column 1: '---': expected a single document in the stream, "
+    f"but found another document: {SYNTAX}",
+    "a: &x 1\nb: *x": "job.yaml line 2 column 4: 'b: *x': aliases are not read: write the value out",
+    "a: !!binary aGk=": "job.yaml line 1 column 4: 'a: !!binary aGk=': "
+    "no tag tag:yaml.org,2002:binary is read: leave it out",
+    "a: !!python/name:os.system x": "job.yaml line 1 column 4: 'a: !!python/name:os.system x': "
+    "no tag tag:yaml.org,2002:python/name:os.system is read: leave it out",
+    "name: a\nname: b": "name: given twice: keep one: it stands in line 1 and again in line 2",
+    "budget:\n  steps: 3\n  steps: 4": "budget.steps: given twice: keep one: it stands in line 2 and again in line 3",
+    "a: \x07": "job.yaml: not YAML: unacceptable character #x0007: special characters are not allowed; "
+    "write plain UTF-8 text",
+    "a: " + "[" * 3000: "job.yaml: not a job: is nested too deeply",
+    "a: " + "9" * 5000: "job.yaml: not a job: holds a value that cannot be read: "
+    "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+    "a" * (MAX_CHARACTERS + 1): f"job.yaml: {MAX_CHARACTERS + 1} characters: is no job file: "
+    f"those have at most {MAX_CHARACTERS} characters",
+}
+
+
+def mistakes(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(JobFileErrors) as caught:
+        parse_job(text, origin="job.yaml", overrides=overrides)
+    assert str(caught.value).splitlines() == [str(error) for error in caught.value.errors]
+    return [str(error) for error in caught.value.errors]
+
+
+@pytest.mark.parametrize("change", WRONG_VALUES)
+def test_wrong_value_is_one_line_with_field_value_and_cure(change: str) -> None:
+    assert mistakes(GOOD, change) == [WRONG_VALUES[change]]
+
+
+@pytest.mark.parametrize("text", WRONG_TEXTS, ids=lambda text: text[:20])
+def test_wrong_file_is_one_line_with_place_and_cure(text: str) -> None:
+    assert mistakes(text) == [WRONG_TEXTS[text]]
+
+
+def test_all_mistakes_are_told_together() -> None:
+    assert mistakes("{name: A, budget: {steps: x}, seeed: 1, data: {sources: []}}") == [
+        f"name: 'A': {NAME}",
+        "model: missing: give a mapping whose family is digits_cnn or llama",
+        f"data.sources: []: {SOURCES}",
+        f"budget.steps: 'x': {STEPS}",
+        f"seeed: 1: no such key: did you mean seed? here are {TOP}",
+    ]
+
+
+def test_long_values_are_cut() -> None:
+    assert mistakes(GOOD, "seed=" + "9" * 200)[0].startswith("seed: a huge number: give")
+    assert len(mistakes(GOOD, "precision=" + "x" * 5000)[0]) < 200
+
+
+def test_errors_are_one_users_error_about_the_first_mistake() -> None:
+    with pytest.raises(JobFileErrors) as caught:
+        parse_job(GOOD, origin="job.yaml", overrides=["seed=-1", "precision=fp8"])
+    assert (caught.value.field, caught.value.value) == ("precision", "fp8")
+    assert len(caught.value.errors) == 2
+
+
+def test_good_file_is_the_job_it_says() -> None:
+    job = parse_job(GOOD, origin="job.yaml")
+    assert isinstance(job.model, LlamaModel)
+    assert job.model.preset == "llama-1m"
+    assert job.data.sources == (TextSource(path="/books"),)
+    assert job.budget.steps == 3
+
+
+def test_plain_words_and_numbers_mean_what_they_look_like() -> None:
+    text = "{a: 1e-3, b: 1., c: .5, d: 1_000, e: -2.5E+3, f: 0x1F, g: '5', h: ~, i: , j: no, k: 2024-01-02, l: 1:30}"
+    assert parse_document(text, origin="x") == {
+        "a": 0.001,
+        "b": 1.0,
+        "c": 0.5,
+        "d": 1000,
+        "e": -2500.0,
+        "f": 31,
+        "g": "5",
+        "h": None,
+        "i": None,
+        "j": "no",
+        "k": "2024-01-02",
+        "l": "1:30",
+    }
+
+
+def test_overrides_replace_add_and_reach_into_lists() -> None:
+    document = parse_document(GOOD, origin="job.yaml")
+    changed = apply_overrides(
+        document, ["budget.steps=9", "optimizer.betas=[0.8, 0.9]", "data.sources.0.glob=*.py"]
+    )
+    job = parse_job(json.dumps(changed), origin="x")
+    assert (job.budget.steps, job.optimizer.betas) == (9, (0.8, 0.9))
+    assert job.data.sources == (TextSource(path="/books", glob="*.py"),)
+    assert document == parse_document(GOOD, origin="job.yaml")
+
+
+def test_override_may_hold_an_equals_sign() -> None:
+    assert apply_overrides({}, ["checkpoint.url=s3://a?b=c"]) == {"checkpoint": {"url": "s3://a?b=c"}}
+
+
+def test_job_survives_its_own_canonical_json() -> None:
+    job = parse_job(GOOD, origin="job.yaml")
+    assert job_from_json(job.canonical_json()) == job
+
+
+def test_json_that_is_none_is_refused() -> None:
+    with pytest.raises(JobFileErrors, match=r"job: not JSON: .*: write plain values"):
+        job_from_json("{")
+
+
+def test_schema_explains_every_field_it_can() -> None:
+    schema = job_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert json.loads(json.dumps(schema))["properties"].keys() == JobSpec.model_fields.keys()
+    assert "Global gradient norm" in json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "deploy/config/examples").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_examples_are_jobs(path: Path) -> None:
+    assert parse_job(path.read_text(), origin=path.name).name == path.stem
