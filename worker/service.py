@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import grpc
 from grpc import aio
+from grpc_health.v1 import health, health_pb2_grpc
 
 from skein.errors import RemoteError
 from skein.protocol.messages import Envelope
@@ -57,8 +58,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._num_transfers = 0
 
     def attach(self, server: aio.Server) -> None:
-        """Make `server`, not started yet, answer peers."""
+        """Make `server`, not started yet, answer peers, and whoever asks for its health."""
         peer_pb2_grpc.add_PeerServicer_to_server(self, server)
+        checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
+        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
 
     def forget(self, generation: Generation) -> None:
         """Nothing of generations older than `generation` is accepted any more; forget what came of them."""
