@@ -85,8 +85,8 @@ def archive_of(url: str | None, files: Files, job: JobId, version: Step) -> Arch
     Raises:
         UserError: nothing here opens such a URL.
     """
-    if url:
-        return UrlArchive(url, version)
+    if url is not None:
+        return UrlArchive(url, job, version)
     return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
 
 

@@ -4,7 +4,7 @@ Rules of this file
 - Under its final name a file is complete: it is written elsewhere and renamed, or the store checks its hash first.
 - Tensors are found by name, so the cut that reads need not be the one that wrote. A tied tensor is saved once, by the
   stage that embeds.
-- A checkpoint lies in `v<version>/` under its URL, or at the coordinator under the same file names.
+- A checkpoint lies in `<url>/<job>/v<version>/`, or at the coordinator under the same file names.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import Tensor
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles
-from skein.types import StageIndex, Step
+from skein.types import JobId, StageIndex, Step
 from worker.compute.chunk import STEP
 
 _FIELD = "checkpoint.url"
@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 22
 
 
 def folder_of(version: Step) -> str:
-    """Name of a checkpoint's folder under its URL.
+    """Name of a checkpoint's folder inside its job's.
 
     >>> folder_of(Step(40))
     'v00000040'
@@ -72,9 +72,9 @@ class Archive(Protocol):
 class UrlArchive:
     """Files of one checkpoint under a URL of any kind that fsspec knows."""
 
-    def __init__(self, url: str, version: Step) -> None:
+    def __init__(self, url: str, job: JobId, version: Step) -> None:
         self._files, root = _open(url)
-        self._folder = f"{root}/{folder_of(version)}"
+        self._folder = f"{root}/{job}/{folder_of(version)}"
 
     def put(self, path: Path, name: str) -> None:
         target = f"{self._folder}/{name}"

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 DONE, FAILED, USAGE = 0, 1, 2
 _SWITCH_S = 0.0005
 """How long the event loop waits for the interpreter while torch's thread runs Python between two operations."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 -- only compared with
 
 
@@ -137,6 +139,9 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         UserError: something is wrong with them by themselves.
     """
     split_address("join", options.join)
+    for field, name in (("name", options.name), ("site", options.site)):
+        if name is not None and _NAME.fullmatch(name) is None:
+            raise UserError(field, name, "use up to 64 letters, digits, dots, dashes and underscores")
     if options.advertise is not None:
         _advertised(options, 1)
     if options.memory_bytes is not None and options.memory_bytes < 1:
@@ -155,7 +160,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         raise UserError("device", options.device, hint)
     incarnation = Incarnation(secrets.token_hex(8))
     return Setting(
-        worker=WorkerId(options.name or f"{socket.gethostname()}-{incarnation[:6]}"),
+        worker=WorkerId(options.name or _default_name(incarnation)),
         incarnation=incarnation,
         site=SiteId(options.site),
         join=options.join,
@@ -168,6 +173,11 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         metrics_port=options.metrics_port,
         take_log_lines=log_lines.take,
     )
+
+
+def _default_name(incarnation: Incarnation) -> str:
+    host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
+    return f"{host[:48] or 'worker'}-{incarnation[:6]}"
 
 
 def _advertised(options: WorkerOptions, port: int) -> str:

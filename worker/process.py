@@ -37,7 +37,8 @@ _FLUSH_S = 1.0
 class Setting:
     """Who a worker is and where; all that is needed to be one.
 
-    `address_of` gives the address that peers use from the port that was bound.
+    `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
+    it is that thread's speed that counts.
     """
 
     worker: WorkerId
@@ -52,6 +53,7 @@ class Setting:
     memory_bytes: int | None
     metrics_port: int | None
     take_log_lines: Callable[[], tuple[LogLine, ...]]
+    measure: Callable[[torch.device], Profile] = measure_device
 
 
 async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -134,8 +136,7 @@ def _forget(peers: Peers, service: PeerService, generation: Generation) -> None:
 
 
 async def _identity(setting: Setting, executor: Executor, port: int) -> Identity:
-    """Measured on the torch thread: it is that thread's speed that counts."""
-    profile = await asyncio.wrap_future(executor.call(partial(measure_device, setting.device)))
+    profile = await asyncio.wrap_future(executor.call(partial(setting.measure, setting.device)))
     if setting.memory_bytes is not None:
         profile = replace(profile, memory_bytes=min(setting.memory_bytes, profile.memory_bytes))
     identity = Identity(

@@ -1,0 +1,161 @@
+"""Checkpoints written by one cut and read by another."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from skein.errors import LocalError, UserError
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.ops import SaveOp
+from skein.protocol.records import StageFiles
+from skein.types import JobId, Layout, Precision, StageIndex, Step
+from tests.worker.lab import Lab, tiny_job, write_text
+from worker.checkpoint import UrlArchive, check_url, file_names, folder_of, read_state, write_stage
+from worker.compute.chunk import STEP, state_names
+
+JOB = JobId("j1")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+@pytest.fixture
+def labs() -> Iterator[list[Lab]]:
+    """Labs to be closed after the test."""
+    opened: list[Lab] = []
+    yield opened
+    for lab in opened:
+        lab.close()
+
+
+def save(lab: Lab, url: Path, version: int) -> tuple[StageFiles, ...]:
+    """Every stage, by its first holder."""
+    archive = UrlArchive(str(url), JOB, Step(version))
+    saved = []
+    for stage in lab.arrangement.stages:
+        holder = next(ref.worker for ref in lab.arrangement.chunks if ref.stage == stage.index)
+        done = lab.benches[holder].run(SaveOp(version=Step(version), stage=stage.index, url=str(url)))
+        assert done.saved is not None
+        saved.append(StageFiles(stage=stage.index, files=write_stage(stage.index, done.saved.state, archive)))
+    return tuple(saved)
+
+
+def restore(lab: Lab, url: Path, version: int, files: tuple[StageFiles, ...]) -> None:
+    archive = UrlArchive(str(url), JOB, Step(version))
+    for ref in lab.arrangement.chunks:
+        holding = lab.benches[ref.worker].compute.holding
+        assert holding is not None
+        chunk = holding.chunks[ref.stage]
+        names = state_names(lab.job, chunk.stage)
+        chunk.load_state(read_state(files, names, archive), version=Step(version))
+
+
+CUTS = [
+    (1, 1, Layout.LINE),
+    (2, 2, Layout.LINE),
+    (4, 1, Layout.LINE),
+    (2, 1, Layout.LOOP),
+    (3, 2, Layout.LOOP),
+]
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("stages", "replicas", "layout"), CUTS)
+def test_any_cut_goes_on_from_a_checkpoint_of_two_stages(
+    text: Path, tmp_path: Path, labs: list[Lab], stages: int, replicas: int, layout: Layout, is_tied: bool
+) -> None:
+    writer = Lab(tiny_job(text, is_tied=is_tied))
+    reader = Lab(tiny_job(text, is_tied=is_tied, stages=stages, replicas=replicas, layout=layout))
+    labs += [writer, reader]
+    writer.step(0)
+    writer.step(1)
+    restore(reader, tmp_path / "ck", 2, save(writer, tmp_path / "ck", 2))
+    for step in (2, 3):
+        expected, found = writer.step(step), reader.step(step)
+        # Both are float64 sums of the same numbers, in another order.
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-11)
+
+
+def test_the_same_cut_goes_on_to_the_bit(text: Path, tmp_path: Path, labs: list[Lab]) -> None:
+    job = tiny_job(text, precision=Precision.FP32)
+    writer, reader = Lab(job), Lab(job)
+    labs += [writer, reader]
+    writer.step(0)
+    restore(reader, tmp_path, 1, save(writer, tmp_path, 1))
+    assert reader.step(1) == writer.step(1)
+
+
+def test_files_hold_what_they_say_under_names_that_others_know(
+    text: Path, tmp_path: Path, labs: list[Lab]
+) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    lab.step(0)
+    files = save(lab, tmp_path, 1)
+    folder = tmp_path / JOB / folder_of(Step(1))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        name for stage in lab.arrangement.stages for name in file_names(stage.index)
+    )
+    for file in (file for stage in files for file in stage.files):
+        with safe_open(folder / file.name, framework="pt") as tensors:
+            assert tuple(sorted(tensors.keys())) == file.tensors
+        assert (folder / file.name).stat().st_size == file.num_bytes
+    listed = [name for stage in files for file in stage.files for name in file.tensors]
+    assert listed.count("model.embed_tokens.weight") == 1, "a tied tensor is saved once"
+    assert listed.count("exp_avg.model.embed_tokens.weight") == 1
+
+
+def test_a_changed_file_is_refused(text: Path, tmp_path: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    files = save(lab, tmp_path, 0)
+    path = tmp_path / JOB / folder_of(Step(0)) / file_names(StageIndex(1))[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(LocalError, match=r"stage-001\.model"):
+        restore(lab, tmp_path, 0, files)
+
+
+def test_a_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    archive = UrlArchive(str(tmp_path), JOB, Step(0))
+    files = write_stage(StageIndex(0), {"a": torch.ones(2), STEP: torch.tensor(0)}, archive)
+    with pytest.raises(LocalError, match="lacks b"):
+        read_state((StageFiles(stage=StageIndex(0), files=files),), ["a", "b"], archive)
+
+
+def test_a_file_name_cannot_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    file = CheckpointFile(name="../../secret", num_bytes=1, sha256="", tensors=("a",))
+    with pytest.raises(LocalError, match="secret"):
+        read_state(
+            (StageFiles(stage=StageIndex(0), files=(file,)),), ["a"], UrlArchive(str(tmp_path), JOB, Step(0))
+        )
+
+
+def test_a_failed_write_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
+    archive = UrlArchive(str(tmp_path / "file" / "below"), JOB, Step(0))
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(OSError, match="file"):
+        write_stage(StageIndex(0), {STEP: torch.tensor(0)}, archive)
+
+
+@pytest.mark.parametrize(
+    ("url", "part"),
+    [("gopher9://x/y", "gopher9"), ("/proc/nowhere", "cannot be written")],
+)
+def test_a_place_that_cannot_be_written_is_known_before_training(url: str, part: str) -> None:
+    with pytest.raises(UserError, match=part) as failure:
+        check_url(url)
+    assert failure.value.field == "checkpoint.url"
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    check_url(f"file://{tmp_path}/new")
+    assert list((tmp_path / "new").iterdir()) == []

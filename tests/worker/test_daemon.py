@@ -1,0 +1,117 @@
+"""What an operator sees of a worker: options, exit codes, one line for each thing that went wrong."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skein.protocol.messages import Dismiss, Leaving, Refused
+from tests.worker.puppet import WAIT_S, WELCOME, puppet
+from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
+from worker.logs import LogTail, begin_logging
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("worker", "skein")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard error without the log."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skein worker: ")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (WorkerOptions(join="nowhere"), "host:port"),
+        (WorkerOptions(join="127.0.0.1:7100", name="two words"), "letters"),
+        (WorkerOptions(join="127.0.0.1:7100", listen="0.0.0.0"), "token file"),
+        (WorkerOptions(join="127.0.0.1:7100", advertise="[::1"), "advertise"),
+        (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
+        (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
+        (WorkerOptions(join="127.0.0.1:7100", token_file=Path("/nowhere/token")), "/nowhere/token"),
+    ],
+)
+async def test_a_wrong_option_is_one_line_and_exit_code_2(
+    options: WorkerOptions, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run_worker(options) == USAGE
+    assert part in one_line(capsys)
+
+
+async def test_a_port_in_use_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert await run_worker(WorkerOptions(join="127.0.0.1:7100", port=port)) == FAILED
+    assert str(port) in one_line(capsys)
+
+
+async def test_another_protocol_version_is_exit_code_1() -> None:
+    async with puppet() as (coordinator, port):
+        ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", name="w0")))
+        (await coordinator.session()).say(Refused(reason="version 9 is needed"))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == FAILED
+
+
+async def test_a_server_that_is_no_coordinator_is_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with puppet(token="correct-horse-battery") as (_, port):
+        assert await run_worker(WorkerOptions(join=f"127.0.0.1:{port}")) == FAILED
+    assert "token" in one_line(capsys)
+
+
+async def test_sigterm_drains() -> None:
+    async with puppet() as (coordinator, port):
+        ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", name="w0")))
+        session = await coordinator.session()
+        session.say(WELCOME)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "SIGTERM" in (await session.heard(Leaving)).reason
+        session.say(Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+async def test_an_absent_coordinator_is_said_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async with puppet() as (_, port):
+        pass
+    ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", name="w0")))
+    async with puppet(port=port) as (coordinator, _):
+        session = await coordinator.session()
+        session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+def test_the_log_tail_bounds_what_a_talkative_worker_sends() -> None:
+    tail = LogTail()
+    for number in range(700):
+        tail.emit(logging.LogRecord("worker", logging.INFO, "", 0, f"line {number}", None, None))
+    lines = tail.take()
+    assert len(lines) == 101
+    assert lines[0].text == "line 200"
+    assert "200 lines" in lines[-1].text
+
+
+def test_a_json_log_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tail = begin_logging("json")
+    logging.getLogger("worker.x").info("two\nlines")
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [line.text for line in tail.take()] == ["two lines"]

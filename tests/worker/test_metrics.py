@@ -1,0 +1,90 @@
+"""What a worker counts, for Prometheus and for its beats."""
+
+import socket
+import urllib.request
+
+import pytest
+
+from skein.errors import UserError
+from skein.types import WorkerId
+from skein.wire.extra import Refusal
+from worker.metrics import Metrics
+from worker.transport.statistics import Statistics
+
+
+def values(metrics: Metrics) -> dict[tuple[str, str], float]:
+    return {(count.name, count.label): count.value for count in metrics.counts()}
+
+
+def test_ops_are_counted_by_kind() -> None:
+    metrics = Metrics(Statistics())
+    metrics.op_ended("forward", 0.25, is_failed=False)
+    metrics.op_ended("forward", 0.5, is_failed=True)
+    found = values(metrics)
+    assert found["skein_worker_op_seconds_sum", "forward"] == 0.75
+    assert found["skein_worker_op_seconds_count", "forward"] == 2
+    assert found["skein_worker_op_failures_total", "forward"] == 1
+
+
+def test_the_bubble_is_the_share_of_a_step_without_an_op() -> None:
+    metrics = Metrics(Statistics())
+    metrics.step_ended(now=10.0)
+    metrics.op_ended("forward", 3.0, is_failed=False)
+    metrics.step_ended(now=14.0)
+    found = values(metrics)
+    assert found["skein_worker_bubble_ratio", ""] == 0.25
+    assert found["skein_worker_step_seconds_sum", ""] == 4.0
+
+
+def test_the_time_of_a_step_that_was_given_up_is_no_steps() -> None:
+    metrics = Metrics(Statistics())
+    metrics.step_ended(now=10.0)
+    metrics.step_abandoned()
+    metrics.step_ended(now=99.0)
+    assert values(metrics)["skein_worker_step_seconds_count", ""] == 0
+
+
+def test_what_the_transport_counts_is_read_when_asked() -> None:
+    statistics = Statistics()
+    metrics = Metrics(statistics)
+    statistics.sent_bytes[WorkerId("w1")] += 5
+    statistics.refusals[Refusal.STALE] += 1
+    found = values(metrics)
+    assert found["skein_worker_sent_bytes_total", "w1"] == 5
+    assert found["skein_worker_refusals_total", "stale"] == 1
+
+
+def test_labels_stay_bounded_however_many_peers_come() -> None:
+    statistics = Statistics()
+    for number in range(200):
+        statistics.sent_bytes[WorkerId(f"w{number}")] += 1
+    found = {key: value for key, value in values(Metrics(statistics)).items() if "sent_bytes" in key[0]}
+    assert len(found) == 65
+    assert found["skein_worker_sent_bytes_total", "other"] == 136
+
+
+def test_every_name_begins_as_the_rules_say() -> None:
+    assert all(count.name.startswith("skein_worker_") for count in Metrics(Statistics()).counts())
+
+
+def test_metrics_are_served_until_stopped() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    stop = Metrics(Statistics()).serve("127.0.0.1", port)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert b"skein_worker_op_seconds" in answer.read()
+    finally:
+        stop()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_a_port_in_use_is_named_with_a_cure() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match="another port") as failure:
+            Metrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
+    assert failure.value.field == "metrics_port"

@@ -1,0 +1,289 @@
+"""A whole worker process, but for the process: control stream, draining, errors. Real gRPC on loopback."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skein import PROTOCOL_VERSION
+from skein.errors import UserError
+from skein.plan.plan import Path as Hops
+from skein.protocol.messages import (
+    Ack,
+    Assign,
+    Beat,
+    ChunkAssignment,
+    ChunksReady,
+    Dismiss,
+    Leaving,
+    LinksMeasured,
+    Member,
+    NewGeneration,
+    Origin,
+    Probe,
+    Refused,
+    SourceKind,
+    StateSource,
+    Suspected,
+    Trouble,
+)
+from skein.protocol.worker_io import StopRequested
+from skein.types import (
+    ChunkRef,
+    Generation,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
+from skein.wire.extra import LogLevel, LogLine, LogLines
+from tests.worker.lab import tiny_job, write_text
+from tests.worker.puppet import WELCOME, Session, puppet, running, setting
+
+STOP = StopRequested(reason="enough")
+JOB = JobId("j1")
+
+
+async def test_a_worker_says_who_it_is_and_beats() -> None:
+    line = LogLine(level=LogLevel.INFO, wall_s=1.0, text="hello")
+    lines = [line]
+
+    def take() -> tuple[LogLine, ...]:
+        taken, lines[:] = tuple(lines), []
+        return taken
+
+    async with puppet() as (coordinator, port), running(setting(port, take_log_lines=take)):
+        session = await coordinator.session()
+        hello = session.hello
+        assert (hello.worker, hello.protocol_version, hello.site) == ("w0", PROTOCOL_VERSION, "lab")
+        assert hello.profile.flops_per_s > 0
+        session.say(WELCOME)
+        assert await session.heard(LogLines) == LogLines(lines=(line,))
+        names = {count.name for count in (await session.heard(Beat)).statistics}
+        assert {"skein_worker_control_streams", "skein_worker_bubble_ratio"} <= names
+
+
+async def test_a_lost_stream_is_opened_again_by_the_same_incarnation() -> None:
+    async with puppet() as (coordinator, port), running(setting(port)):
+        first = await coordinator.session()
+        first.say(WELCOME)
+        await first.heard(Beat)
+        first.end()
+        second = await coordinator.session()
+        assert second.hello.incarnation == first.hello.incarnation
+        assert second.hello.epoch == WELCOME.epoch
+
+
+async def test_a_coordinator_that_comes_back_is_found_again() -> None:
+    async with puppet() as (coordinator, port):
+        worker = running(setting(port))
+        await worker.__aenter__()
+        (await coordinator.session()).say(WELCOME)
+    try:
+        async with puppet(port=port) as (returned, _):
+            assert (await returned.session()).hello.worker == "w0"
+    finally:
+        await worker.__aexit__(None, None, None)
+
+
+async def test_draining_asks_first_and_leaves_when_it_may() -> None:
+    async with puppet() as (coordinator, port), running(setting(port)) as worker:
+        session = await coordinator.session()
+        session.say(WELCOME)
+        worker.inbox.post(STOP)
+        assert isinstance(await session.next(), Leaving)
+        await session.heard(Beat)
+        assert not worker.ended.done()
+        session.say(Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        assert (await worker.end()).is_clean
+
+
+async def test_a_refusal_ends_the_worker_with_the_reason() -> None:
+    async with puppet() as (coordinator, port), running(setting(port)) as worker:
+        (await coordinator.session()).say(Refused(reason="protocol version 9 is needed"))
+        end = await worker.end()
+        assert not end.is_clean
+        assert "version 9" in end.reason
+
+
+async def test_without_a_coordinator_stopping_needs_nobody() -> None:
+    async with puppet() as (_, port):
+        pass
+    async with running(setting(port)) as worker:
+        worker.inbox.post(STOP)
+        assert (await worker.end()).is_clean
+
+
+async def test_a_wrong_token_is_fatal_and_says_so() -> None:
+    async with (
+        puppet(token="correct-horse-battery") as (_, port),
+        running(setting(port, token="wrong-horse-battery-x")) as worker,
+    ):
+        with pytest.raises(ExceptionGroup) as failure:
+            await worker.end()
+        error = failure.value.exceptions[0]
+        assert isinstance(error, UserError)
+        assert "token" in str(error)
+
+
+async def test_a_port_in_use_is_named() -> None:
+    async with puppet() as (_, port):
+        with pytest.raises(UserError, match=str(port)):
+            async with running(replace(setting(port), port=port)):
+                pass
+
+
+async def test_links_are_measured_in_both_directions() -> None:
+    async with (
+        puppet() as (coordinator, port),
+        running(setting(port)),
+        running(setting(port, name="w1", incarnation="i1")),
+    ):
+        sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
+        other = sessions[WorkerId("w1")].hello
+        peer = Member(worker=other.worker, incarnation=other.incarnation, address=other.address)
+        nobody = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address=f"127.0.0.1:{port}")
+        sessions[WorkerId("w0")].say(WELCOME, Probe(peers=(nobody, peer)))
+        links = (await sessions[WorkerId("w0")].heard(LinksMeasured)).links
+        assert [(link.sender, link.receiver) for link in links] == [("w0", "w1"), ("w1", "w0")]
+        assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in links)
+
+
+# --- building -----------------------------------------------------------------------------------------------------
+
+
+def assignment(text: Path, generation: int, *, source: StateSource | None = None, stop: int = 6) -> Assign:
+    """All of a tiny model on w0."""
+    chunk = ChunkRef(stage=StageIndex(0), worker=WorkerId("w0"))
+    path = Hops(hops=(chunk,))
+    return Assign(
+        epoch=WELCOME.epoch,
+        generation=Generation(generation),
+        job=JOB,
+        job_spec=tiny_job(text, stages=1).canonical_json(),
+        version=Step(0),
+        num_paths=4,
+        chunks=(
+            ChunkAssignment(
+                stage=StageSpec(index=StageIndex(0), first=0, stop=stop),
+                slots=1,
+                microbatches=tuple(map(MicrobatchId, range(4))),
+                source=source or StateSource(kind=SourceKind.INITIAL, version=Step(0)),
+            ),
+        ),
+        origins=tuple(Origin(microbatch=MicrobatchId(m), path=path) for m in range(4)),
+        groups=(),
+    )
+
+
+def new_generation(session: Session, generation: int, *others: Member) -> NewGeneration:
+    hello = session.hello
+    me = Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+    return NewGeneration(
+        epoch=WELCOME.epoch,
+        generation=Generation(generation),
+        job=JOB,
+        members=(me, *others),
+        last_commit=None,
+    )
+
+
+async def test_an_assignment_is_built_and_kept_over_a_generation(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        assert (await session.heard(Ack)).chunks == ()
+        session.say(assignment(text, 1))
+        ready = await session.heard(ChunksReady)
+        assert ready.num_train_samples > ready.num_validation_samples > 0
+        assert ready.data_fingerprint
+        session.say(new_generation(session, 2))
+        assert [chunk.version for chunk in (await session.heard(Ack)).chunks] == [0]
+        session.say(assignment(text, 2, source=StateSource(kind=SourceKind.KEEP, version=Step(0))))
+        assert (await session.heard(ChunksReady)).generation == 2
+
+
+async def test_data_that_cannot_be_read_fail_the_job(tmp_path: Path) -> None:
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(tmp_path / "absent.txt", 1))
+        trouble = await session.heard(Trouble)
+        assert trouble.is_fatal
+        assert "absent.txt" in trouble.reason
+
+
+async def test_chunks_beyond_the_memory_limit_fail_the_job(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port, memory_bytes=1 << 16)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(text, 1))
+        trouble = await session.heard(Trouble)
+        assert trouble.is_fatal
+        assert "64.0 KiB" in trouble.reason
+
+
+async def test_what_is_not_here_cannot_be_kept(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(text, 1, source=StateSource(kind=SourceKind.KEEP, version=Step(0))))
+        assert not (await session.heard(Trouble)).is_fatal
+
+
+async def test_a_donor_that_cannot_be_reached_is_suspected(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        # The coordinator's own port: something listens there, but it is no peer.
+        donor = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address=f"127.0.0.1:{port}")
+        session.say(WELCOME, new_generation(session, 1, donor))
+        await session.heard(Ack)
+        source = StateSource(kind=SourceKind.PEER, version=Step(0), peer=WorkerId("w9"))
+        session.say(assignment(text, 1, source=source))
+        assert (await session.heard(Suspected)).peer == "w9"
+
+
+async def test_a_build_that_is_overtaken_gives_way_to_the_next(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(text, 1), new_generation(session, 2))
+        await session.heard(Ack)
+        session.say(assignment(text, 2))
+        assert (await session.heard(ChunksReady)).generation == 2
+
+
+async def test_state_comes_from_a_peer(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with (
+        puppet() as (coordinator, port),
+        running(setting(port)),
+        running(setting(port, name="w1", incarnation="i1")),
+    ):
+        sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
+        donor, taker = sessions[WorkerId("w0")], sessions[WorkerId("w1")]
+        for session in sessions.values():
+            hello = donor.hello
+            member = Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+            session.say(WELCOME, new_generation(taker, 1, member))
+            await session.heard(Ack)
+        donor.say(assignment(text, 1))
+        await donor.heard(ChunksReady)
+        taker.say(
+            assignment(
+                text, 1, source=StateSource(kind=SourceKind.PEER, version=Step(0), peer=WorkerId("w0"))
+            )
+        )
+        assert (await taker.heard(ChunksReady)).num_train_samples > 0
