@@ -17,7 +17,7 @@ from skein.config.job import (
     ParallelSpec,
     TextSource,
 )
-from skein.sim.executor import Violated
+from skein.sim.invariants import Violated
 from skein.sim.scenario import FleetShape, draw_faults, make_world, run_to_end
 
 

@@ -1,11 +1,10 @@
 """The cost model in torch's place: ops take time, and their contents are sets of contributions.
 
-Instead of gradients, an accumulator holds the microbatches added to it; instead of parameters, a chunk has a hash over
-all that was ever applied. So "each contribution once" and "replicas are equal" can be checked at every update,
-independently of what the machines believe.
+Instead of gradients, an accumulator holds the microbatches added to it; instead of parameters, a chunk has a lineage: a
+hash over all that was ever applied. So "each contribution once" and "replicas are equal" can be checked at every
+update, independently of what the machines believe.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ from skein.protocol.ops import (
     SaveOp,
     SumOp,
 )
+from skein.sim.invariants import Violated, lineage_after
 from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 
 REDUCE_BYTES_PER_S = 2e9
@@ -46,16 +46,12 @@ RELEASE_BYTES = 64
 Contributions = dict[tuple[Step, int, StageIndex], int]
 
 
-class Violated(AssertionError):
-    """An invariant of the protocol does not hold."""
-
-
 @dataclass(slots=True)
 class SimChunk:
-    """A stage as the cost model holds it: `theta` stands for parameters and optimizer state."""
+    """A stage as the cost model holds it: `lineage` stands for parameters and optimizer state."""
 
     stage: StageSpec
-    theta: str
+    lineage: str
     version: Step
     accumulated: Contributions = field(default_factory=dict)
 
@@ -231,9 +227,7 @@ class SimExecutor:
                 if record.decision is Decision.SKIP or mine not in members:
                     continue
                 self._check(self._joined[group, results[group].attempt], record.step, group, members)
-                chunk.theta = hashlib.blake2b(
-                    f"{chunk.theta} {group} {record.step}".encode(), digest_size=8
-                ).hexdigest()
+            chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         self._clear()
 
@@ -255,7 +249,3 @@ class SimExecutor:
 
 def _digest(result: Contributions) -> str:
     return f"{hash(frozenset(result.items())):x}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -9,8 +9,8 @@ from skein.config.job import JobSpec
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import DrainAsked, SubmitAsked
 from skein.protocol.history import History
-from skein.protocol.records import GenerationOpened, RolledBack, StepCommitted
-from skein.sim.executor import Violated
+from skein.protocol.records import GenerationOpened, JobSubmitted, RolledBack, StepCommitted
+from skein.sim.invariants import Violated
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
 
@@ -111,7 +111,7 @@ def run_to_end(world: World, *, limit_s: float) -> Outcome:
     Raises:
         Violated: an invariant broke, or the job had not ended by `limit_s` of simulated time.
     """
-    job = next(iter(_history(world).jobs))
+    job = next(record.job for record in world.log if isinstance(record, JobSubmitted))
     while True:
         if not world.clock.step() or world.clock.now > limit_s:
             tail = "\n".join(world.lines[-12:])

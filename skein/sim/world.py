@@ -4,8 +4,9 @@ It carries out commands as the real drivers do: records are durable before what 
 lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from skein.config.job import JobSpec
@@ -33,7 +34,7 @@ from skein.protocol.messages import (
     Report,
     SourceKind,
 )
-from skein.protocol.ops import Op, SaveOp
+from skein.protocol.ops import ApplyOp, Op, SaveOp
 from skein.protocol.records import EpochOpened, Record
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
@@ -61,8 +62,9 @@ from skein.protocol.worker_io import (
     WorkerEvent,
 )
 from skein.protocol.worker_io import TimePassed as WorkerTime
-from skein.sim.clock import Clock
-from skein.sim.executor import Contributions, SimExecutor, StageTimes, Violated, stage_times
+from skein.sim.clock import Action, Clock
+from skein.sim.executor import Contributions, SimExecutor, StageTimes, stage_times
+from skein.sim.invariants import INITIAL, Invariants
 from skein.sim.network import FAILURE_S, Network
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Generation, Incarnation, SiteId, StageIndex, StageSpec, Step, WorkerId
@@ -87,6 +89,8 @@ class SimWorker:
     is_connected: bool = False
     wakes_at: float | None = None
     build: int = 0
+    waiting: deque[Action] = field(default_factory=deque)
+    """What reached a frozen process; it takes all of it, in order, when it goes on."""
 
 
 class World:
@@ -96,6 +100,8 @@ class World:
         job: submitted at time 0 is left to the caller; this is what stage costs are computed for.
         sites: places that workers may be in.
         seed: of the network's links.
+
+    `before_append` and `after_append` are told how many records the log holds: faults may strike in between.
     """
 
     def __init__(self, job: JobSpec, sites: tuple[SiteId, ...], *, seed: int) -> None:
@@ -105,8 +111,9 @@ class World:
         self.lines: list[str] = []
         self.workers: dict[WorkerId, SimWorker] = {}
         self.coordinator: Coordinator | None = None
-        self.after_event: Callable[[], None] | None = None
-        self.thetas: dict[tuple[StageSpec, Step], str] = {}
+        self.before_append: Callable[[int], None] | None = None
+        self.after_append: Callable[[int], None] | None = None
+        self._invariants = Invariants()
         self._saved: dict[tuple[StageSpec, Step], str] = {}
         self._job = job
         self._layers: tuple[LayerSpec, ...] = layers_of(
@@ -124,6 +131,7 @@ class World:
         self._term += 1
         opened = EpochOpened(epoch=Epoch(self._term), wall_s=self.clock.now)
         self.log.append(opened)
+        self._invariants.recorded(opened)
         self.coordinator = Coordinator()
         self.coordinator.replay(self.log)
         self._coordinator_wakes_at = None
@@ -176,12 +184,24 @@ class World:
         waits_s = 0.0
         for command in commands:
             if isinstance(command, Append):
-                self.log.append(command.record)
+                self._append(command.record)
+                if self.coordinator is None:
+                    return
                 waits_s = APPEND_S
             elif waits_s:
                 self.clock.after(waits_s, partial(self._act, self._term, command))
             else:
                 self._act(self._term, command)
+
+    def _append(self, record: Record) -> None:
+        if self.before_append is not None:
+            self.before_append(len(self.log))
+        if self.coordinator is None:
+            return
+        self.log.append(record)
+        self._invariants.recorded(record)
+        if self.after_append is not None:
+            self.after_append(len(self.log))
 
     def _act(self, term: int, command: CoordinatorCommand) -> None:
         if term != self._term or self.coordinator is None:
@@ -211,6 +231,7 @@ class World:
 
     def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
         if worker.is_connected and term == self._term:
+            self._invariants.announced(event.directive)
             self._give(worker, event)
 
     def _control_s(self, worker: WorkerId) -> float:
@@ -261,8 +282,9 @@ class World:
 
     def _thaw(self, worker: SimWorker) -> None:
         worker.is_frozen = False
-        if worker.is_alive:
-            self._give(worker, WorkerTime())
+        while worker.waiting and not worker.is_frozen:
+            worker.waiting.popleft()()
+        self._give(worker, WorkerTime())
 
     def give(self, name: WorkerId, event: WorkerEvent) -> None:
         """Give a worker's machine an event."""
@@ -273,7 +295,7 @@ class World:
         if not worker.is_alive:
             return
         if worker.is_frozen:
-            self.clock.after(0.1, partial(self._give, worker, event))
+            worker.waiting.append(partial(self._give, worker, event))
             return
         for command in worker.machine.handle(event, now=self.clock.now):
             self._do(worker, command)
@@ -281,8 +303,7 @@ class World:
         if deadline is not None and (worker.wakes_at is None or worker.wakes_at <= self.clock.now):
             worker.wakes_at = deadline
             self.clock.at(deadline, partial(self._worker_due, worker))
-        if self.after_event is not None:
-            self.after_event()
+        self._invariants.handled(worker.machine)
 
     def _worker_due(self, worker: SimWorker) -> None:
         worker.wakes_at = None
@@ -383,23 +404,20 @@ class World:
         if not worker.is_alive:
             return
         if worker.is_frozen:
-            self.clock.after(0.1, partial(self._end_op, worker, op))
+            worker.waiting.append(partial(self._end_op, worker, op))
             return
+        if isinstance(op, ApplyOp):
+            lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
+            self._invariants.applies(worker.machine, op.record, lineages)
         outcome = worker.executor.run(op)
         if isinstance(op, SaveOp):
             chunk = worker.executor.chunks[op.stage]
-            self._saved[chunk.stage, op.version] = chunk.theta
+            self._saved[chunk.stage, op.version] = chunk.lineage
+            given = {op.stage: chunk.lineage}
+            self._invariants.holds(worker.machine, worker.machine.generation, op.version, given)
             saved = CheckpointSaved(version=op.version, stage=op.stage, files=())
             self.clock.after(0.5, partial(self._give, worker, saved))
         self._give(worker, OpEnded(op=op, outcome=outcome))
-        self._note_thetas(worker)
-
-    def _note_thetas(self, worker: SimWorker) -> None:
-        """Replicas of a stage are equal at every version, whatever happened on the way."""
-        for chunk in worker.executor.chunks.values():
-            known = self.thetas.setdefault((chunk.stage, chunk.version), chunk.theta)
-            if known != chunk.theta:
-                raise Violated(f"{worker.machine.identity.worker} holds {chunk}, others {known}")
 
     # --- building chunks ---
 
@@ -427,8 +445,8 @@ class World:
         assign = command.assign
         given: dict[StageIndex, str] = {}
         for chunk in assign.chunks:
-            theta = self._state_from(worker, assign, chunk)
-            if theta is None:
+            lineage = self._state_from(worker, assign, chunk)
+            if lineage is None:
                 failed = BuildFailed(
                     generation=assign.generation,
                     peer=chunk.source.peer,
@@ -437,7 +455,7 @@ class World:
                 )
                 self._give(worker, failed)
                 return
-            given[chunk.stage.index] = theta
+            given[chunk.stage.index] = lineage
         times = {chunk.stage.index: self._times_of(chunk.stage) for chunk in assign.chunks}
         worker.executor.build(assign, given, times)
         is_origin = bool(assign.origins)
@@ -450,13 +468,13 @@ class World:
                 data_fingerprint="data" if is_origin else "",
             ),
         )
-        self._note_thetas(worker)
+        self._invariants.holds(worker.machine, assign.generation, assign.version, given)
 
     def _state_from(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> str | None:
         source, stage = chunk.source, chunk.stage
         match source.kind:
             case SourceKind.INITIAL:
-                return f"initial-{stage.index}"
+                return INITIAL
             case SourceKind.CHECKPOINT:
                 return self._saved[stage, source.version]
             case SourceKind.KEEP | SourceKind.PEER:
@@ -468,4 +486,4 @@ class World:
                 held = None if donor is None else donor.executor.chunks.get(stage.index)
                 if held is None or held.stage != stage or held.version != assign.version:
                     return None
-                return held.theta
+                return held.lineage

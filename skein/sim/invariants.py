@@ -1,0 +1,134 @@
+"""What must hold in a simulated world after every event, however its machines are disturbed.
+
+Rules of this file
+- The run log is the only authority. A lineage names one history of commits: equal lineages mean equal parameters.
+- Nothing in here asks a machine what it believes, but for the numbers that may only grow.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from skein.protocol.messages import Commit, Directive, NewGeneration, StepRecord
+from skein.protocol.records import (
+    EpochOpened,
+    GenerationOpened,
+    JobSubmitted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.protocol.worker import Worker
+from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, Step
+
+INITIAL = "initial"
+"""Lineage of what is drawn from the seed."""
+
+
+class Violated(AssertionError):
+    """An invariant of the protocol does not hold."""
+
+
+def lineage_after(lineage: str, record: StepRecord) -> str:
+    """The lineage of parameters of `lineage` to which `record` was applied."""
+    attempts = [(result.group, result.attempt) for result in record.results]
+    text = f"{lineage} {record.step} {record.decision} {attempts}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class _Branch:
+    """The history of one job that counts: roll-backs cut it short."""
+
+    lineages: list[str] = field(default_factory=lambda: [INITIAL])
+    records: list[StepRecord] = field(default_factory=list)
+    highest: int = 0
+    """Versions that were ever recorded, rolled back or not."""
+
+
+class Invariants:
+    """Follows the run log and compares with it what workers hold and are told."""
+
+    def __init__(self) -> None:
+        self._branches: dict[JobId, _Branch] = {}
+        self._epoch = Epoch(0)
+        self._generation = Generation(0)
+        self._known: dict[int, StepRecord] = {}
+        """Recorded decisions by object identity: thousands of workers hear each."""
+        self._places: dict[Incarnation, tuple[Epoch, Generation]] = {}
+
+    def recorded(self, record: Record) -> None:
+        """A record is durable: numbers grow, and steps are committed one after the other."""
+        match record:
+            case EpochOpened():
+                _grows("epoch", self._epoch, record.epoch)
+                self._epoch = record.epoch
+            case GenerationOpened():
+                _grows("generation", self._generation, record.generation)
+                self._generation = record.generation
+            case JobSubmitted():
+                self._branches[record.job] = _Branch()
+            case StepCommitted():
+                self._committed(self._branches[record.job], record.record)
+            case RolledBack():
+                branch = self._branches[record.job]
+                del branch.records[record.to_version :]
+                del branch.lineages[record.to_version + 1 :]
+            case _:
+                pass
+
+    def _committed(self, branch: _Branch, record: StepRecord) -> None:
+        if record.step != len(branch.records):
+            raise Violated(f"step {record.step} is committed at version {len(branch.records)}")
+        self._known[id(record)] = record
+        branch.records.append(record)
+        branch.lineages.append(lineage_after(branch.lineages[-1], record))
+        branch.highest = max(branch.highest, len(branch.records))
+
+    def announced(self, directive: Directive) -> None:
+        """A worker hears a directive: whatever it says is decided must be durable."""
+        match directive:
+            case Commit(record=record) | NewGeneration(last_commit=StepRecord() as record):
+                if id(record) not in self._known:
+                    raise Violated(f"announced before it was recorded: {record}")
+            case _:
+                pass
+
+    def applies(self, who: Worker, record: StepRecord, lineages: Iterable[str]) -> None:
+        """Chunks of these lineages are about to be updated by `record`."""
+        branch = self._branch(who)
+        if branch is None or record not in branch.records[record.step : record.step + 1]:
+            return  # A fenced worker may still finish what was rolled back since.
+        if any(lineage != branch.lineages[record.step] for lineage in lineages):
+            raise Violated(f"{who.identity.worker} applies step {record.step} to other parameters")
+
+    def holds(
+        self, who: Worker, generation: Generation, version: Step, by_stage: Mapping[StageIndex, str]
+    ) -> None:
+        """Chunks at `version` were built or saved under `generation`: they must be what the log makes of it."""
+        branch = self._branch(who)
+        if branch is None or generation != self._generation or version >= len(branch.lineages):
+            return
+        for stage, lineage in by_stage.items():
+            if lineage != branch.lineages[version]:
+                raise Violated(f"{who.identity.worker} holds another stage {stage} at version {version}")
+
+    def handled(self, who: Worker) -> None:
+        """A worker has handled an event: it never steps back, and is never ahead of the log."""
+        place = (who.epoch, who.generation)
+        if place < self._places.get(who.identity.incarnation, place):
+            raise Violated(f"{who.identity.worker} went back to {place}")
+        self._places[who.identity.incarnation] = place
+        if who.epoch > self._epoch or who.generation > self._generation:
+            raise Violated(f"{who.identity.worker} is at {place}, the log at {self._epoch, self._generation}")
+        branch = self._branch(who)
+        if branch is not None and who.version > branch.highest:
+            raise Violated(f"{who.identity.worker} is at version {who.version}, the log at {branch.highest}")
+
+    def _branch(self, who: Worker) -> _Branch | None:
+        return None if who.job is None else self._branches.get(who.job)
+
+
+def _grows(what: str, before: int, after: int) -> None:
+    if after <= before:
+        raise Violated(f"{what} {after} after {before}")
