@@ -269,8 +269,8 @@ class CheckpointStore:
 
     # --- for uploads and downloads: the coordinator's own store ---
 
-    def upload(self, job: JobId, version: Step, name: str, num_bytes: int) -> Upload:
-        """A file to be written. Whatever checkpoint of that version was there before ends to exist.
+    def upload(self, job: JobId, version: Step, name: str, num_bytes: int, *, replaces: bool) -> Upload:
+        """A file to be written. If it `replaces`, whatever checkpoint of that version was there ends to exist.
 
         Raises:
             RemoteError: a name that no checkpoint has.
@@ -283,12 +283,9 @@ class CheckpointStore:
         free_bytes = shutil.disk_usage(self._directory).free - self._reserved_bytes
         if num_bytes > free_bytes:
             raise StoreFull(f"{name}: {num_bytes} bytes, the disk of the coordinator has {free_bytes} left")
-        target.with_name(MANIFEST).unlink(missing_ok=True)
+        if replaces:
+            target.with_name(MANIFEST).unlink(missing_ok=True)
         return Upload(target, num_bytes)
-
-    def discard_part(self, job: JobId, version: Step, name: str) -> None:
-        """Delete a file that turned out wrong."""
-        self._path(job, version, name).unlink(missing_ok=True)
 
     def pieces(self, job: JobId, version: Step, name: str, offset: int, piece_bytes: int) -> Iterator[bytes]:
         """The bytes of a file from `offset` on."""

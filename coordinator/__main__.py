@@ -1,0 +1,68 @@
+"""`python -m coordinator`: a coordinator in the foreground. `skein coordinator up` runs this."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
+from coordinator.logs import LogFormat
+
+
+def default_state_dir() -> Path:
+    """Where state lies when nobody says: below XDG_STATE_HOME, or the place it stands for."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "skein"
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=DEFAULT_PORT, help="Port of the gRPC services.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=default_state_dir,
+    show_default="~/.local/state/skein",
+    help="Run log and checkpoints. Whoever has it is the coordinator.",
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="Calls need the token in this file.")
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
+@click.option("--ray", "ray_address", help="An existing Ray cluster, host:port or auto; else one is started.")
+@click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
+@click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
+@click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
+@click.option("--lease", "lease_s", default=3.0, help="Seconds of silence after which a worker is lost.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
+def main(
+    host: str,
+    port: int,
+    state_dir: Path,
+    token_file: Path | None,
+    insecure: bool,
+    ray_address: str | None,
+    num_cpus: int,
+    metrics_host: str,
+    metrics_port: int,
+    lease_s: float,
+    log_format: LogFormat,
+) -> None:
+    """Run a coordinator until SIGTERM or Ctrl-C. It hosts itself on Ray and owns its state directory."""
+    options = CoordinatorOptions(
+        state_dir=state_dir,
+        host=host,
+        port=port,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port or None,
+        token_file=token_file,
+        allow_insecure=insecure,
+        lease_s=lease_s,
+        ray_address=ray_address,
+        num_cpus=num_cpus,
+        log_format=log_format,
+    )
+    sys.exit(run_coordinator(options))
+
+
+if __name__ == "__main__":
+    main()

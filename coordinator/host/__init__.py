@@ -1,0 +1,1 @@
+"""Hosting on Ray: the cluster, and the actor in it."""

@@ -1,0 +1,117 @@
+"""The Ray actor that is the coordinator: it serves from its constructor on, and again whenever Ray restarts it.
+
+Rules of this file
+- No torch in here: the process must be back within a second.
+- Nothing but the state directory survives a restart; the actor is given where that is, and nothing else.
+- A launcher that is gone takes the actor with it, at once and without ado: the run log is written for that.
+"""
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from coordinator.logs import LogFormat, begin_logging
+from coordinator.planner import RayPlanner
+from coordinator.serving import Serves, Serving, ServingOptions
+from skein.errors import SkeinError
+from skein.wire.tokens import read_token
+
+_log = logging.getLogger("coordinator")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The process that brought the actor up; its start time tells it from a later one with the same id."""
+
+    pid: int
+    started_s: float
+
+    @classmethod
+    def this_process(cls) -> "Launcher":
+        return cls(pid=os.getpid(), started_s=psutil.Process().create_time())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """What the actor is made with. `launcher` None: it outlives whoever brought it up."""
+
+    serving: ServingOptions
+    token_file: Path | None
+    """Read here, for what an actor is made with is kept by Ray."""
+    launcher: Launcher | None
+    log_format: LogFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The coordinator could not begin; one line for people."""
+
+    line: str
+
+
+class Host:
+    """The actor. Ray calls its methods; gRPC is served beside them on the same event loop."""
+
+    def __init__(self, options: HostOptions) -> None:
+        loop = asyncio.get_event_loop()
+        if options.launcher is not None:
+            _leave_with(options.launcher, loop)
+        begin_logging(options.serving.state_dir, options.log_format)
+        self._options = options
+        self._serving: Serving | None = None
+        self._beginning = loop.create_task(self._begin())
+        self._running = loop.create_task(self._run())
+
+    async def ready(self) -> Serves | Failed:
+        """Where it serves, once it does."""
+        return await asyncio.shield(self._beginning)
+
+    async def ended(self) -> str:
+        """Waits for the end; gives what went wrong, "" for nothing. Asked again after a restart."""
+        return await asyncio.shield(self._running)
+
+    async def stop(self) -> None:
+        """An orderly end: the log is closed and nobody is served any more."""
+        if self._serving is not None:
+            await self._serving.stop()
+
+    async def _begin(self) -> Serves | Failed:
+        options = self._options
+        try:
+            token = None if options.token_file is None else read_token(options.token_file)
+            serving = replace(options.serving, token=token)
+            self._serving = await Serving.start(serving, RayPlanner())
+        except SkeinError as error:
+            _log.critical(f"cannot serve: {error}")
+            return Failed(line=str(error))
+        return self._serving.where()
+
+    async def _run(self) -> str:
+        began = await self._beginning
+        if isinstance(began, Failed):
+            return began.line
+        assert self._serving is not None
+        try:
+            return await self._serving.ended()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - outermost: Ray starts a process that replays the run log
+            _log.critical("crashed", exc_info=error)
+            logging.shutdown()
+            os._exit(1)
+
+
+def _leave_with(launcher: Launcher, loop: asyncio.AbstractEventLoop) -> None:
+    """End this process when the launcher's ends, or has ended."""
+    try:
+        descriptor = os.pidfd_open(launcher.pid)
+        is_same = psutil.Process(launcher.pid).create_time() == launcher.started_s
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        is_same = False
+    if not is_same:
+        os._exit(0)
+    loop.add_reader(descriptor, os._exit, 0)

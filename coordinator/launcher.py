@@ -1,0 +1,284 @@
+"""`run_coordinator`: brings a coordinator up on Ray, shows its log, and takes everything down again.
+
+Rules of this file
+- What can be refused is refused before Ray is started, in one line with cause and cure.
+- Whatever happens to this process, nothing that it started outlives it by more than about a second: the actor watches
+  it, and a guard of its own ends the rest.
+- Ray's environment is set before Ray is imported, and set whole: nothing is left to what a machine happens to have.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from coordinator.launch.guard import GIVE_UP_S, MARK
+from coordinator.logs import LogFollower, LogFormat
+from coordinator.serving import LOCK_WAIT_S, ServingOptions
+from coordinator.store import LOCK_FILE
+from skein.errors import SkeinError, UserError
+from skein.wire.channel import join_address, require_safe_bind
+from skein.wire.tokens import read_token
+
+DEFAULT_PORT = 7411
+DEFAULT_METRICS_PORT = 7412
+RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions:
+    """What an operator decides about one coordinator."""
+
+    state_dir: Path
+    """Run log and checkpoints; whoever has it is the coordinator."""
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = DEFAULT_METRICS_PORT
+    """None: no metrics."""
+    token_file: Path | None = None
+    allow_insecure: bool = False
+    """Listen beyond this machine without a token."""
+    lease_s: float = 3.0
+    """Silence after which a worker is lost; raise it if machines stall for longer and come back."""
+    ray_address: str | None = None
+    """A cluster that is there already, host:port or "auto"; None: one of our own."""
+    num_cpus: int = 2
+    """What our own cluster may use at once for planning."""
+    object_store_bytes: int = 80 << 20
+    """Of our own cluster; nothing large goes through it. Ray takes no less than 75 MiB."""
+    log_format: LogFormat = "text"
+
+
+class _StopAskedError(Exception):
+    """SIGTERM or SIGINT came."""
+
+
+def run_coordinator(options: CoordinatorOptions) -> int:
+    """Run until SIGTERM or SIGINT; gives the exit code. One line on standard output says when it serves."""
+    try:
+        with _Signals() as signals, ExitStack() as undo:
+            _run(options, signals, undo)
+    except _StopAskedError:
+        return 0
+    except SkeinError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+class _Signals:
+    """Whether SIGTERM or SIGINT came. They only set a flag: an exception in the midst of Ray's calls breaks those."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, action in self._before.items():
+            signal.signal(number, action)
+
+    def install(self) -> None:
+        """Be the one who hears them; Ray makes itself that."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+
+    def check(self) -> None:
+        """Wanted wherever something is waited for.
+
+        Raises:
+            _StopAskedError: one came.
+        """
+        if self._came:
+            raise _StopAskedError
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+
+
+def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> None:
+    state_dir = _prepare(options)
+    if options.ray_address is None:
+        _wait_for_lock(state_dir, signals)
+        _require_free("listen", options.host, options.port)
+        if options.metrics_port is not None:
+            _require_free("metrics_port", options.metrics_host, options.metrics_port)
+    undo.callback(LogFollower(state_dir, sys.stderr).close)
+    _start_ray(options, state_dir, undo)
+    signals.install()
+    _host(options, state_dir, signals, undo)
+
+
+def _prepare(options: CoordinatorOptions) -> Path:
+    """Refuse what cannot work; gives the state directory, made and whole."""
+    token = None if options.token_file is None else read_token(options.token_file)
+    require_safe_bind(options.host, token, allow_insecure=options.allow_insecure)
+    if not 0 < options.port < 2**16:
+        raise UserError("port", options.port, "give a port between 1 and 65535")
+    if options.lease_s < 0.5:
+        raise UserError("lease_s", options.lease_s, "give at least 0.5 s: shorter ones end by chance")
+    state_dir = options.state_dir.expanduser().resolve()
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=state_dir) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        hint = f"{error.strerror}; give a directory that you can write"
+        raise UserError("state_dir", str(state_dir), hint) from error
+    return state_dir
+
+
+def _wait_for_lock(state_dir: Path, signals: _Signals) -> None:
+    """Find out early whether another coordinator is here; one that is just going is waited for."""
+    give_up, is_told = time.monotonic() + LOCK_WAIT_S, False
+    with (state_dir / LOCK_FILE).open("a+b") as lock:
+        while True:
+            try:
+                flock(lock, LOCK_EX | LOCK_NB)
+                return
+            except BlockingIOError as error:
+                holder = os.pread(lock.fileno(), 32, 0).decode(errors="replace").strip() or "unknown"
+                if time.monotonic() >= give_up:
+                    hint = f"the coordinator with process id {holder} is using it; stop that one first"
+                    raise UserError("state_dir", str(state_dir), hint) from error
+                if not is_told:
+                    line = f"waiting up to {LOCK_WAIT_S:.0f} s for process {holder} to leave {state_dir}"
+                    print(line, file=sys.stderr, flush=True)
+                    is_told = True
+            signals.check()
+            time.sleep(0.1)
+
+
+def _require_free(field: str, host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        hint = f"{reason}; give another one, or end what listens there"
+        raise UserError(field, join_address(host, port), hint) from error
+
+
+# --- Ray ---
+
+
+def ray_environment(state_dir: Path) -> dict[str, str]:
+    """Environment of a cluster of our own: nothing is reported to anybody, and nobody else gets in.
+
+    A token is needed for whatever reaches Ray's ports, and these listen on loopback: Ray has no setting for that on
+    Linux, but takes loopback for its address when it is told that it cannot form clusters.
+    """
+    token_file = state_dir / RAY_TOKEN_FILE
+    if not token_file.exists():
+        with open(token_file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(secrets.token_hex(32))
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+    }
+
+
+def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> None:
+    if options.ray_address is None:
+        temp_dir = Path(tempfile.mkdtemp(prefix="skein-"))
+        mark = secrets.token_hex(8)
+        undo.callback(_Guard(mark, temp_dir).close)
+        for name in [name for name in os.environ if name.startswith("RAY_AUTH")] + ["RAY_ADDRESS"]:
+            os.environ.pop(name, None)
+        os.environ.update(ray_environment(state_dir), **{MARK: mark})
+    else:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Never whatever the machine has in a home directory: both sides must be told the same.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray reads its environment when it is imported.
+    from coordinator.host import cluster
+
+    undo.callback(cluster.leave)
+    try:
+        if options.ray_address is None:
+            cluster.start_local(
+                temp_dir, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
+            )
+        else:
+            cluster.connect(options.ray_address)
+    except SystemExit as error:
+        # Ray's own answer to SIGTERM, while it starts.
+        raise _StopAskedError from error
+
+
+class _Guard:
+    """A process that ends what this one started, when this one is gone."""
+
+    def __init__(self, mark: str, temp_dir: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "coordinator.launch.guard", mark, str(temp_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Have it do its work, and wait for that."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=2 * GIVE_UP_S)
+
+
+def _host(options: CoordinatorOptions, state_dir: Path, signals: _Signals, undo: ExitStack) -> None:
+    from coordinator.host.actor import HostOptions, Launcher
+    from coordinator.host.cluster import HostActor
+
+    is_own = options.ray_address is None
+    serving = ServingOptions(
+        state_dir=state_dir,
+        host=options.host,
+        port=options.port,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        lease_s=options.lease_s,
+    )
+    host = HostActor.bring_up(
+        HostOptions(
+            serving=serving,
+            token_file=options.token_file,
+            launcher=Launcher.this_process() if is_own else None,
+            log_format=options.log_format,
+        )
+    )
+    undo.callback(host.end)
+    while (serves := host.serves(_TICK_S)) is None:
+        signals.check()
+    metrics = "" if serves.metrics_address is None else f" metrics=http://{serves.metrics_address}/metrics"
+    print(
+        f"skein coordinator ready on {serves.address} epoch={serves.epoch} state={state_dir}{metrics}",
+        flush=True,
+    )
+    while (reason := host.ended(_TICK_S)) is None:
+        signals.check()
+    if reason:
+        raise UserError("coordinator", serves.address, f"{reason}; the state is intact, see {state_dir}")

@@ -1,0 +1,79 @@
+"""The coordinator's own log: a file in the state directory, which the launcher shows as it grows."""
+
+import json
+import logging
+import os
+import threading
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Literal, TextIO
+
+LogFormat = Literal["text", "json"]
+
+LOG_FILE = "coordinator.log"
+_MAX_BYTES = 10 << 20
+_NUM_OLDER = 3
+_TEXT = "%(asctime)s %(levelname)-7s %(message)s"
+_POLL_S = 0.1
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def begin_logging(directory: Path, log_format: LogFormat) -> None:
+    """Sends what this process logs to the file in `directory`."""
+    file = RotatingFileHandler(directory / LOG_FILE, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
+    file.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    for name in ("coordinator", "skein", "grpc"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [file]
+
+
+class LogFollower:
+    """Shows what is added to the log file from now on, until `close`; the file may be replaced meanwhile."""
+
+    def __init__(self, directory: Path, out: TextIO) -> None:
+        self._path = directory / LOG_FILE
+        self._out = out
+        self._position = self._path.stat().st_size if self._path.exists() else 0
+        self._inode = self._path.stat().st_ino if self._path.exists() else 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="log-follower", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show the rest and end."""
+        self._closing.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            self._show()
+        self._show()
+
+    def _show(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._position = inode, 0
+                file.seek(self._position)
+                added = file.read()
+        except FileNotFoundError:
+            return
+        self._position += len(added)
+        if added:
+            self._out.write(added.decode(errors="replace"))
+            self._out.flush()

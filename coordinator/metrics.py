@@ -1,0 +1,341 @@
+"""Every metric of the coordinator, and those that workers report with their beats, re-exported under their own names.
+
+Rules of this file
+- `skein_<noun>_<unit>[_total]`, SI base units. Labels are bounded: jobs to the newest, workers to the live ones, and a
+  worker's statistics to the names of a table.
+- What follows from records is counted from records, at replay too: a restart resets none of it.
+- Setting happens on the event loop, reading on the threads of scrapes; what they share is replaced whole.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import generate_latest as render_text
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+import skein
+from coordinator.journal import Fold, job_of
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.messages import Beat, Count, Decision, Report
+from skein.protocol.records import (
+    CheckpointCommitted,
+    EpochOpened,
+    Evaluated,
+    GenerationOpened,
+    JobEnded,
+    JobSubmitted,
+    PlanAdopted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.types import JobId, JobState, WorkerId
+from skein.wire.views import WorkerState, WorkerStatus
+
+MAX_JOBS = 32
+"""Older jobs' series end."""
+MAX_WORKERS = 256
+"""Statistics of workers beyond so many, by id, are not re-exported."""
+MAX_LABELS = 64
+"""Labels of one statistic of one worker; the rest is summed under "other"."""
+STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 600.0)
+_APPEND_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReExport:
+    """A statistic of workers: its name here, its kind, and what its label says ("" for none)."""
+
+    name: str
+    kind: type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]
+    label: str
+    about: str
+
+
+_RE_EXPORTED = (
+    _ReExport("skein_worker_op_seconds", SummaryMetricFamily, "kind", "Time that ops took"),
+    _ReExport("skein_worker_op_failures", CounterMetricFamily, "kind", "Ops that failed"),
+    _ReExport("skein_worker_step_seconds", SummaryMetricFamily, "", "From one update to the next"),
+    _ReExport("skein_worker_bubble_ratio", GaugeMetricFamily, "", "Share of the last step without an op"),
+    _ReExport("skein_worker_in_flight_microbatches", GaugeMetricFamily, "", "Microbatches that hold a slot"),
+    _ReExport("skein_worker_queued_ops", GaugeMetricFamily, "kind", "Ops that could run"),
+    _ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "", "Tensors that are filed"),
+    _ReExport("skein_worker_refusals", CounterMetricFamily, "reason", "Tensors that were refused"),
+    _ReExport("skein_worker_rpc_errors", CounterMetricFamily, "reason", "Calls that failed"),
+    _ReExport("skein_worker_checkpoint_seconds", SummaryMetricFamily, "", "Time that writing a stage took"),
+    _ReExport("skein_worker_checkpoint_bytes", CounterMetricFamily, "", "Checkpoint bytes written"),
+)
+_LINK = _ReExport("skein_worker_sent_bytes", CounterMetricFamily, "peer", "Tensor bytes by directed link")
+
+
+class _Statistics(Collector):
+    """The newest statistics of each live worker."""
+
+    def __init__(self) -> None:
+        self.counts_by_worker: Mapping[WorkerId, Mapping[str, Mapping[str, float]]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        counts_by_worker = self.counts_by_worker
+        for export in _RE_EXPORTED:
+            labels = ["worker", export.label] if export.label else ["worker"]
+            metric = export.kind(export.name, f"{export.about}, by worker", labels=labels)
+            for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
+                _add(metric, export, worker, counts_by_worker[worker])
+            yield metric
+        links = CounterMetricFamily("skein_link_bytes", _LINK.about, labels=["src", "dst"])
+        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
+            for peer, value in _bounded(counts_by_worker[worker].get(f"{_LINK.name}_total", {})).items():
+                links.add_metric([worker, peer], value)
+        yield links
+
+
+def _add(
+    metric: Metric, export: _ReExport, worker: WorkerId, counts: Mapping[str, Mapping[str, float]]
+) -> None:
+    match metric:
+        case SummaryMetricFamily():
+            sums = _bounded(counts.get(f"{export.name}_sum", {}))
+            numbers = _bounded(counts.get(f"{export.name}_count", {}))
+            for label in sums.keys() & numbers.keys():
+                metric.add_metric(_labels(export, worker, label), int(numbers[label]), sums[label])
+        case CounterMetricFamily():
+            for label, value in _bounded(counts.get(f"{export.name}_total", {})).items():
+                metric.add_metric(_labels(export, worker, label), value)
+        case GaugeMetricFamily():
+            for label, value in _bounded(counts.get(export.name, {})).items():
+                metric.add_metric(_labels(export, worker, label), value)
+
+
+def _labels(export: _ReExport, worker: WorkerId, label: str) -> list[str]:
+    return [worker, label] if export.label else [worker]
+
+
+def _bounded(values: Mapping[str, float]) -> dict[str, float]:
+    kept = sorted(values)[:MAX_LABELS]
+    bounded = {label: values[label] for label in kept}
+    if len(values) > len(kept):
+        bounded["other"] = math.fsum(values[label] for label in values.keys() - bounded.keys())
+    return bounded
+
+
+def _by_name(counts: Iterable[Count]) -> Mapping[str, Mapping[str, float]]:
+    """Finite values of known statistics."""
+    names = {
+        f"{export.name}{end}" for export in (*_RE_EXPORTED, _LINK) for end in ("", "_sum", "_count", "_total")
+    }
+    found: dict[str, dict[str, float]] = {}
+    for count in counts:
+        if count.name in names and math.isfinite(count.value):
+            found.setdefault(count.name, {})[count.label[:64]] = count.value
+    return found
+
+
+@dataclass(slots=True)
+class _Job:
+    """What is kept of a job between records."""
+
+    fold: Fold = field(default_factory=Fold)
+    checkpoint_wall_s: float | None = None
+
+
+class Metrics:
+    """One coordinator's metrics; a `Meter` for the driver."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = registry = CollectorRegistry()
+        self._statistics = _Statistics()
+        registry.register(self._statistics)
+        self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
+        self._counts: dict[WorkerId, Mapping[str, Mapping[str, float]]] = {}
+        self._leased: set[WorkerId] = set()
+        self._per_job: list[Gauge | Counter | Histogram] = []
+        # --- jobs ---
+        self._loss = self._gauge("skein_loss_nats", "Training loss of the newest step, per token")
+        self._evaluation_loss = self._gauge("skein_evaluation_loss_nats", "Validation loss, per token")
+        self._gradient_norm = self._gauge("skein_gradient_norm", "Global norm of the newest gradient")
+        self._learning_rate = self._gauge("skein_learning_rate", "Learning rate of the newest step")
+        self._throughput = self._gauge("skein_throughput_tokens_per_second", "Tokens trained on, smoothed")
+        self._version = self._gauge("skein_version_steps", "Committed steps that count")
+        self._predicted = self._gauge("skein_predicted_step_seconds", "What the plan expects of a step")
+        self._lower_bound = self._gauge("skein_lower_bound_step_seconds", "No plan could be faster")
+        self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
+        self._tokens = self._counter("skein_trained_tokens_total", "Tokens trained on")
+        self._steps = self._counter(
+            "skein_committed_steps_total", "Committed steps, rolled back ones included"
+        )
+        self._skipped = self._counter("skein_skipped_steps_total", "Steps whose gradient was not applied")
+        self._generations = self._counter("skein_generations_total", "Plans put into place")
+        self._checkpoints = self._counter("skein_checkpoints_total", "Checkpoints completed")
+        self._rollbacks = self._counter("skein_rollbacks_total", "Returns to an older version")
+        self._lost_steps = self._counter("skein_rolled_back_steps_total", "Steps given up by rollbacks")
+        self._step_seconds = Histogram(
+            "skein_step_seconds",
+            "From one commit to the next",
+            ["job"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._per_job.append(self._step_seconds)
+        # --- the coordinator ---
+        self._jobs_by_state = Gauge("skein_jobs", "Jobs, by state", ["state"], registry=registry)
+        self._workers = Gauge("skein_workers", "Workers, by state", ["state"], registry=registry)
+        self._lease = Gauge(
+            "skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"], registry=registry
+        )
+        self._generation = Gauge("skein_generation_number", "Of the newest plan", registry=registry)
+        self._epoch = Gauge("skein_epoch_number", "Openings of the run log", registry=registry)
+        self._streams = Gauge("skein_control_streams", "Control streams that are open", registry=registry)
+        self._lag = Gauge("skein_event_loop_lag_seconds", "How late a timer fired", registry=registry)
+        self._append_seconds = Histogram(
+            "skein_run_log_append_seconds",
+            "Until a turn's records were durable",
+            buckets=_APPEND_BUCKETS,
+            registry=registry,
+        )
+        self._entries = Counter("skein_run_log_entries_total", "Records in the run log", registry=registry)
+        self._plan_seconds = Histogram(
+            "skein_plan_seconds", "Until the planner answered", buckets=_PLAN_BUCKETS, registry=registry
+        )
+        self._plans = Counter("skein_plans_total", "Answers of the planner", ["result"], registry=registry)
+        self._rpc_errors = Counter(
+            "skein_rpc_errors_total", "Calls that were refused", ["method", "reason"], registry=registry
+        )
+        info = Gauge("skein_build_info", "1", ["release", "protocol"], registry=registry)
+        info.labels(skein.__version__, str(skein.PROTOCOL_VERSION)).set(1)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        gauge = Gauge(name, about, ["job"], registry=self._registry)
+        self._per_job.append(gauge)
+        return gauge
+
+    def _counter(self, name: str, about: str) -> Counter:
+        counter = Counter(name, about, ["job"], registry=self._registry)
+        self._per_job.append(counter)
+        return counter
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return render_text(self._registry)
+
+    # --- what happened ---
+
+    def appended(self, records: Sequence[Record], seconds: float) -> None:
+        """These records became durable in one append."""
+        self._append_seconds.observe(seconds)
+        self.recorded(records)
+
+    def planned(self, result: Plan | Infeasible, seconds: float) -> None:
+        """The planner answered."""
+        self._plan_seconds.observe(seconds)
+        self._plans.labels("infeasible" if isinstance(result, Infeasible) else "plan").inc()
+
+    def heard(self, worker: WorkerId, report: Report) -> None:
+        """A worker reported."""
+        if isinstance(report, Beat) and report.statistics:
+            self._counts[worker] = _by_name(report.statistics)
+
+    def refused(self, method: str, reason: str) -> None:
+        """A call failed."""
+        self._rpc_errors.labels(method, reason).inc()
+
+    def recorded(self, records: Iterable[Record]) -> None:
+        """These records are in the run log; from `appended`, or from replay."""
+        for record in records:
+            self._entries.inc()
+            job = job_of(record)
+            if job is not None:
+                kept = self._kept(job)
+                _ = kept.fold.take(record)
+                self._of_job(job, kept, record)
+
+    def _of_job(self, job: JobId, kept: _Job, record: Record) -> None:
+        match record:
+            case StepCommitted():
+                self._stepped(job, kept.fold, record)
+            case Evaluated():
+                self._evaluation_loss.labels(job).set(record.loss)
+            case PlanAdopted():
+                self._predicted.labels(job).set(record.predicted_step_s)
+                self._lower_bound.labels(job).set(record.lower_bound_s)
+            case GenerationOpened():
+                self._generations.labels(job).inc()
+            case CheckpointCommitted():
+                self._checkpoints.labels(job).inc()
+                kept.checkpoint_wall_s = record.wall_s
+            case RolledBack():
+                self._rollbacks.labels(job).inc()
+                self._lost_steps.labels(job).inc(record.from_version - record.to_version)
+                self._version.labels(job).set(record.to_version)
+            case JobEnded():
+                kept.checkpoint_wall_s = None
+                self._throughput.labels(job).set(0)
+            case EpochOpened() | JobSubmitted():
+                pass
+
+    def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:
+        step = record.record
+        self._steps.labels(job).inc()
+        if step.decision is not Decision.APPLY:
+            self._skipped.labels(job).inc()
+        self._version.labels(job).set(step.step + 1)
+        self._tokens.labels(job).inc(step.num_tokens)
+        self._loss.labels(job).set(step.loss)
+        self._gradient_norm.labels(job).set(step.gradient_norm)
+        self._learning_rate.labels(job).set(step.learning_rate)
+        self._throughput.labels(job).set(fold.tokens_per_s)
+        if fold.last_step_s is not None:
+            self._step_seconds.labels(job).observe(fold.last_step_s)
+
+    def _kept(self, job: JobId) -> _Job:
+        if job not in self._jobs:
+            self._jobs[job] = _Job()
+            for counter in (self._steps, self._tokens, self._checkpoints, self._rollbacks, self._generations):
+                counter.labels(job)
+            if len(self._jobs) > MAX_JOBS:
+                oldest, _ = self._jobs.popitem(last=False)
+                for metric in self._per_job:
+                    metric.remove(oldest)
+        return self._jobs[job]
+
+    # --- what is ---
+
+    def sample(
+        self,
+        machine: Coordinator,
+        workers: Sequence[WorkerStatus],
+        *,
+        num_streams: int,
+        lag_s: float,
+        now: float,
+    ) -> None:
+        """Take the state of the moment; wanted every second or so."""
+        history, live = machine.history, machine.membership.live
+        self._epoch.set(history.epoch)
+        self._generation.set(history.generation)
+        self._streams.set(num_streams)
+        self._lag.set(lag_s)
+        _set_by_state(self._jobs_by_state, JobState, [machine.state_of(job) for job in history.jobs])
+        _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
+        leased = sorted(live)[:MAX_WORKERS]
+        for worker in leased:
+            self._lease.labels(worker).set(max(0.0, live[worker].lease_until - now))
+        for worker in self._leased.difference(leased):
+            self._lease.remove(worker)
+        self._leased = set(leased)
+        self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
+        self._statistics.counts_by_worker = self._counts
+        for job, kept in self._jobs.items():
+            if kept.checkpoint_wall_s is not None:
+                self._checkpoint_age.labels(job).set(max(0.0, now - kept.checkpoint_wall_s))
+
+
+def _set_by_state(gauge: Gauge, states: Iterable[str], found: Sequence[str]) -> None:
+    for state in states:
+        gauge.labels(state).set(sum(1 for one in found if one == state))

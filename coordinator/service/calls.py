@@ -1,0 +1,112 @@
+"""What holds for every call: errors become a status by one table, and each refusal is counted by its reason."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeAlias, cast
+
+import grpc
+from grpc import aio
+
+from coordinator.checkpoints import StoreFull
+from skein.errors import SkeinError, UserError
+from skein.wire.failures import refuse, status_of
+
+
+class NotFoundError(UserError):
+    """A job, worker or file that nobody has heard of."""
+
+
+class BusyError(UserError):
+    """A limit is reached; later it may work."""
+
+
+_CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
+    (NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (StoreFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+)
+"""What the services add to the table of `skein.wire.failures`."""
+
+CountRefusal = Callable[[str, str], None]
+"""Told (method, reason) of a call that failed; the method is one of ours, or "unknown"."""
+
+Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
+_Context: TypeAlias = "aio.ServicerContext[object, object]"
+_Behaviour = Callable[[object, _Context], object]
+
+
+class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Outermost of the interceptors. Methods that nobody registered stay unimplemented: deny by default."""
+
+    def __init__(self, count: CountRefusal) -> None:
+        self._count = count
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Method:
+        method = cast("Method | None", await continuation(handler_call_details))
+        if method is None:
+            self._count("unknown", "unimplemented")
+            # grpc answers UNIMPLEMENTED when there is nothing to call.
+            return cast("Method", method)
+        return self._guard(method, handler_call_details.method.rpartition("/")[2])
+
+    def _guard(self, method: Method, name: str) -> Method:
+        parse, serialize = method.request_deserializer, method.response_serializer
+        if not method.request_streaming and not method.response_streaming:
+            guarded = self._guarded(cast(_Behaviour, method.unary_unary), name)
+            return cast("Method", grpc.unary_unary_rpc_method_handler(guarded, parse, serialize))
+        if not method.response_streaming:
+            guarded = self._guarded(cast(_Behaviour, method.stream_unary), name)
+            return cast("Method", grpc.stream_unary_rpc_method_handler(guarded, parse, serialize))
+        if not method.request_streaming:
+            guarded = self._guarded(cast(_Behaviour, method.unary_stream), name)
+            return cast("Method", grpc.unary_stream_rpc_method_handler(guarded, parse, serialize))
+        guarded = self._guarded(cast(_Behaviour, method.stream_stream), name)
+        return cast("Method", grpc.stream_stream_rpc_method_handler(guarded, parse, serialize))
+
+    def _guarded(self, behaviour: _Behaviour, name: str) -> Callable[[object, _Context], Awaitable[object]]:
+        async def guarded(request: object, context: _Context) -> object:
+            reason: str | None = "internal"
+            try:
+                reply = await _answer(behaviour(request, context), context)
+                reason = None
+            except asyncio.CancelledError:
+                reason = None
+                raise
+            except aio.AbortError:
+                reason = _reason(context)
+                raise
+            except SkeinError as error:
+                code = next((code for kind, code in _CODES if isinstance(error, kind)), status_of(error))
+                reason = code.name.lower()
+                await refuse(context, error, code)
+            finally:
+                if reason is not None:
+                    self._count(name, reason)
+            return reply
+
+        return guarded
+
+
+async def _answer(answer: object, context: _Context) -> object:
+    """A behaviour's one reply; or its replies, written one by one."""
+    if not inspect.isasyncgen(answer):
+        return await cast(Awaitable[object], answer)
+    async with aclosing(answer):
+        async for message in answer:
+            await context.write(message)
+    return None
+
+
+def _reason(context: _Context) -> str:
+    """The status that a call was aborted with, as a label."""
+    code = cast("grpc.StatusCode | int | None", context.code())
+    for known in grpc.StatusCode:
+        if code in (known, known.value[0]):
+            return known.name.lower()
+    return "unknown"

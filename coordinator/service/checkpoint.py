@@ -1,0 +1,146 @@
+"""Checkpoint files of jobs that name no URL: uploads from workers, downloads to workers and clients."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from coordinator.checkpoints import CheckpointStore, Upload
+from coordinator.driver import Driver
+from coordinator.service.calls import NotFoundError
+from coordinator.service.context import Context
+from skein.errors import RemoteError
+from skein.protocol.history import JobHistory
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.records import CheckpointCommitted
+from skein.types import JobId, Step
+from skein.wire import codec
+from skein.wire.channel import PART_BYTES
+from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+
+PART_S = 60.0
+"""Silence after which an upload is given up."""
+MAX_UPLOADS = 32
+"""Uploads that are written at once; more wait for their turn."""
+
+
+class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
+    """Takes files of versions that are committed steps, gives files of checkpoints that exist."""
+
+    def __init__(self, driver: Driver, store: CheckpointStore) -> None:
+        self._driver = driver
+        self._store = store
+        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+
+    async def Put(
+        self, request_iterator: AsyncIterator[checkpoint_pb2.PutPart], context: Context
+    ) -> checkpoint_pb2.PutReply:
+        async with self._uploads:
+            start = await _next(request_iterator)
+            if not isinstance(start, PutStart):
+                raise RemoteError(f"{type(start).__name__} before PutStart")
+            job = self._job(start.job)
+            if job.end is not None or start.version > job.version:
+                raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
+            reply = await self._take(
+                start, _file_of(_checkpoint(job, start.version), start.name), request_iterator
+            )
+        return codec.PUT_REPLY.encode(reply)
+
+    async def _take(
+        self,
+        start: PutStart,
+        committed: CheckpointFile | None,
+        parts: AsyncIterator[checkpoint_pb2.PutPart],
+    ) -> PutReply:
+        """Write a file. One of a checkpoint that exists stays, and must be the same."""
+        upload = await asyncio.to_thread(
+            self._store.upload,
+            start.job,
+            start.version,
+            start.name,
+            start.num_bytes,
+            replaces=committed is None,
+        )
+        with upload:
+            sha256 = await _receive(upload, parts)
+            if upload.num_missing or upload.sha256 != sha256:
+                raise RemoteError(f"{start.name}: {upload.num_missing} bytes missing, or not what was sent")
+            if committed is None:
+                await asyncio.to_thread(upload.finish)
+            elif committed.sha256 != sha256:
+                raise RemoteError(f"{start.name} of version {start.version} exists with other content")
+        return PutReply(num_bytes=start.num_bytes, sha256=sha256)
+
+    async def Get(
+        self, request: checkpoint_pb2.GetRequest, context: Context
+    ) -> AsyncIterator[checkpoint_pb2.GetPart]:
+        asked = codec.GET_REQUEST.decode(request)
+        file = _file_of(_checkpoint(self._job(asked.job), asked.version), asked.name)
+        if file is None or asked.offset > file.num_bytes:
+            raise NotFoundError("file", f"{asked.job}/{asked.version}/{asked.name}", "no such file there")
+        yield codec.GET_PART.encode(GetStart(num_bytes=file.num_bytes))
+        pieces = self._store.pieces(asked.job, asked.version, asked.name, asked.offset, PART_BYTES)
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield codec.GET_PART.encode(FileData(data=piece))
+        yield codec.GET_PART.encode(FileEnd(sha256=file.sha256))
+
+    async def Manifest(
+        self, request: checkpoint_pb2.ManifestRequest, context: Context
+    ) -> checkpoint_pb2.ManifestReply:
+        asked = codec.MANIFEST_REQUEST.decode(request)
+        job = self._job(asked.job)
+        found = job.newest_checkpoint if asked.version is None else _checkpoint(job, asked.version)
+        if found is None:
+            which = "it has none yet" if not job.checkpoints else f"it has {_versions(job)}"
+            raise NotFoundError("checkpoint", f"{asked.job} version {asked.version or 'newest'}", which)
+        reply = ManifestReply(
+            job=job.job,
+            version=found.version,
+            spec=job.spec.canonical_json(),
+            url=found.url,
+            stages=found.stages,
+            wall_s=found.wall_s,
+        )
+        await self._driver.settled()
+        return codec.MANIFEST_REPLY.encode(reply)
+
+    def _job(self, job: JobId) -> JobHistory:
+        found = self._driver.machine.history.jobs.get(job)
+        if found is None:
+            raise NotFoundError("job", job, "no such job; see skein jobs")
+        return found
+
+
+def _checkpoint(job: JobHistory, version: Step) -> CheckpointCommitted | None:
+    return next((c for c in job.checkpoints if c.version == version), None)
+
+
+def _file_of(checkpoint: CheckpointCommitted | None, name: str) -> CheckpointFile | None:
+    stages = () if checkpoint is None or checkpoint.url is not None else checkpoint.stages
+    return next((file for stage in stages for file in stage.files if file.name == name), None)
+
+
+def _versions(job: JobHistory) -> str:
+    return ", ".join(str(checkpoint.version) for checkpoint in job.checkpoints)
+
+
+async def _receive(upload: Upload, parts: AsyncIterator[checkpoint_pb2.PutPart]) -> str:
+    """Write data until FileEnd; gives the hash that was announced with it."""
+    while True:
+        match await _next(parts):
+            case FileData(data=data):
+                await asyncio.to_thread(upload.write, data)
+            case FileEnd(sha256=sha256):
+                return sha256
+            case PutStart():
+                raise RemoteError("a second PutStart in one upload")
+
+
+async def _next(parts: AsyncIterator[checkpoint_pb2.PutPart]) -> PutPart:
+    try:
+        async with asyncio.timeout(PART_S):
+            return codec.PUT_PART.decode(await anext(parts))
+    except TimeoutError as error:
+        raise RemoteError(f"an upload was silent for {PART_S:.0f} s") from error
+    except StopAsyncIteration as error:
+        raise RemoteError("an upload ended before FileEnd") from error

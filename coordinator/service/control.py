@@ -1,0 +1,106 @@
+"""Control streams: Hello first, then reports up and directives down, until either side ends it."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from coordinator.driver import Driver
+from coordinator.service.context import Context
+from coordinator.streams import Stream
+from skein.errors import RemoteError
+from skein.protocol.messages import Hello, Refused
+from skein.types import WorkerId
+from skein.wire.codec import decode_report, encode_directive
+from skein.wire.extra import LogLine, LogLines
+from skein.wire.v1 import control_pb2, control_pb2_grpc
+
+HELLO_S = 10.0
+"""A stream that has said nothing for so long is closed."""
+CUT_S = 5.0
+"""What a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
+MAX_LINES = 200
+MAX_LINE_CHARACTERS = 2000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Worker names are labels of metrics and parts of log lines."""
+
+
+class Control(control_pb2_grpc.ControlServicer):
+    """Turns streams into posts to the driver, and the driver's directives into messages."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Session(
+        self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
+    ) -> AsyncIterator[control_pb2.Directive]:
+        hello = await _hello(request_iterator)
+        stream = Stream(hello.worker, hello.incarnation)
+        await self._driver.opened(stream, hello)
+        reading = asyncio.create_task(self._read(stream, request_iterator))
+        cutting = asyncio.create_task(_cut(stream, asyncio.current_task()))
+        try:
+            while (directive := await stream.take()) is not None:
+                yield encode_directive(directive)
+                if isinstance(directive, Refused):
+                    stream.close("refused")
+            if reading.done():
+                await reading
+        finally:
+            cutting.cancel()
+            reading.cancel()
+            await self._driver.closed(stream, "the connection broke")
+
+    async def _read(self, stream: Stream, reports: AsyncIterator[control_pb2.Report]) -> None:
+        """Post what comes; the stream ends with it.
+
+        Raises:
+            RemoteError: a message that no worker of this release sends.
+        """
+        reason = "the worker sent what nobody understands"
+        try:
+            async for message in reports:
+                report = decode_report(message)
+                if isinstance(report, Hello):
+                    raise RemoteError("a second Hello on one stream")
+                if isinstance(report, LogLines):
+                    self._driver.said(stream.worker, [_short(line) for line in report.lines[:MAX_LINES]])
+                else:
+                    await self._driver.reported(stream, report)
+            reason = "the worker closed it"
+        finally:
+            stream.close(reason)
+
+
+async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
+    try:
+        async with asyncio.timeout(HELLO_S):
+            first = decode_report(await anext(reports))
+    except TimeoutError as error:
+        raise RemoteError(f"no Hello within {HELLO_S:.0f} s") from error
+    except StopAsyncIteration as error:
+        raise RemoteError("the stream ended before a Hello") from error
+    if not isinstance(first, Hello):
+        raise RemoteError(f"{type(first).__name__} before Hello")
+    _check_name("worker", first.worker)
+    _check_name("incarnation", first.incarnation)
+    return first
+
+
+def _check_name(field: str, name: WorkerId | str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise RemoteError(
+            f"{field} {name[:64]!r}: use up to 64 letters, digits, dots, dashes and underscores"
+        )
+
+
+def _short(line: LogLine) -> LogLine:
+    return replace(line, text=" ".join(line.text[:MAX_LINE_CHARACTERS].split()))
+
+
+async def _cut(stream: Stream, call: "asyncio.Task[object] | None") -> None:
+    """End the call of a closed stream that does not end itself."""
+    await stream.closed()
+    await asyncio.sleep(CUT_S)
+    if call is not None:
+        call.cancel()

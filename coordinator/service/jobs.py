@@ -1,0 +1,139 @@
+"""What clients ask: jobs, workers, links and the version."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pydantic import ValidationError
+
+import skein
+from coordinator.checkpoints import check_url
+from coordinator.driver import Driver
+from coordinator.service.calls import BusyError, NotFoundError
+from coordinator.service.context import Context
+from coordinator.status import Roster, job_status
+from skein.config.job import JobSpec
+from skein.errors import UserError
+from skein.plan.cut import check_job
+from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
+from skein.protocol.records import JobSubmitted
+from skein.types import JobId, WorkerId
+from skein.wire import codec
+from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
+from skein.wire.views import JobStatus, SubmitReply, VersionReply
+
+MAX_SPEC_BYTES = 1 << 20
+MAX_KEY_CHARACTERS = 256
+MAX_PENDING = 1000
+"""Jobs that may wait."""
+
+
+class Jobs(jobs_pb2_grpc.JobsServicer):
+    """Answers from the machine's state once that is durable; wishes go through the driver's inbox."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._machine = driver.machine
+        self._roster = Roster(driver.machine)
+
+    async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
+        _check_key(request.key)
+        spec = parse_spec(request.spec)
+        history = self._machine.history
+        if request.key not in history.job_by_key:
+            await asyncio.to_thread(_check, spec)
+            if len(history.pending()) >= MAX_PENDING:
+                raise BusyError(
+                    "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
+                )
+        records = await self._driver.ask(SubmitAsked(key=request.key, spec=spec))
+        job = history.job_by_key[request.key]
+        if history.jobs[job].spec != spec:
+            raise UserError("key", request.key, f"{job} has it, with another specification; give another key")
+        is_new = any(isinstance(record, JobSubmitted) for record in records)
+        return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
+
+    async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
+        jobs = [codec.JOB_STATUS.encode(self._status(job)) for job in self._machine.history.jobs]
+        await self._driver.settled()
+        return jobs_pb2.ListJobsReply(jobs=jobs)
+
+    async def Get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.JobStatus:
+        status = self._status(self._known(request.job))
+        await self._driver.settled()
+        return codec.JOB_STATUS.encode(status)
+
+    async def Watch(
+        self, request: jobs_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[jobs_pb2.JobEvent]:
+        job = self._known(request.job)
+        async for event in self._driver.journal.watch(job, since=request.since):
+            yield codec.JOB_EVENT.encode(event)
+
+    async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
+        job = self._known(request.job)
+        _ = await self._driver.ask(CancelAsked(job=job))
+        return codec.JOB_STATUS.encode(self._status(job))
+
+    async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:
+        workers = self._roster.workers(now=self._driver.now())
+        return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(worker) for worker in workers])
+
+    async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
+        worker = WorkerId(request.worker)
+        if worker not in self._machine.membership.live:
+            raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
+        _ = await self._driver.ask(DrainAsked(worker=worker))
+        status = self._roster.worker(worker, now=self._driver.now())
+        if status is None:
+            raise NotFoundError("worker", worker, "it has just gone")
+        return codec.WORKER_STATUS.encode(status)
+
+    async def Version(self, request: jobs_pb2.VersionRequest, context: Context) -> jobs_pb2.VersionReply:
+        return codec.VERSION_REPLY.encode(
+            VersionReply(
+                protocol_version=skein.PROTOCOL_VERSION,
+                release=skein.__version__,
+                epoch=self._machine.history.epoch,
+            )
+        )
+
+    async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
+        links = [self._machine.links[pair] for pair in sorted(self._machine.links)]
+        return jobs_pb2.LinksReply(links=[codec.LINK.encode(link) for link in links])
+
+    def _status(self, job: JobId) -> JobStatus:
+        return job_status(self._machine, self._driver.journal, job)
+
+    def _known(self, name: str) -> JobId:
+        job = JobId(name)
+        if job not in self._machine.history.jobs:
+            raise NotFoundError("job", name, "no such job; see skein jobs")
+        return job
+
+
+def parse_spec(text: str) -> JobSpec:
+    """The job in `text`, JSON.
+
+    Raises:
+        UserError: the first thing that is wrong with it.
+    """
+    if len(text) > MAX_SPEC_BYTES:
+        raise UserError("job", f"{len(text)} characters", f"give at most {MAX_SPEC_BYTES}")
+    try:
+        return JobSpec.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "job"
+        raise UserError(field, first["input"], first["msg"].removeprefix("Value error, ")) from error
+
+
+def _check(spec: JobSpec) -> None:
+    """Refuse what no fleet could run, before it is a job."""
+    check_job(spec)
+    if spec.checkpoint.url is not None:
+        check_url(spec.checkpoint.url)
+
+
+def _check_key(key: str) -> None:
+    if not key or len(key) > MAX_KEY_CHARACTERS or not key.isprintable():
+        raise UserError("key", key[:32], f"give 1 to {MAX_KEY_CHARACTERS} printable characters")
