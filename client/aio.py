@@ -1,0 +1,273 @@
+"""The SDK for asyncio: a coordinator, and its jobs.
+
+    async with AsyncClient("127.0.0.1:7411") as client:
+        job = await client.submit(Path("job.yaml"))
+        async for event in job.events():
+            ...
+
+Statuses and events are the dataclasses of `skein.wire.views`, errors those of `client.errors`.
+"""
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
+from client.download import OnBytes, fetch_weights
+from client.export import write_huggingface
+from client.jobfile import prepare_job, read_job, read_job_text
+from skein.config.job import JobSpec
+from skein.config.load import job_from_json
+from skein.errors import UserError
+from skein.topology.fleet import Link
+from skein.types import JobId, Step
+from skein.wire import codec
+from skein.wire.v1 import jobs_pb2
+from skein.wire.views import (
+    EvaluationFinished,
+    JobEvent,
+    JobStatus,
+    StepFinished,
+    VersionReply,
+    WorkerStatus,
+)
+
+TIMEOUT_S = 10.0
+MAX_SHARD_BYTES = 5 * 10**9
+"""As Hugging Face splits its own."""
+_SILENCE_S = 0.5
+"""Whoever replays history and hears nothing for so long has heard all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """A job's curves so far, oldest first."""
+
+    steps: tuple[StepFinished, ...]
+    evaluations: tuple[EvaluationFinished, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A Hugging Face directory, and of which version of which job."""
+
+    job: JobId
+    version: Step
+    out: Path
+    files: tuple[Path, ...]
+
+
+class AsyncClient:
+    """A coordinator. Connects at the first call; use it as a context manager, or `close` it.
+
+    Args:
+        target: host:port of the coordinator.
+        token: what is in its token file; None where it has none.
+        timeout_s: for one try of one call; raise this if the coordinator is on the far side of a very slow link.
+        patience_s: how long a coordinator that has answered before may be gone, for instance to be restarted.
+
+    Raises:
+        UserError: `target` is no address.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._connection = Connection(target, token=token, timeout_s=timeout_s, patience_s=patience_s)
+
+    @property
+    def target(self) -> str:
+        """host:port of the coordinator."""
+        return self._connection.target
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        await self._connection.close()
+
+    async def version(self) -> VersionReply:
+        """What the coordinator runs."""
+        return await self._connection.version()
+
+    async def submit(self, job: JobSpec | Path | str, *, key: str | None = None) -> "AsyncJob":
+        """Hands a job in; gives it, whether this call made it or an earlier one with the same `key`.
+
+        Args:
+            job: the job, the path of a job file, or YAML text. Relative paths count from the file's folder, otherwise
+                from the current one.
+            key: names this wish, so that it may be repeated; by default each call is a wish of its own.
+
+        Raises:
+            UserError: something is wrong with the job; `Refused` where the coordinator found it.
+        """
+        spec = await asyncio.to_thread(_spec_of, job)
+        request = jobs_pb2.SubmitRequest(key=key or new_key(spec), spec=spec.canonical_json())
+        reply = codec.SUBMIT_REPLY.decode(await self._connection.call(self._connection.jobs.Submit, request))
+        return AsyncJob(self._connection, reply.job, is_new=reply.is_new)
+
+    def job(self, job: str) -> "AsyncJob":
+        """The job of that id; nobody is asked whether it exists."""
+        return AsyncJob(self._connection, JobId(job), is_new=False)
+
+    async def jobs(self) -> tuple[JobStatus, ...]:
+        """All jobs, oldest first."""
+        reply = await self._connection.call(self._connection.jobs.List, jobs_pb2.ListJobsRequest())
+        return tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
+
+    async def workers(self) -> tuple[WorkerStatus, ...]:
+        """All workers by id, those lost lately included."""
+        reply = await self._connection.call(self._connection.jobs.Workers, jobs_pb2.WorkersRequest())
+        return tuple(codec.WORKER_STATUS.decode(worker) for worker in reply.workers)
+
+    async def links(self) -> tuple[Link, ...]:
+        """What workers measured between each other."""
+        reply = await self._connection.call(self._connection.jobs.Links, jobs_pb2.LinksRequest())
+        return tuple(codec.LINK.decode(link) for link in reply.links)
+
+    async def drain(self, worker: str) -> WorkerStatus:
+        """Takes work away from a worker, step by step, and lets it exit.
+
+        Raises:
+            NotFound: there is no such worker.
+        """
+        request = jobs_pb2.DrainRequest(worker=worker)
+        return codec.WORKER_STATUS.decode(await self._connection.call(self._connection.jobs.Drain, request))
+
+    async def export(
+        self,
+        job: str,
+        out: Path,
+        *,
+        version: int | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        on_bytes: OnBytes | None = None,
+    ) -> Exported:
+        """Writes a checkpoint's weights as a Hugging Face directory; see `client.export.write_huggingface`.
+
+        Args:
+            job: whose.
+            out: a directory that does not exist, or is empty.
+            version: after how many steps; by default the newest checkpoint.
+            max_shard_bytes: size of the weight files.
+            on_bytes: told how many bytes of how many were downloaded, whenever there are more.
+
+        Raises:
+            NotFound: the job, or a checkpoint of it, does not exist.
+            UserError: `out` is in use or cannot be written.
+            RemoteError: a file is not what was saved.
+        """
+        _check_out(out)
+        manifest = await self._connection.manifest(job, None if version is None else Step(version))
+        spec = job_from_json(manifest.spec)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
+                paths = await fetch_weights(self._connection, manifest, spec, Path(folder), on_bytes=on_bytes)
+                files = await asyncio.to_thread(
+                    write_huggingface, paths, spec.model, out, max_shard_bytes=max_shard_bytes
+                )
+        except OSError as error:
+            raise UserError("out", str(out), f"cannot be written: {error.strerror or error}") from error
+        return Exported(job=manifest.job, version=manifest.version, out=out, files=tuple(files))
+
+
+class AsyncJob:
+    """One job at its coordinator.
+
+    Args:
+        connection: to the coordinator.
+        job: its id.
+        is_new: whether the call that gave this made the job.
+    """
+
+    def __init__(self, connection: Connection, job: JobId, *, is_new: bool) -> None:
+        self._connection = connection
+        self.id = job
+        self.is_new = is_new
+
+    async def status(self) -> JobStatus:
+        """The job now.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        request = jobs_pb2.GetJobRequest(job=self.id)
+        return codec.JOB_STATUS.decode(await self._connection.call(self._connection.jobs.Get, request))
+
+    def events(self, *, since: int = 0) -> AsyncGenerator[JobEvent, None]:
+        """What happened after event number `since`, then what happens, through restarts, until the job ends."""
+        return self._connection.watch(self.id, since=since)
+
+    async def history(self) -> tuple[JobEvent, ...]:
+        """What has happened so far."""
+        status = await self.status()
+        found: list[JobEvent] = []
+        async with aclosing(self.events()) as events:
+            while True:
+                try:
+                    async with asyncio.timeout(None if status.state.is_final else _SILENCE_S):
+                        event = await anext(events)
+                except (StopAsyncIteration, TimeoutError):
+                    return tuple(found)
+                found.append(event)
+                if isinstance(event.body, StepFinished) and event.body.record.step >= status.step:
+                    return tuple(found)
+
+    async def wait(self) -> JobStatus:
+        """The job when it has ended, well or not."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return await self.status()
+
+    async def cancel(self, reason: str = "asked by a client") -> JobStatus:
+        """Ends the job, if it has not ended; its newest checkpoint stays."""
+        request = jobs_pb2.CancelRequest(job=self.id, reason=reason)
+        return codec.JOB_STATUS.decode(await self._connection.call(self._connection.jobs.Cancel, request))
+
+    async def metrics(self) -> Metrics:
+        """Loss, gradient norm, rates and the like of every step and evaluation so far."""
+        bodies = [event.body for event in await self.history()]
+        return Metrics(
+            steps=tuple(body for body in bodies if isinstance(body, StepFinished)),
+            evaluations=tuple(body for body in bodies if isinstance(body, EvaluationFinished)),
+        )
+
+
+def new_key(job: JobSpec) -> str:
+    """A key that only this call has; it names the job's content so that logs can be read."""
+    return f"{job.content_hash()[:16]}-{secrets.token_hex(8)}"
+
+
+def _spec_of(job: JobSpec | Path | str) -> JobSpec:
+    match job:
+        case JobSpec():
+            return prepare_job(job, base=Path())
+        case Path():
+            return read_job(job)
+        case str():
+            return read_job_text(job, origin="job", base=Path())
+
+
+def _check_out(out: Path) -> None:
+    """Tells before the download what would be told after it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError("out", str(out), "exists already; name a new or empty folder")

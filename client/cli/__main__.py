@@ -1,0 +1,5 @@
+"""`python -m client.cli` is `skein`."""
+
+from client.cli import main
+
+main()

@@ -1,0 +1,90 @@
+"""`skein job check`, `job schema` and `export`: job files in, weights out."""
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from client.cli.options import connect, connection_options, json_option, overrides_option, size
+from client.cli.show import count, print_json
+from client.jobfile import read_job
+from skein.config.job import JobSpec
+from skein.config.load import job_schema
+from skein.model.parameters import parameter_shapes
+
+DONE = 0
+
+
+def outline(job: JobSpec) -> str:
+    """A job in one line: what will be trained, how, and the name of its content."""
+    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(job.model).values())
+    parallel, batch = job.parallel, job.batch
+    return (
+        f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
+        f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
+        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}; hash {job.content_hash()[:12]}"
+    )
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@overrides_option
+@json_option
+def check(file: Path, *, overrides: tuple[str, ...], is_json: bool) -> int:
+    """Say what is wrong with the job in FILE, or what it would do."""
+    job = read_job(file, overrides=overrides)
+    if is_json:
+        print_json(job.model_dump(mode="json"))
+    else:
+        click.echo(outline(job))
+    return DONE
+
+
+@click.command()
+def schema() -> int:
+    """Print the JSON Schema of job files, with every field's meaning, default and limits."""
+    click.echo(json.dumps(job_schema(), indent=2))
+    return DONE
+
+
+@click.command()
+@click.argument("job")
+@click.option("--to", "out", type=click.Path(path_type=Path), required=True, help="A new or empty folder.")
+@click.option(
+    "--version", type=click.IntRange(min=0), help="After how many steps. Default: the newest checkpoint."
+)
+@click.option("--max-shard-bytes", default="5 GB", show_default=True, help="Size of the weight files.")
+@json_option
+@connection_options
+def export(job: str, *, out: Path, version: int | None, max_shard_bytes: str, is_json: bool) -> int:
+    """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens."""
+    limit = size("--max-shard-bytes", max_shard_bytes)
+    console = Console(stderr=True)
+    with ExitStack() as stack:
+        client = stack.enter_context(connect())
+        bar = Progress(
+            TextColumn("download"),
+            BarColumn(bar_width=24),
+            DownloadColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        download = bar.add_task("download", total=None)
+        stack.enter_context(bar)
+        done = client.export(
+            job,
+            out,
+            version=version,
+            max_shard_bytes=limit,
+            on_bytes=lambda num_bytes, total: bar.update(download, completed=num_bytes, total=total),
+        )
+    if is_json:
+        print_json(done)
+    else:
+        click.echo(str(done.out))
+        click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
+    return DONE

@@ -1,0 +1,185 @@
+"""A job's events as progress: a bar on a terminal, a line now and then elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
+
+from client.cli.show import count, duration, eta_s, event_text, number
+from skein.wire.views import (
+    CheckpointFinished,
+    Ended,
+    EvaluationFinished,
+    JobEvent,
+    LineLogged,
+    StateChanged,
+    StepFinished,
+    WentBack,
+)
+
+LINE_S = 10.0
+"""Between two lines about steps where there is no terminal."""
+
+
+@dataclass(slots=True)
+class Progressed:
+    """How far a job is, as its events tell."""
+
+    total_steps: int
+    step: int = 0
+    loss: float | None = None
+    evaluation_loss: float | None = None
+    num_tokens: int = 0
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    state: str = "pending"
+    end: Ended | None = None
+    _tokens_by_step: list[int] = field(default_factory=list)
+
+    def take(self, event: JobEvent) -> None:
+        """Be as far as `event` says."""
+        match event.body:
+            case StepFinished(record=record):
+                self._tokens_by_step.append(record.num_tokens)
+                self.num_tokens += record.num_tokens
+                self.step, self.loss = record.step + 1, record.loss
+                self.tokens_per_s, self.step_s = event.body.tokens_per_s, event.body.step_s
+            case EvaluationFinished(loss=loss):
+                self.evaluation_loss = loss
+            case WentBack(to_version=version):
+                del self._tokens_by_step[version:]
+                self.num_tokens, self.step = sum(self._tokens_by_step), version
+            case StateChanged(state=state):
+                self.state = state
+            case Ended(state=state):
+                self.state, self.end = state, event.body
+            case _:
+                pass
+
+    @property
+    def eta_s(self) -> float:
+        """Seconds to the end, at the present pace."""
+        return 0.0 if self.end is not None else eta_s(self.step, self.total_steps, self.step_s)
+
+    def figures(self) -> str:
+        """Everything in one line but the bar."""
+        return (
+            f"loss {number(self.loss)}  validation {number(self.evaluation_loss)}  "
+            f"tokens {count(self.num_tokens)}  tokens/s {count(self.tokens_per_s)}  eta {duration(self.eta_s)}"
+        )
+
+
+class View(Protocol):
+    """Shows progress while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, progress: Progressed, event: JobEvent) -> None:
+        """`event` has just been taken into `progress`."""
+
+
+class LineView:
+    """Lines: what changes at once, steps every `LINE_S`."""
+
+    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._now = now
+        self._told_at = -math.inf
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, progress: Progressed, event: JobEvent) -> None:
+        if isinstance(event.body, StepFinished):
+            is_last = progress.step >= progress.total_steps
+            if is_last or self._now() - self._told_at >= LINE_S:
+                self._told_at = self._now()
+                self._line(f"step {progress.step}/{progress.total_steps}  {progress.figures()}")
+        elif _is_news(event):
+            self._line(event_text(event))
+
+    def _line(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class BarView:
+    """A bar with figures, and news above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._bar: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, progress: Progressed, event: JobEvent) -> None:
+        if self._bar is None:
+            self._bar = self._progress.add_task(progress.state, total=progress.total_steps, figures="")
+        self._progress.update(
+            self._bar, completed=progress.step, description=progress.state, figures=progress.figures()
+        )
+        if _is_news(event) and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
+            self._progress.console.print(Text(event_text(event)), soft_wrap=True)
+
+
+def view(console: Console) -> View:
+    """What suits the console: a bar needs a terminal that can go back in a line."""
+    is_bar = console.is_terminal and not console.is_dumb_terminal
+    return BarView(console) if is_bar else LineView(console)
+
+
+def follow(
+    events: Iterable[JobEvent], shown: View | None, *, total_steps: int, on_event: Callable[[JobEvent], None]
+) -> Progressed:
+    """Takes events until they end, shows how far they are, and gives that.
+
+    Args:
+        events: of one job, from its beginning.
+        shown: None shows nothing.
+        total_steps: of the job.
+        on_event: told each event too.
+    """
+    progress = Progressed(total_steps=total_steps)
+    with ExitStack() as stack:
+        if shown is not None:
+            stack.enter_context(shown)
+        for event in events:
+            progress.take(event)
+            on_event(event)
+            if shown is not None:
+                shown.show(progress, event)
+    return progress
+
+
+def _is_news(event: JobEvent) -> bool:
+    """Worth a line by itself: whatever changes, and warnings of workers."""
+    match event.body:
+        case StepFinished():
+            return False
+        case LineLogged(line=line):
+            return line.level in ("warning", "error")
+        case _:
+            return True

@@ -1,0 +1,162 @@
+"""`skein submit`, `jobs`, `status`, `logs` and `cancel`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from client.api import Job
+from client.cli.files import outline
+from client.cli.follow import LINE_S, follow, view
+from client.cli.options import connect, connection_options, json_option, overrides_option
+from client.cli.show import (
+    JOB_COLUMNS,
+    event_object,
+    job_lines,
+    job_row,
+    print_json,
+    print_table,
+    status_object,
+    timed,
+)
+from client.jobfile import read_job
+from skein.types import JobState
+from skein.wire.views import Ended, JobEvent, StepFinished
+
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--wait", "is_waiting", is_flag=True, help="Show progress until the job ends; exit 1 if it fails."
+)
+@overrides_option
+@click.option("--name", help="Replace the job's name.")
+@click.option("--key", help="Names this wish: submitting it again gives the same job. Default: a new one.")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Check the file and stop.")
+@json_option
+@connection_options
+def submit(
+    file: Path,
+    *,
+    is_waiting: bool,
+    overrides: tuple[str, ...],
+    name: str | None,
+    key: str | None,
+    is_dry: bool,
+    is_json: bool,
+) -> int:
+    """Hand in the job that FILE describes. Prints its id, and nothing else, on standard output."""
+    named = () if name is None else (f"name={name}",)
+    spec = read_job(file, overrides=(*overrides, *named))
+    if is_dry:
+        print_json(spec.model_dump(mode="json")) if is_json else click.echo(outline(spec))
+        return DONE
+    with connect() as client:
+        job = client.submit(spec, key=key)
+        print_json({"job": job.id, "is_new": job.is_new}) if is_json else click.echo(job.id)
+        sys.stdout.flush()
+        return wait_for(job, total_steps=spec.budget.steps, is_json=is_json) if is_waiting else DONE
+
+
+def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
+    """Shows a job's progress until it ends; the exit code. Ctrl-C leaves the job alone."""
+    console = Console(stderr=True)
+    try:
+        with closing(job.events()) as events:
+            progress = follow(
+                events,
+                None if is_json else view(console),
+                total_steps=total_steps,
+                on_event=lambda event: print_json(event_object(event)) if is_json else None,
+            )
+    except KeyboardInterrupt:
+        click.echo(f"detached; the job goes on: skein logs -f {job.id}", err=True)
+        return INTERRUPTED
+    return DONE if progress.end is not None and progress.end.state is JobState.FINISHED else FAILED
+
+
+@click.command()
+@json_option
+@connection_options
+def jobs(*, is_json: bool) -> int:
+    """List all jobs, oldest first."""
+    with connect() as client:
+        found = client.jobs()
+    if is_json:
+        for status in found:
+            print_json(status_object(status))
+        return DONE
+    print_table(JOB_COLUMNS, map(job_row, found), nothing="no jobs yet: skein submit FILE")
+    return DONE
+
+
+@click.command()
+@click.argument("job")
+@json_option
+@connection_options
+def status(job: str, *, is_json: bool) -> int:
+    """Show how far JOB is."""
+    with connect() as client:
+        found = client.job(job).status()
+    if is_json:
+        print_json(status_object(found))
+    else:
+        click.echo("\n".join(job_lines(found)))
+    return DONE
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", "is_following", is_flag=True, help="Go on until the job ends.")
+@json_option
+@connection_options
+def logs(job: str, *, is_following: bool, is_json: bool) -> int:
+    """Tell what happened to JOB: states, plans, evaluations, checkpoints, lines of workers, and steps now and then."""
+    with connect() as client:
+        found = client.job(job)
+        events = found.events() if is_following else iter(found.history())
+        try:
+            for event in events if is_json else _thinned(events):
+                print_json(event_object(event)) if is_json else click.echo(timed(event))
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return DONE
+
+
+def _thinned(events: Iterator[JobEvent]) -> Iterator[JobEvent]:
+    """All but steps that follow another too closely to be read; the last step is always told."""
+    told_s, held = 0.0, None
+    for event in events:
+        is_step = isinstance(event.body, StepFinished)
+        if is_step and event.wall_s - told_s < LINE_S:
+            held = event
+            continue
+        if isinstance(event.body, Ended) and held is not None:
+            yield held
+        if is_step:
+            told_s, held = event.wall_s, None
+        yield event
+    if held is not None:
+        yield held
+
+
+@click.command()
+@click.argument("job")
+@click.option("--reason", default="cancelled by a user", show_default=True, help="Told to whoever watches.")
+@json_option
+@connection_options
+def cancel(job: str, *, reason: str, is_json: bool) -> int:
+    """End JOB. Its newest checkpoint stays, so it can be exported."""
+    with connect() as client:
+        found = client.job(job).cancel(reason)
+    if is_json:
+        print_json(status_object(found))
+    else:
+        click.echo(f"{found.job} {found.state}" + (f": {found.reason}" if found.reason else ""))
+    return DONE

@@ -1,0 +1,141 @@
+"""Options that many commands share, and the connection they describe."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from client.api import Client
+from client.connection import DEFAULT_TARGET
+from skein.errors import UserError
+from skein.units import parse_bytes, parse_seconds
+from skein.wire.tokens import read_token
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
+TOKEN_VARIABLE = "SKEIN_TOKEN_FILE"  # noqa: S105 - the name of a variable
+_KEY = "client.cli.options"
+
+
+@dataclass(slots=True)
+class Target:
+    """Which coordinator, and how to be let in."""
+
+    coordinator: str = DEFAULT_TARGET
+    token_file: Path | None = None
+    timeout: str = "10 s"
+
+    def token(self) -> str | None:
+        """What the token file says; None where there is none.
+
+        Raises:
+            UserError: it cannot be used.
+        """
+        return None if self.token_file is None else read_token(self.token_file)
+
+
+def target() -> Target:
+    """The coordinator that the running command's options describe."""
+    found = click.get_current_context().meta.setdefault(_KEY, Target())
+    assert isinstance(found, Target)
+    return found
+
+
+def connect() -> Client:
+    """A client of that coordinator; nothing is sent yet.
+
+    Raises:
+        UserError: the options make no sense.
+    """
+    given = target()
+    try:
+        timeout_s = parse_seconds(given.timeout)
+    except ValueError as error:
+        raise UserError("--timeout", given.timeout, "give a duration such as '10 s'") from error
+    return Client(given.coordinator, token=given.token(), timeout_s=timeout_s)
+
+
+def connection_options(command: Command) -> Command:
+    """Adds `--coordinator`, `--token-file` and `--timeout`, which `connect` uses."""
+    for option in (
+        click.option(
+            "--timeout",
+            default="10 s",
+            show_default=True,
+            expose_value=False,
+            callback=_set_timeout,
+            help="For one try of one call.",
+        ),
+        click.option(
+            "--token-file",
+            type=click.Path(path_type=Path),
+            envvar=TOKEN_VARIABLE,
+            show_envvar=True,
+            expose_value=False,
+            callback=_set_token_file,
+            help="Holds the coordinator's token.",
+        ),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            default=DEFAULT_TARGET,
+            show_default=True,
+            envvar=COORDINATOR_VARIABLE,
+            show_envvar=True,
+            expose_value=False,
+            callback=_set_coordinator,
+            help="Which coordinator to ask.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _set_coordinator(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
+    target().coordinator = value
+
+
+def _set_token_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
+    target().token_file = value
+
+
+def _set_timeout(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
+    target().timeout = value
+
+
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, one object per line.")
+overrides_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Replace a field of the file; repeatable.",
+)
+
+
+def size(field: str, text: str) -> int:
+    """Bytes in `text`.
+
+    Raises:
+        UserError: it is no size of at least one byte.
+    """
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(field, text, "give a size such as '5 GB' or '512 MiB'") from error
+    if num_bytes < 1:
+        raise UserError(field, text, "give at least 1 byte")
+    return num_bytes
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with the connection of the running command, for programs that it starts."""
+    given = target()
+    named = {COORDINATOR_VARIABLE: given.coordinator}
+    if given.token_file is not None:
+        named[TOKEN_VARIABLE] = str(given.token_file)
+    return {**os.environ, **named}

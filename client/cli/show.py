@@ -1,0 +1,246 @@
+"""How values look: JSON for programs, aligned text for people."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import assert_never
+
+import click
+
+from skein.units import format_bytes
+from skein.wire.views import (
+    CheckpointFinished,
+    Ended,
+    EvaluationFinished,
+    GenerationBegun,
+    JobEvent,
+    JobStatus,
+    LineLogged,
+    StateChanged,
+    StepFinished,
+    WentBack,
+    WorkerStatus,
+)
+
+_WORD_OF_EVENT = {
+    StateChanged: "state_changed",
+    StepFinished: "step_finished",
+    EvaluationFinished: "evaluation_finished",
+    CheckpointFinished: "checkpoint_finished",
+    GenerationBegun: "generation_begun",
+    WentBack: "went_back",
+    LineLogged: "line_logged",
+    Ended: "ended",
+}
+_NONE = "-"
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------
+
+
+def plain(value: object) -> object:
+    """`value` in what JSON has: dataclasses become objects with their fields; what is not finite becomes null.
+
+    >>> plain({"a": (1, math.nan)})
+    {'a': [1, None]}
+    """
+    match value:
+        case Enum():
+            return value.value
+        case float() if not math.isfinite(value):
+            return None
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return {str(key): plain(entry) for key, entry in value.items()}
+        case Iterable():
+            return [plain(entry) for entry in value]
+        case _ if dataclasses.is_dataclass(value):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        case _:
+            return str(value)
+
+
+def status_object(status: JobStatus) -> object:
+    """A job's status as an object, its specification included as one."""
+    found = plain(status)
+    assert isinstance(found, dict)
+    return found | {"spec": json.loads(status.spec)}
+
+
+def event_object(event: JobEvent) -> object:
+    """An event as an object: `event` says which kind, and the kind's fields follow."""
+    body = plain(event.body)
+    assert isinstance(body, dict)
+    head = {"sequence": event.sequence, "wall_s": event.wall_s, "event": _WORD_OF_EVENT[type(event.body)]}
+    return head | body
+
+
+def print_json(value: object) -> None:
+    """One line on standard output."""
+    click.echo(json.dumps(plain(value)))
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, nothing: str) -> None:
+    """Aligned columns on standard output, never cut; `nothing` where there are no rows."""
+    lines = [tuple(columns), *map(tuple, rows)]
+    if len(lines) == 1:
+        click.echo(nothing)
+        return
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        click.echo("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def job_row(status: JobStatus) -> tuple[str, ...]:
+    """A job in a list; see `JOB_COLUMNS`."""
+    return (
+        status.job,
+        status.name,
+        status.state,
+        f"{status.step}/{status.total_steps}",
+        number(status.loss),
+        number(status.evaluation_loss),
+        count(status.tokens_per_s),
+        duration(eta_s(status.step, status.total_steps, status.step_s))
+        if not status.state.is_final
+        else _NONE,
+        str(status.num_workers),
+    )
+
+
+JOB_COLUMNS = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S", "ETA", "WORKERS")
+
+
+def job_lines(status: JobStatus) -> list[str]:
+    """A job in full."""
+    checkpoint = _NONE if status.checkpoint_version is None else f"step {status.checkpoint_version}"
+    state = f"{status.state} ({status.reason})" if status.reason else str(status.state)
+    seconds = f"{status.step_s:.3g} s a step"
+    if status.predicted_step_s > 0:
+        seconds += f", planned {status.predicted_step_s:.3g} s, no plan below {status.lower_bound_s:.3g} s"
+    fields = {
+        "job": status.job,
+        "name": status.name,
+        "state": state,
+        "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_wall_s)),
+        "steps": f"{status.step} of {status.total_steps}",
+        "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per token)",
+        "tokens": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
+        "speed": seconds,
+        "eta": _NONE
+        if status.state.is_final
+        else duration(eta_s(status.step, status.total_steps, status.step_s)),
+        "workers": f"{status.num_workers}, generation {status.generation}",
+        "plan": status.plan or _NONE,
+        "checkpoint": checkpoint,
+    }
+    return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+WORKER_COLUMNS = (
+    "WORKER",
+    "STATE",
+    "SITE",
+    "ADDRESS",
+    "DEVICE",
+    "GFLOP/S",
+    "MEMORY",
+    "JOB",
+    "STAGES",
+    "HEARD",
+)
+
+
+def worker_row(status: WorkerStatus) -> tuple[str, ...]:
+    """A worker in a list; see `WORKER_COLUMNS`."""
+    profile = status.profile
+    return (
+        status.worker,
+        status.state,
+        status.site,
+        status.address,
+        profile.device,
+        f"{profile.flops_per_s / 1e9:,.0f}",
+        format_bytes(profile.memory_bytes),
+        status.job or _NONE,
+        ",".join(map(str, status.stages)) or _NONE,
+        f"{status.beat_age_s:.1f} s ago",
+    )
+
+
+def event_text(event: JobEvent) -> str:
+    """An event in one line, without its time."""
+    match event.body:
+        case StateChanged(state=state, reason=reason):
+            return f"{state}: {reason}" if reason else str(state)
+        case StepFinished(record=record, tokens_per_s=rate):
+            skipped = "" if record.decision == "apply" else f"  skipped: {record.reason}"
+            return (
+                f"step {record.step + 1}  loss {number(record.loss)}  norm {number(record.gradient_norm)}  "
+                f"tokens/s {count(rate)}{skipped}"
+            )
+        case EvaluationFinished(version=version, loss=loss):
+            return f"step {version}  validation loss {number(loss)}"
+        case CheckpointFinished(version=version, url=url):
+            return f"step {version}  checkpoint {'at the coordinator' if url is None else f'at {url}'}"
+        case GenerationBegun(generation=generation, workers=names, reason=reason):
+            return f"generation {generation}: {', '.join(names) or 'no workers'} ({reason})"
+        case WentBack(from_version=before, to_version=after, reason=reason):
+            return f"went back from step {before} to {after}: {reason}"
+        case LineLogged(worker=worker, line=line):
+            return f"{worker or 'coordinator'}  {line.level.upper()}  {line.text}"
+        case Ended(state=state, reason=reason):
+            return f"{state}: {reason}" if reason else str(state)
+        case _:
+            assert_never(event.body)
+
+
+def timed(event: JobEvent) -> str:
+    """An event in one line, with its time of day here."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.wall_s))}  {event_text(event)}"
+
+
+def eta_s(step: int, total_steps: int, step_s: float) -> float:
+    """Seconds that the steps to come take at this pace; infinite while nothing is known."""
+    return (total_steps - step) * step_s if step_s > 0 else math.inf
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(7), duration(4000), duration(math.inf)
+    ('0:07', '1:06:40', '-')
+    """
+    if not math.isfinite(seconds):
+        return _NONE
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def number(value: float | None) -> str:
+    """A loss or a norm.
+
+    >>> number(2.34567), number(None)
+    ('2.346', '-')
+    """
+    return _NONE if value is None else f"{value:.4g}"
+
+
+def count(value: float) -> str:
+    """A rate or a count, short.
+
+    >>> count(0), count(950), count(12_345), count(3.2e6)
+    ('0', '950', '12.3k', '3.2M')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"

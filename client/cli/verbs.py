@@ -1,0 +1,115 @@
+"""Commands that are imported when they are called, and commands that are programs of their own.
+
+Rules: `skein --help` imports none of them, so it answers at once and works where torch or Ray are not installed. The
+services are never imported by a client; they are started in this process's place, as `python -m coordinator`.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import click
+
+from skein.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """A command of ours, or a group of them: `attribute` of `module`."""
+
+    help: str
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A module that is run instead of this program, with the same options."""
+
+    help: str
+    module: str
+
+
+class Group(click.Group):
+    """Commands by name, loaded when called; an unknown one is answered with the nearest."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        help: str,
+        verbs: "Mapping[str, Verb | Program | Group]",
+        params: Sequence[click.Parameter] = (),
+    ) -> None:
+        super().__init__(name=name, help=help, params=list(params))
+        self.help: str = help
+        self._verbs = verbs
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        match self._verbs.get(cmd_name):
+            case Verb() as verb:
+                found: object = getattr(importlib.import_module(verb.module), verb.attribute)
+                assert isinstance(found, click.Command)
+                return found
+            case Program() as program:
+                return _Launch(cmd_name, program)
+            case Group() as group:
+                return group
+            case None:
+                return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self._verbs and not name.startswith("-"):
+            close = difflib.get_close_matches(name, self._verbs, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"give one of {', '.join(self._verbs)}"
+            raise click.UsageError(f"no such command: {name}; {meant}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.help) for name, verb in self._verbs.items()])
+
+
+class _Launch(click.Command):
+    """Becomes another program. All arguments are that program's, `--help` included."""
+
+    def __init__(self, name: str, program: Program) -> None:
+        super().__init__(
+            name,
+            params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+            add_help_option=False,
+            context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+        )
+        self._program = program
+
+    def invoke(self, ctx: click.Context) -> NoReturn:
+        launch(self._program.module, ctx.params["arguments"])
+
+
+def launch(module: str, arguments: tuple[str, ...]) -> NoReturn:
+    """Replaces this process by `python -m module`.
+
+    Raises:
+        UserError: the module is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise UserError("command", module, "is not part of this installation: run it from a source checkout")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, program_arguments(module, arguments))
+
+
+def program_arguments(module: str, arguments: tuple[str, ...]) -> list[str]:
+    """How `module` is run: `-P` keeps a folder of the same name here from being taken for it."""
+    return [sys.executable, "-P", "-m", module, *arguments]

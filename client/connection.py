@@ -1,0 +1,187 @@
+"""The wire to one coordinator: calls that are repeated through its restarts, streams that go on where they broke.
+
+Rules: the first call finds out whether the two speak the same protocol. Before any call has succeeded a failure is
+told at once, for then the address is probably wrong; afterwards it is probably a restart, and calls are made again
+until `patience_s` is over. That is safe because every call of ours may be made twice.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TypeVar
+
+import grpc
+from grpc import aio
+
+from client.errors import check_version, explain
+from skein.errors import UserError
+from skein.types import Step
+from skein.wire import codec
+from skein.wire.channel import Lane, open_channel, split_address
+from skein.wire.extra import GetRequest, ManifestReply
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from skein.wire.views import JobEvent, VersionReply
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+DEFAULT_TARGET = "127.0.0.1:7411"
+PATIENCE_S = 60.0
+"""A coordinator is back within 10 s of its death, on a busy machine within a minute."""
+_PAUSE_S = 0.25
+_MAX_PAUSE_S = 2.0
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How a call ends when the server goes away; CANCELLED on streams that it ended while stopping."""
+
+
+class Connection:
+    """Calls to the coordinator at `target`. Lives on one event loop; connects at the first call.
+
+    Args:
+        target: host:port.
+        token: what the coordinator wants to see; None where it wants none.
+        timeout_s: for one try of one call.
+        patience_s: how long a coordinator that has answered before may be gone.
+
+    Raises:
+        UserError: `target` is no address.
+    """
+
+    def __init__(
+        self, target: str, *, token: str | None, timeout_s: float, patience_s: float = PATIENCE_S
+    ) -> None:
+        split_address("coordinator", target)
+        if not timeout_s > 0:
+            raise UserError("timeout", timeout_s, "give a number of seconds above 0")
+        self.target = target
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._control = open_channel(target, Lane.CONTROL, token=token)
+        self._bulk = open_channel(target, Lane.STATE, token=token)
+        self.jobs = jobs_pb2_grpc.JobsStub(self._control)
+        self._checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
+        self._version: VersionReply | None = None
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        await self._control.close(None)
+        await self._bulk.close(None)
+
+    async def version(self) -> VersionReply:
+        """What runs at the other end.
+
+        Raises:
+            NotReachable | VersionMismatch: nobody does, or another protocol.
+        """
+        reply = codec.VERSION_REPLY.decode(await self._attempts(self.jobs.Version, jobs_pb2.VersionRequest()))
+        check_version(self.target, reply.protocol_version, reply.release)
+        self._version = reply
+        return reply
+
+    async def call(self, method: "aio.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> Reply:
+        """The reply to `request`.
+
+        Raises:
+            NotReachable | NotFound | Refused | VersionMismatch | RemoteError: see `client.errors`.
+        """
+        if self._version is None:
+            _ = await self.version()
+        return await self._attempts(method, request)
+
+    async def _attempts(
+        self, method: "aio.UnaryUnaryMultiCallable[Request, Reply]", request: Request
+    ) -> Reply:
+        patience = self.patience()
+        while True:
+            try:
+                return await method(request, timeout=self._timeout_s)
+            except aio.AioRpcError as error:
+                await patience.endure(error)
+
+    def patience(self) -> "Patience":
+        """How much of it is left in one call; renewed whenever there is progress."""
+        return Patience(self.target, self._patience_s if self._version is not None else 0.0)
+
+    async def watch(self, job: str, *, since: int) -> AsyncGenerator[JobEvent, None]:
+        """What happened to `job` after event `since`, then what happens, each once, until it ends.
+
+        Raises:
+            NotReachable | NotFound | RemoteError: see `client.errors`.
+        """
+        if self._version is None:
+            _ = await self.version()
+        patience = self.patience()
+        newest: list[JobEvent] = []
+        while True:
+            request = jobs_pb2.WatchRequest(job=job, since=since)
+            try:
+                async with aclosing(_messages(self.jobs.Watch, request)) as messages:
+                    async for message in messages:
+                        event = codec.JOB_EVENT.decode(message)
+                        patience.renew()
+                        if event.sequence > since:
+                            since, newest = event.sequence, []
+                        elif event in newest:
+                            continue  # lines and changes of state are told again after a break
+                        newest.append(event)
+                        yield event
+                return
+            except aio.AioRpcError as error:
+                await patience.endure(error)
+
+    async def manifest(self, job: str, version: Step | None) -> ManifestReply:
+        """What a checkpoint of `job` consists of; the newest one if no `version` is named.
+
+        Raises:
+            NotFound: there is none.
+        """
+        request = checkpoint_pb2.ManifestRequest(job=job, version=version)
+        reply: checkpoint_pb2.ManifestReply = await self.call(self._checkpoint.Manifest, request)
+        return codec.MANIFEST_REPLY.decode(reply)
+
+    async def file_parts(self, request: GetRequest) -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
+        """The parts of a checkpoint's file, in one try.
+
+        Raises:
+            AioRpcError: it broke; ask again from where it did.
+        """
+        async with aclosing(_messages(self._checkpoint.Get, codec.GET_REQUEST.encode(request))) as parts:
+            async for part in parts:
+                yield part
+
+
+class Patience:
+    """Time that a broken call may take to work again."""
+
+    def __init__(self, target: str, seconds: float) -> None:
+        self._target = target
+        self._seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """There was progress: all of the time is left again."""
+        self._until = time.monotonic() + self._seconds
+        self._pause_s = _PAUSE_S
+
+    async def endure(self, error: aio.AioRpcError) -> None:
+        """Returns when the call that broke with `error` may be tried again.
+
+        Raises:
+            SkeinError: it is not worth it, or the time is over.
+        """
+        if error.code() not in _BROKEN or time.monotonic() + self._pause_s > self._until:
+            raise explain(error, self._target) from error
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+
+
+async def _messages(
+    method: "aio.UnaryStreamMultiCallable[Request, Reply]", request: Request
+) -> AsyncGenerator[Reply, None]:
+    call = method(request)
+    try:
+        async for message in call:
+            yield message
+    finally:
+        call.cancel()

@@ -1,0 +1,136 @@
+"""A checkpoint's weights brought here, wherever they lie, with their hashes checked."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import BinaryIO
+
+import fsspec
+from grpc import aio
+
+from client.connection import Connection
+from skein.config.job import JobSpec
+from skein.errors import RemoteError, UserError
+from skein.model.parameters import parameter_shapes
+from skein.protocol.messages import CheckpointFile
+from skein.types import JobId, Step
+from skein.wire import codec
+from skein.wire.extra import FileData, FileEnd, GetRequest, GetStart, ManifestReply
+
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes of how many are here."""
+
+_READ_BYTES = 4 << 20
+
+
+def weight_files(manifest: ManifestReply, job: JobSpec) -> tuple[CheckpointFile, ...]:
+    """The files of a checkpoint that hold parameters; optimizer state stays where it is."""
+    wanted = parameter_shapes(job.model).keys()
+    files = (file for stage in manifest.stages for file in stage.files)
+    return tuple(file for file in files if wanted & set(file.tensors))
+
+
+async def fetch_weights(
+    connection: Connection, manifest: ManifestReply, job: JobSpec, folder: Path, *, on_bytes: OnBytes | None
+) -> list[Path]:
+    """Copies the weights of a checkpoint into `folder`; gives the files' paths.
+
+    Raises:
+        RemoteError: a file is not what the manifest says.
+        UserError: `folder` cannot be written, or the checkpoint's URL not read.
+    """
+    files = weight_files(manifest, job)
+    total = sum(file.num_bytes for file in files)
+    paths, done = [], 0
+    for file in files:
+        # Names come from elsewhere; ours have no folders in them.
+        path = folder / Path(file.name).name
+        started = done
+
+        def told(num_bytes: int, started: int = started) -> None:
+            if on_bytes is not None:
+                on_bytes(started + num_bytes, total)
+
+        if manifest.url is None:
+            await _from_coordinator(connection, manifest, file, path, told)
+        else:
+            await asyncio.to_thread(_from_url, manifest.url, manifest, file, path, told)
+        done += file.num_bytes
+        paths.append(path)
+    return paths
+
+
+async def _from_coordinator(
+    connection: Connection,
+    manifest: ManifestReply,
+    file: CheckpointFile,
+    path: Path,
+    told: Callable[[int], None],
+) -> None:
+    """Downloads one file; a broken download goes on where it stopped."""
+    patience = connection.patience()
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as target:
+        while True:
+            asked = GetRequest(job=manifest.job, version=manifest.version, name=file.name, offset=size)
+            try:
+                async with aclosing(connection.file_parts(asked)) as parts:
+                    async for message in parts:
+                        match codec.GET_PART.decode(message):
+                            case GetStart(num_bytes=num_bytes):
+                                _check_size(file, num_bytes)
+                            case FileData(data=data):
+                                patience.renew()
+                                size += len(data)
+                                _check_size(file, max(size, file.num_bytes))
+                                await asyncio.to_thread(_append, target, data, digest.update)
+                                told(size)
+                            case FileEnd():
+                                break
+                break
+            except aio.AioRpcError as error:
+                await patience.endure(error)
+    _check_digest(file, size, digest.hexdigest())
+
+
+def _append(target: BinaryIO, data: bytes, update: Callable[[bytes], None]) -> None:
+    target.write(data)
+    update(data)
+
+
+def _from_url(
+    url: str, manifest: ManifestReply, file: CheckpointFile, path: Path, told: Callable[[int], None]
+) -> None:
+    source = f"{url.rstrip('/')}/{_place(manifest.job, manifest.version)}/{file.name}"
+    digest, size = hashlib.sha256(), 0
+    try:
+        with fsspec.open(source, "rb") as file_there, path.open("wb") as target:
+            while data := file_there.read(_READ_BYTES):
+                _append(target, data, digest.update)
+                size += len(data)
+                told(size)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        hint = f"{reason}; run this where the checkpoint's URL can be read"
+        raise UserError("checkpoint.url", source, hint) from error
+    _check_digest(file, size, digest.hexdigest())
+
+
+def _place(job: JobId, version: Step) -> str:
+    """Where in a URL a checkpoint lies."""
+    return f"{job}/v{version:08d}"
+
+
+def _check_size(file: CheckpointFile, num_bytes: int) -> None:
+    if num_bytes != file.num_bytes:
+        raise RemoteError(
+            f"{file.name} has {num_bytes} bytes instead of {file.num_bytes}: export another version"
+        )
+
+
+def _check_digest(file: CheckpointFile, num_bytes: int, sha256: str) -> None:
+    _check_size(file, num_bytes)
+    if sha256 != file.sha256:
+        raise RemoteError(f"{file.name} is damaged (SHA-256 {sha256[:12]}...): export another version")

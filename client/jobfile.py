@@ -1,0 +1,151 @@
+"""A job file made ready to be sent: paths absolute, sizes read from where the job begins, and checked.
+
+What can be known without any worker is refused here; whether data can be read only workers know.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from skein.config.job import (
+    DataSpec,
+    DigitsCnnModel,
+    DigitsSource,
+    JobSpec,
+    JsonlSource,
+    LlamaModel,
+    SourceSpec,
+    TextSource,
+    TokenSource,
+)
+from skein.config.load import parse_job
+from skein.errors import UserError
+from skein.model.huggingface import check_config, shape_from_config
+from skein.model.presets import shape_of
+from skein.plan.cut import check_job
+
+BYTES = "bytes"
+_BYTE_VALUES = 256
+
+
+def read_job(path: Path, *, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job in the file at `path`, ready to be sent. Relative paths in it count from its folder.
+
+    Raises:
+        UserError: the file cannot be read, or something is wrong with what it says.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = f"{error.strerror}; give a job file, such as deploy/config/examples/first-job.yaml"
+        raise UserError("job file", str(path), hint) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "job file", str(path), f"byte {error.start} is not UTF-8; save it as UTF-8"
+        ) from error
+    return read_job_text(text, origin=str(path), base=path.parent, overrides=overrides)
+
+
+def read_job_text(text: str, *, origin: str, base: Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job in `text` (YAML), ready to be sent.
+
+    Args:
+        text: see `skein.config.load.parse_job`.
+        origin: where the text is from, for people.
+        base: the folder that relative paths count from.
+        overrides: `path=value`, each.
+
+    Raises:
+        UserError: something is wrong with it.
+    """
+    return prepare_job(parse_job(text, origin=origin, overrides=overrides), base=base)
+
+
+def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
+    """`job` with absolute paths and with the sizes of what it begins from.
+
+    Raises:
+        UserError: what no fleet could run.
+    """
+    model = _begun(job.model, base) if isinstance(job.model, LlamaModel) else job.model
+    url = job.checkpoint.url
+    changes = {
+        "model": model,
+        "data": _located(job.data, base),
+        "checkpoint": job.checkpoint.model_copy(update={"url": url and _absolute_url(url, base)}),
+    }
+    prepared = job.model_copy(update=changes)
+    check_job(prepared)
+    _check_fit(prepared)
+    return prepared
+
+
+def _begun(model: LlamaModel, base: Path) -> LlamaModel:
+    """`model` with its `init_from` absolute, and its sizes from there unless the job says them."""
+    if model.init_from is None:
+        return model
+    directory = _absolute(model.init_from, base)
+    config = _config(directory)
+    found = model.model_copy(update={"init_from": str(directory)})
+    if model.shape is None and model.preset is None:
+        return found.model_copy(update={"shape": shape_from_config(config)})
+    check_config(found, config)
+    return found
+
+
+def _config(directory: Path) -> dict[str, object]:
+    path = directory / "config.json"
+    try:
+        config: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = f"config.json: {error.strerror}; give a Hugging Face directory that this machine can read too"
+        raise UserError("model.init_from", str(directory), hint) from error
+    except ValueError as error:
+        raise UserError("model.init_from", str(directory), f"config.json is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(
+            "model.init_from", str(directory), "config.json is not an object: give another directory"
+        )
+    return config
+
+
+def _located(data: DataSpec, base: Path) -> DataSpec:
+    sources = tuple(_located_source(source, base) for source in data.sources)
+    is_file = data.tokenizer != BYTES
+    tokenizer = str(_absolute(data.tokenizer, base)) if is_file else BYTES
+    return data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+
+
+def _located_source(source: SourceSpec, base: Path) -> SourceSpec:
+    if isinstance(source, TextSource | JsonlSource | TokenSource):
+        return source.model_copy(update={"path": str(_absolute(source.path, base))})
+    return source
+
+
+def _absolute(path: str, base: Path) -> Path:
+    return Path(os.path.abspath(base / Path(path).expanduser()))
+
+
+def _absolute_url(url: str, base: Path) -> str:
+    """A plain path becomes absolute; `s3://...` and its like stay."""
+    return url if "://" in url or "::" in url else str(_absolute(url, base))
+
+
+def _check_fit(job: JobSpec) -> None:
+    """Refuses data that the model cannot take, where the job file alone tells."""
+    for index, source in enumerate(job.data.sources):
+        field = f"data.sources[{index}].format"
+        if isinstance(source, DigitsSource) and isinstance(job.model, LlamaModel):
+            hint = (
+                "images are nothing for a language model: give text, jsonl or tokens, or family: digits_cnn"
+            )
+            raise UserError(field, source.format, hint)
+        if not isinstance(source, DigitsSource) and isinstance(job.model, DigitsCnnModel):
+            raise UserError(field, source.format, "digits_cnn takes images: give digits, or family: llama")
+    if isinstance(job.model, LlamaModel) and job.data.tokenizer == BYTES:
+        size = shape_of(job.model).vocab_size
+        has_text = any(isinstance(source, TextSource | JsonlSource) for source in job.data.sources)
+        if has_text and size < _BYTE_VALUES:
+            hint = f"bytes have {_BYTE_VALUES} values, the model's vocab_size is {size}: set it to {_BYTE_VALUES}"
+            raise UserError("data.tokenizer", BYTES, hint)
