@@ -14,7 +14,7 @@ from math import fsum
 from typing import assert_never
 
 from skein.config.schedule import learning_rate
-from skein.plan.plan import Infeasible, Plan
+from skein.plan.plan import ChunkPlan, Infeasible, Plan
 from skein.protocol.coordinator_io import (
     MakePlan,
     ManifestWritten,
@@ -77,7 +77,7 @@ from skein.protocol.savings import Savings
 from skein.protocol.sources import Sources, assignments, choose_sources
 from skein.protocol.story import Story
 from skein.topology.fleet import Fleet, Link
-from skein.types import ChunkRef, Epoch, Generation, JobState, MicrobatchId, StageIndex, WorkerId
+from skein.types import ChunkRef, Epoch, Generation, JobState, Layout, MicrobatchId, StageIndex, WorkerId
 
 GATHER_S = 3.0
 """How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
@@ -137,7 +137,6 @@ class Run:
         self._request = 0
         self._members: dict[WorkerId, Entry] = {}
         self._acks: dict[WorkerId, Ack] = {}
-        self._made: Plan | None = None
         self._expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
         self._ready: dict[WorkerId, ChunksReady] = {}
         self._round: Round | None = None
@@ -188,8 +187,7 @@ class Run:
             return
         match report:
             case Ack():
-                self._acks[worker] = report
-                self._assign_when_fenced(now=now)
+                self._acknowledged(worker, report)
             case ChunksReady():
                 self._chunks_ready(worker, report, now=now)
             case StageDone():
@@ -218,8 +216,7 @@ class Run:
             self._is_infeasible = True
             self._wait(event.result.reason)
             return
-        self._made = event.result
-        self._assign_when_fenced(now=now)
+        self._put_into_place(event.result, now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
         """A stage of a checkpoint is durable, under whatever generation it was begun."""
@@ -359,7 +356,7 @@ class Run:
         self._acks.clear()
         self._ready.clear()
         self._evaluations.clear()
-        self._made = self._round = None
+        self._round = None
         self._has_newcomer = False
         self.phase = RunPhase.FENCING
         self.reason = reason
@@ -384,7 +381,6 @@ class Run:
         )
         for entry in self._members.values():
             self._send(entry, fence)
-        self._ask_for_plan(candidates)
 
     def _give_up_or_wait(self, reason: str, *, now: float) -> None:
         live = self._membership.live
@@ -396,23 +392,50 @@ class Run:
                 self._let_go(worker)
         self._wait(f"no workers ({reason})")
 
-    def _ask_for_plan(self, candidates: list[Entry]) -> None:
+    def _acknowledged(self, worker: WorkerId, ack: Ack) -> None:
+        """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
+        if self.phase is not RunPhase.FENCING:
+            return
+        self._acks[worker] = ack
+        if len(self._acks) == len(self._members):
+            self._ask_for_plan()
+
+    def _ask_for_plan(self) -> None:
         self._request += 1
+        candidates = self._candidates()
         known = {entry.hello.worker for entry in candidates}
         links = tuple(self._links[k] for k in sorted(self._links) if k[0] in known and k[1] in known)
         fleet = Fleet(workers=tuple(entry.fleet_worker for entry in candidates), links=links)
         self._out.commands.append(
-            MakePlan(request=self._request, job=self.job.spec, fleet=fleet, previous=self.plan)
+            MakePlan(
+                request=self._request, job=self.job.spec, fleet=fleet, previous=self._plan_held() or self.plan
+            )
         )
 
-    def _assign_when_fenced(self, *, now: float) -> None:
-        plan = self._made
-        if self.phase is not RunPhase.FENCING or plan is None or len(self._acks) < len(self._members):
-            return
+    def _plan_held(self) -> Plan | None:
+        """What members hold at the log's version, as a plan without paths; None if a stage is missing."""
+        spec, version = self.job.spec, self.job.version
+        held = {(c.stage, w) for w, ack in self._acks.items() for c in ack.chunks if c.version == version}
+        stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
+        num_stages = spec.parallel.stages + (spec.parallel.layout is Layout.LOOP)
+        if [stage.index for stage in stages] != list(range(num_stages)):
+            return None
+        chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
+        return Plan(
+            layout=spec.parallel.layout,
+            stages=stages,
+            chunks=tuple(ChunkPlan(chunk=chunk, slots=1) for chunk in chunks),
+            paths=(),
+            groups=(),
+            predicted_step_s=0.0,
+            lower_bound_s=0.0,
+            reason="held",
+        )
+
+    def _put_into_place(self, plan: Plan, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
         self.plan = plan
         self._placed = dict.fromkeys(plan.workers)
-        self._made = None
         self._expected = plan.microbatches_by_chunk()
         history = self._out.history
         sources = choose_sources(
