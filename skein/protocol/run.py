@@ -342,6 +342,9 @@ class Run:
     def _wait(self, reason: str) -> None:
         self.phase = RunPhase.GATHERING
         self._round = None
+        for worker, entry in self._membership.live.items():
+            if entry.is_leaving:
+                self._let_go(worker)
         if reason != self.reason:
             self._out.log(f"job={self.job.job} paused: {reason}")
         self.reason = reason
@@ -387,9 +390,6 @@ class Run:
         if live and all(worker in self._excluded for worker in live):
             self.end(JobState.FAILED, f"no worker can run it; the last reason: {reason}", now=now)
             return
-        for worker, entry in live.items():
-            if entry.is_leaving:
-                self._let_go(worker)
         self._wait(f"no workers ({reason})")
 
     def _acknowledged(self, worker: WorkerId, ack: Ack) -> None:
@@ -402,7 +402,7 @@ class Run:
 
     def _ask_for_plan(self) -> None:
         self._request += 1
-        candidates = self._candidates()
+        candidates = [e for e in self._candidates() if self._members.get(e.hello.worker) is e]
         known = {entry.hello.worker for entry in candidates}
         links = tuple(self._links[k] for k in sorted(self._links) if k[0] in known and k[1] in known)
         fleet = Fleet(workers=tuple(entry.fleet_worker for entry in candidates), links=links)
