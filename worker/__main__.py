@@ -1,99 +1,99 @@
 """`python -m worker`: a worker in the foreground. `skein worker up` runs this."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import click
 
+from skein.errors import UserError
 from skein.units import parse_bytes
-from worker.daemon import USAGE, WorkerOptions, main
+from worker import daemon
 from worker.logs import LogFormat
+
+
+def _memory(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UserError("memory", text, "give a size such as '8 GiB'") from error
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
-    "--join",
-    metavar="HOST:PORT",
-    envvar="SKEIN_COORDINATOR",
-    show_envvar=True,
-    required=True,
-    help="The coordinator.",
+    "--join", required=True, metavar="HOST:PORT", envvar="SKEIN_COORDINATOR", help="The coordinator."
 )
-@click.option("--name", help="Of this worker among all. Default: the host's, with a random ending.")
-@click.option("--site", default="default", help="Where this is; workers of one site are near each other.")
-@click.option("--listen", default="127.0.0.1", help="Address that peers' tensors arrive at.")
+@click.option("--name", help="Of this worker among all; by default the host's with a random ending.")
+@click.option("--site", default="default", help="Where this is. Workers of one site are near each other.")
+@click.option("--host", default="127.0.0.1", help="Address that peers' tensors arrive at.")
+@click.option("--port", default=0, help="Its port; 0 takes a free one.")
+@click.option("--advertise", metavar="HOST[:PORT]", help="Address that peers shall use instead, behind NAT.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port there."
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where torch computes."
 )
-@click.option(
-    "--advertise", metavar="HOST[:PORT]", help="What peers shall use instead, behind NAT for instance."
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="What computes.")
-@click.option(
-    "--memory", metavar="SIZE", show_default="most of what is free", help="That jobs may use, such as 8GiB."
-)
+@click.option("--memory", metavar="SIZE", help="What a job may use; by default most of what is free.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     envvar="SKEIN_TOKEN_FILE",
-    show_envvar=True,
-    help="Holds the coordinator's token.",
+    help="Calls, made and taken, carry the token in this file.",
 )
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
-@click.option(
-    "--metrics-port", type=click.IntRange(0, 65535), show_default="none", help="Serve /metrics there."
-)
+@click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
+@click.option("--metrics-port", default=0, help="Port of /metrics; 0 for none: they go up with the beats.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def up(
     join: str,
     name: str | None,
     site: str,
-    listen: str,
+    host: str,
     port: int,
     advertise: str | None,
     device: Literal["auto", "cpu", "cuda"],
     memory: str | None,
     token_file: Path | None,
     insecure: bool,
-    metrics_port: int | None,
+    metrics_host: str,
+    metrics_port: int,
     log_format: LogFormat,
 ) -> int:
-    """Run a worker until SIGTERM or Ctrl-C, which has its work taken away first; a second one ends it at once."""
-    options = WorkerOptions(
+    """Run a worker until SIGTERM or Ctrl-C, which give its work back first."""
+    options = daemon.WorkerOptions(
         join=join,
         name=name,
         site=site,
-        listen=listen,
+        host=host,
         port=port,
         advertise=advertise,
         device=device,
-        memory_bytes=None if memory is None else _size(memory),
+        memory_bytes=_memory(memory),
         token_file=token_file,
         insecure=insecure,
-        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port or None,
         log_format=log_format,
     )
-    return main(options)
+    return daemon.main(options)
 
 
-def _size(text: str) -> int:
-    """Bytes, written with a unit."""
+def run(arguments: Sequence[str]) -> int:
+    """Carries out one command line; the exit code. Whatever is wrong with it is one line on standard error."""
     try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--memory") from error
-
-
-def run() -> int:
-    """Carries out the command line; a wrong one is one line on standard error."""
-    try:
-        code: object = up.main(prog_name="skein worker up", standalone_mode=False)
+        code = up.main(args=list(arguments), prog_name="skein worker up", standalone_mode=False)
     except click.ClickException as error:
-        print(f"error: {error.format_message().rstrip('.')} (see skein worker up --help)", file=sys.stderr)
-        return USAGE
-    return code if isinstance(code, int) else 0
+        print(
+            f"skein worker: {error.format_message().rstrip('.')} (see skein worker up --help)",
+            file=sys.stderr,
+        )
+        return daemon.USAGE
+    except UserError as error:
+        print(f"skein worker: {error}", file=sys.stderr)
+        return daemon.USAGE
+    except click.Abort:
+        return daemon.FAILED
+    return int(code)
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(sys.argv[1:]))

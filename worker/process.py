@@ -45,12 +45,13 @@ class Setting:
     incarnation: Incarnation
     site: SiteId
     join: str
-    listen: str
+    host: str
     port: int
     address_of: Callable[[int], str]
     token: str | None
     device: torch.device
     memory_bytes: int | None
+    metrics_host: str
     metrics_port: int | None
     take_log_lines: Callable[[], tuple[LogLine, ...]]
     measure: Callable[[torch.device], Profile] = measure_device
@@ -70,9 +71,9 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
     dial: Dial = partial(open_channel, token=setting.token)
     async with AsyncExitStack() as stack:
         server = open_server(token=setting.token)
-        port = bind(server, setting.listen, setting.port)
+        port = bind(server, setting.host, setting.port)
         if setting.metrics_port is not None:
-            stack.callback(metrics.serve(setting.listen, setting.metrics_port))
+            stack.callback(metrics.serve(setting.metrics_host, setting.metrics_port))
         executor = Executor(Compute(setting.device))
         executor.start()
         stack.callback(executor.stop)

@@ -12,6 +12,7 @@ import pytest
 
 from skein.protocol.messages import Dismiss, Leaving, Refused
 from tests.worker.puppet import WAIT_S, WELCOME, puppet
+from worker import __main__ as command_line
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
 from worker.logs import LogTail, begin_logging
 
@@ -38,7 +39,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (WorkerOptions(join="nowhere"), "host:port"),
         (WorkerOptions(join="127.0.0.1:7100", name="two words"), "letters"),
-        (WorkerOptions(join="127.0.0.1:7100", listen="0.0.0.0"), "token file"),
+        (WorkerOptions(join="127.0.0.1:7100", host="0.0.0.0"), "token file"),
         (WorkerOptions(join="127.0.0.1:7100", advertise="[::1"), "advertise"),
         (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
         (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
@@ -49,6 +50,22 @@ async def test_a_wrong_option_is_one_line_and_exit_code_2(
     options: WorkerOptions, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await run_worker(options) == USAGE
+    assert part in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "--join"),
+        (["--join", "127.0.0.1:1", "--memory", "much"], "8 GiB"),
+        (["--join", "127.0.0.1:1", "--device", "tpu"], "tpu"),
+        (["--join", "127.0.0.1:1", "--nmae", "w"], "--nmae"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.run(arguments) == USAGE
     assert part in one_line(capsys)
 
 

@@ -1,0 +1,105 @@
+"""Whole jobs: a real coordinator and real workers over gRPC, against plain torch."""
+
+from pathlib import Path
+
+import pytest
+
+from skein.config.job import BudgetSpec, CheckpointSpec, JobSpec
+from skein.protocol.messages import StepRecord
+from skein.protocol.records import CheckpointCommitted, Evaluated, GenerationOpened, StepCommitted
+from skein.protocol.worker_io import StopRequested
+from skein.types import JobState, Layout
+from tests.worker.cluster import Disk, cluster
+from tests.worker.lab import Lab, tiny_job, write_text
+
+NUM_STEPS = 8
+
+
+def job_of(text: Path, *, layout: Layout = Layout.LINE, replicas: int = 1, every_steps: int = 0) -> JobSpec:
+    job = tiny_job(text, layout=layout, replicas=replicas)
+    return job.model_copy(
+        update={
+            "budget": BudgetSpec(steps=NUM_STEPS),
+            "checkpoint": CheckpointSpec(every_steps=every_steps),
+            # Equal steps whatever the schedule of learning rates: the lab has a constant one.
+            "optimizer": job.optimizer.model_copy(
+                update={"warmup_steps": 0, "final_learning_rate_ratio": 1.0}
+            ),
+        }
+    )
+
+
+def undisturbed(job: JobSpec) -> tuple[list[StepRecord], float]:
+    """Steps and final validation loss of one worker that is asked op by op."""
+    lab = Lab(
+        job.model_copy(
+            update={
+                "parallel": job.parallel.model_copy(
+                    update={"stages": 1, "replicas": 1, "layout": Layout.LINE}
+                )
+            }
+        )
+    )
+    try:
+        steps = [lab.step(step) for step in range(NUM_STEPS)]
+        num_evaluation = -(-job.evaluation.samples // job.batch.microbatch_samples)
+        return steps, lab.evaluate(NUM_STEPS, num_evaluation)
+    finally:
+        lab.close()
+
+
+def assert_same_curve(found: list[StepRecord], expected: list[StepRecord]) -> None:
+    """Float64 sums in another order, over so few steps: rounding stays far below this."""
+    assert [record.step for record in found] == list(range(NUM_STEPS))
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-10)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-9)
+        assert one.num_tokens == other.num_tokens
+
+
+@pytest.mark.parametrize(("layout", "replicas"), [(Layout.LINE, 1), (Layout.LOOP, 2)])
+async def test_a_job_over_the_network_gives_the_curve_of_one_process(
+    tmp_path: Path, layout: Layout, replicas: int
+) -> None:
+    job = job_of(write_text(tmp_path), layout=layout, replicas=replicas)
+    steps, validation = undisturbed(job)
+    disk = Disk()
+    async with cluster(disk) as here, here.workers(*(f"w{i}" for i in range(2 * replicas))) as workers:
+        here.submit(job)
+        assert await here.finished() == JobState.FINISHED
+        assert_same_curve(here.steps, steps)
+        evaluated = here.all(Evaluated)[-1]
+        assert evaluated.loss == pytest.approx(validation, rel=1e-10)
+        assert here.all(CheckpointCommitted)[-1].version == NUM_STEPS
+        for worker in workers:
+            worker.inbox.post(StopRequested(reason="done"))
+        assert all([(await worker.end()).is_clean for worker in workers])
+
+
+async def test_a_worker_that_dies_costs_no_step(tmp_path: Path) -> None:
+    job = job_of(write_text(tmp_path), replicas=2)
+    steps, _ = undisturbed(job)
+    disk = Disk()
+    async with cluster(disk) as here, here.workers("w0", "w1", "w2"):
+        async with here.workers("w3"):
+            here.submit(job)
+            await here.first(StepCommitted, 3)
+        assert await here.finished() == JobState.FINISHED
+        assert len(here.all(GenerationOpened)) > 1
+        assert_same_curve(here.steps, steps)
+
+
+async def test_after_the_death_of_all_the_newest_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    job = job_of(write_text(tmp_path), every_steps=3)
+    steps, _ = undisturbed(job)
+    disk = Disk()
+    async with cluster(disk) as here, here.workers("w0", "w1"):
+        here.submit(job)
+        await here.first(CheckpointCommitted)
+        await here.first(StepCommitted, 4)
+        before = here.steps
+    async with cluster(disk) as here, here.workers("w0", "w1"):
+        assert await here.finished() == JobState.FINISHED
+        after = here.steps
+    assert min(record.step for record in after) in (3, 6)
+    assert_same_curve(list({record.step: record for record in before + after}.values()), steps)
