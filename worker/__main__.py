@@ -12,6 +12,8 @@ from skein.units import parse_bytes
 from worker import daemon
 from worker.logs import LogFormat
 
+_PORT = click.IntRange(0, 2**16 - 1)
+
 
 def _memory(text: str | None) -> int | None:
     try:
@@ -22,32 +24,40 @@ def _memory(text: str | None) -> int | None:
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
-    "--join", required=True, metavar="HOST:PORT", envvar="SKEIN_COORDINATOR", help="The coordinator."
+    "--join",
+    required=True,
+    metavar="HOST:PORT",
+    envvar="SKEIN_COORDINATOR",
+    show_envvar=True,
+    help="The coordinator.",
 )
-@click.option("--name", help="Of this worker among all; by default the host's with a random ending.")
+@click.option("--name", show_default="the host's, a random ending", help="Of this worker among all.")
 @click.option("--site", default="default", help="Where this is. Workers of one site are near each other.")
-@click.option("--host", default="127.0.0.1", help="Address that peers' tensors arrive at.")
-@click.option("--port", default=0, help="Its port; 0 takes a free one.")
+@click.option("--listen", default="127.0.0.1", help="Address that peers' tensors arrive at.")
+@click.option("--port", type=_PORT, default=0, show_default="a free one", help="Port there.")
 @click.option("--advertise", metavar="HOST[:PORT]", help="Address that peers shall use instead, behind NAT.")
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where torch computes."
 )
-@click.option("--memory", metavar="SIZE", help="What a job may use; by default most of what is free.")
+@click.option("--memory", metavar="SIZE", show_default="most of what is free", help="What a job may use.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     envvar="SKEIN_TOKEN_FILE",
+    show_envvar=True,
     help="Calls, made and taken, carry the token in this file.",
 )
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
 @click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
-@click.option("--metrics-port", default=0, help="Port of /metrics; 0 for none: they go up with the beats.")
+@click.option(
+    "--metrics-port", type=_PORT, show_default="none", help="Port of /metrics; beats carry the same numbers."
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def up(
     join: str,
     name: str | None,
     site: str,
-    host: str,
+    listen: str,
     port: int,
     advertise: str | None,
     device: Literal["auto", "cpu", "cuda"],
@@ -55,7 +65,7 @@ def up(
     token_file: Path | None,
     insecure: bool,
     metrics_host: str,
-    metrics_port: int,
+    metrics_port: int | None,
     log_format: LogFormat,
 ) -> int:
     """Run a worker until SIGTERM or Ctrl-C, which give its work back first."""
@@ -63,7 +73,7 @@ def up(
         join=join,
         name=name,
         site=site,
-        host=host,
+        listen=listen,
         port=port,
         advertise=advertise,
         device=device,
@@ -71,7 +81,7 @@ def up(
         token_file=token_file,
         insecure=insecure,
         metrics_host=metrics_host,
-        metrics_port=metrics_port or None,
+        metrics_port=metrics_port,
         log_format=log_format,
     )
     return daemon.main(options)

@@ -45,7 +45,7 @@ class WorkerOptions:
         join: the coordinator, host:port.
         name: of this worker among all; by default the host's with a random ending. Of two with one name the newer wins.
         site: where the worker is; workers of one site are taken to be near each other.
-        host: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
+        listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
         port: 0 takes a free one.
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         memory_bytes: that a job may use; by default most of what is free.
@@ -55,7 +55,7 @@ class WorkerOptions:
     join: str
     name: str | None = None
     site: str = "default"
-    host: str = "127.0.0.1"
+    listen: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -148,7 +148,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
     if options.memory_bytes is not None and options.memory_bytes < 1:
         raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
     token = None if options.token_file is None else read_token(options.token_file)
-    require_safe_bind(options.host, token, allow_insecure=options.insecure)
+    require_safe_bind(options.listen, token, allow_insecure=options.insecure)
     if importlib.util.find_spec("torch") is None:
         raise UserError("torch", "not installed", "install it with: pip install 'skein-train[worker]'")
     import torch
@@ -165,7 +165,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         incarnation=incarnation,
         site=SiteId(options.site),
         join=options.join,
-        host=options.host,
+        listen=options.listen,
         port=options.port,
         address_of=lambda port: _advertised(options, port),
         token=token,
@@ -187,7 +187,7 @@ def _advertised(options: WorkerOptions, port: int) -> str:
     given = options.advertise
     if given is not None and ":" in given.rpartition("]")[2]:
         return join_address(*split_address("advertise", given))
-    host = given or options.host
+    host = given or options.listen
     return join_address(_own_host(options.join) if host in _EVERYWHERE else host, port)
 
 

@@ -45,7 +45,7 @@ class Setting:
     incarnation: Incarnation
     site: SiteId
     join: str
-    host: str
+    listen: str
     port: int
     address_of: Callable[[int], str]
     token: str | None
@@ -71,7 +71,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
     dial: Dial = partial(open_channel, token=setting.token)
     async with AsyncExitStack() as stack:
         server = open_server(token=setting.token)
-        port = bind(server, setting.host, setting.port)
+        port = bind(server, setting.listen, setting.port)
         if setting.metrics_port is not None:
             stack.callback(metrics.serve(setting.metrics_host, setting.metrics_port))
         executor = Executor(Compute(setting.device))

@@ -145,7 +145,7 @@ def setting(
         incarnation=Incarnation(incarnation),
         site=SiteId("lab"),
         join=f"127.0.0.1:{port}",
-        host="127.0.0.1",
+        listen="127.0.0.1",
         port=0,
         address_of=lambda bound: f"127.0.0.1:{bound}",
         token=token,

@@ -39,7 +39,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (WorkerOptions(join="nowhere"), "host:port"),
         (WorkerOptions(join="127.0.0.1:7100", name="two words"), "letters"),
-        (WorkerOptions(join="127.0.0.1:7100", host="0.0.0.0"), "token file"),
+        (WorkerOptions(join="127.0.0.1:7100", listen="0.0.0.0"), "token file"),
         (WorkerOptions(join="127.0.0.1:7100", advertise="[::1"), "advertise"),
         (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
         (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
