@@ -224,8 +224,7 @@ class Builder:
         return chunk
 
     def _kept(self, job: JobId, stage: StageSpec, version: Step) -> Chunk:
-        holding = self._executor.compute.holding
-        chunk = None if holding is None or holding.job_id != job else holding.chunks.get(stage.index)
+        chunk = self._executor.compute.chunk_of(job, stage.index)
         if chunk is None or (chunk.stage, chunk.version) != (stage, version):
             raise LocalError(f"{stage} at version {version} is not here to be kept")
         return chunk

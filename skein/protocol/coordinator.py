@@ -79,7 +79,6 @@ class Coordinator:
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.run: Run | None = None
         self._outbox = Outbox(self.history)
-        self._lost: set[Incarnation] = set()
         self._story = Story()
 
     def replay(self, records: Iterable[Record]) -> None:
@@ -193,16 +192,15 @@ class Coordinator:
 
     def _report(self, worker: WorkerId, incarnation: Incarnation, report: Report, *, now: float) -> None:
         if isinstance(report, Hello):
-            self._changed(self.membership.handle(HelloHeard(hello=report), now=now), now=now)
-            return
-        if not self.membership.is_current(worker, incarnation):
+            self._hello(report, now=now)
             return
         progress = report.progress if isinstance(report, Beat) else None
         heard = Heard(worker=worker, incarnation=incarnation, progress=progress)
-        before = self.membership.live[worker].progressed_at
-        self.membership.handle(heard, now=now)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if not self.membership.is_current(worker, incarnation):
+            return
         run = self.run
-        if run is not None and self.membership.live[worker].progressed_at != before:
+        if run is not None and self.membership.live[worker].progressed_at == now:
             run.progressed(now=now)
         match report:
             case Beat():
@@ -221,6 +219,17 @@ class Coordinator:
             case _:
                 assert_never(report)
 
+    def _hello(self, hello: Hello, *, now: float) -> None:
+        if hello.epoch > self.history.epoch:
+            reason = (
+                f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch}): "
+                "its run log was replaced; start the worker again"
+            )
+            self._send(hello.worker, hello.incarnation, Refused(reason=reason))
+            self._outbox.log(f"worker={hello.worker} refused: {reason}")
+            return
+        self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+
     def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
         for change in changes:
             match change:
@@ -230,7 +239,8 @@ class Coordinator:
                     self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")
                 case Lost():
-                    self._lost.add(change.incarnation)
+                    if change.is_final:
+                        self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     self._outbox.log(f"worker={change.worker} lost: {change.reason}")
                 case IsLeaving():
                     self._outbox.log(f"worker={change.worker} leaving")
@@ -246,12 +256,11 @@ class Coordinator:
         incarnation = entry.hello.incarnation
         welcome = Welcome(epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=BEAT_S)
         self._send(worker, incarnation, welcome)
+        if any(incarnation in job.outdated for job in self.history.pending()):
+            self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
         if not is_new:
             return
         self._outbox.log(f"worker={worker} joined")
-        if incarnation in self._lost:
-            # It was fenced and what it holds may be of a history that was rolled back.
-            self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
         others = [self.membership.live[w].member for w in sorted(self.membership.live) if w != worker]
         if others:
             self._send(worker, incarnation, Probe(peers=tuple(others[:NUM_PROBED_PEERS])))

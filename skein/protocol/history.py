@@ -18,7 +18,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.types import Epoch, Generation, JobId, JobState, Step
+from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +35,10 @@ class JobHistory:
     last_evaluation: Evaluated | None = None
     checkpoints: list[CheckpointCommitted] = field(default_factory=list)
     members: tuple[GenerationMember, ...] = ()
+    followers: set[Incarnation] = field(default_factory=set)
+    """Everybody who was ever a member."""
+    outdated: set[Incarnation] = field(default_factory=set)
+    """Followers whose chunks may be of a history that was rolled back; a commit clears who took part in it."""
     plan: PlanAdopted | None = None
     rollbacks: list[RolledBack] = field(default_factory=list)
     end: JobEnded | None = None
@@ -84,6 +88,7 @@ class History:
                 assert record.generation > self.generation, f"{record} after {self.generation}"
                 self.generation = record.generation
                 job.members = record.members
+                job.followers.update(member.incarnation for member in record.members)
             case PlanAdopted():
                 job.plan = record
             case StepCommitted():
@@ -91,6 +96,8 @@ class History:
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.num_tokens += record.record.num_tokens
+                if job.outdated:
+                    job.outdated.difference_update(member.incarnation for member in job.members)
             case Evaluated():
                 job.last_evaluation = record
             case CheckpointCommitted():
@@ -102,6 +109,7 @@ class History:
                 job.version = record.to_version
                 job.last_commit = None
                 job.rollbacks.append(record)
+                job.outdated |= job.followers
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
             case JobEnded():
                 job.end = record

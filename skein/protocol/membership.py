@@ -1,8 +1,10 @@
 """The Membership machine: who is here. The exemplar of a machine: events and the time go in, changes come out.
 
 Rules of this file
-- A worker is an id with an incarnation. The same id with another incarnation means that the old process died.
+- A worker is an id with an incarnation. The same id with another incarnation means that the old process died; should
+  it live after all, it is refused, or the two would take the name from each other for ever.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
+- Who is lost for silence alone and speaks again on the stream that it still has, joins again.
 - Only `handle` changes anything, and every change is told.
 """
 
@@ -54,7 +56,7 @@ class LeaveHeard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """The coordinator wants no more of this incarnation."""
+    """The coordinator wants no more of this incarnation, now or later."""
 
     worker: WorkerId
     reason: str
@@ -72,7 +74,7 @@ MembershipEvent = HelloHeard | Heard | StreamBroke | LeaveHeard | Evicted | Leas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A new incarnation is here."""
+    """An incarnation is here that was not, or that was lost."""
 
     worker: WorkerId
 
@@ -95,11 +97,12 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """An incarnation is dead, or counts as dead."""
+    """An incarnation is dead, or counts as dead; if `is_final`, it will not be admitted again."""
 
     worker: WorkerId
     incarnation: Incarnation
     reason: str
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class Entry:
 
     hello: Hello
     lease_until: float
+    queued_at: float = 0.0
+    """The one time in the lease heap that counts: no later than `lease_until`."""
     is_connected: bool = True
     is_leaving: bool = False
     progress: int = 0
@@ -146,8 +151,10 @@ class Membership:
         self.lease_s = lease_s
         self.grace_s = grace_s
         self._entries: dict[WorkerId, Entry] = {}
-        # No later than each live lease's end; what is too early is put right when it comes up.
+        # One entry per live lease counts, no later than its end; what is too early is put right when it comes up.
         self._leases: list[tuple[float, WorkerId, Incarnation]] = []
+        self._silent: dict[WorkerId, Entry] = {}
+        self._refused: dict[Incarnation, str] = {}
         self._story = Story()
 
     @property
@@ -161,15 +168,14 @@ class Membership:
             case HelloHeard():
                 return self._hello(event.hello, now=now)
             case Heard():
-                self._heard(event, now=now)
-                return []
+                return self._heard(event, now=now)
             case StreamBroke():
                 self._broke(event, now=now)
                 return []
             case LeaveHeard():
                 return self._leave(event.worker, now=now)
             case Evicted():
-                return self._lose([event.worker], event.reason, now=now)
+                return self._refuse(event.worker, event.reason, now=now)
             case LeaseTime():
                 return self._expire(now=now)
             case _:
@@ -179,10 +185,12 @@ class Membership:
         """When the next lease ends."""
         while self._leases:
             at, worker, incarnation = self._leases[0]
-            if not self.is_current(worker, incarnation):
+            entry = self._entries.get(worker)
+            if entry is None or entry.hello.incarnation != incarnation or entry.queued_at != at:
                 heappop(self._leases)
-            elif self._entries[worker].lease_until > at:
-                heapreplace(self._leases, (self._entries[worker].lease_until, worker, incarnation))
+            elif entry.lease_until > at:
+                entry.queued_at = entry.lease_until
+                heapreplace(self._leases, (entry.lease_until, worker, incarnation))
             else:
                 return at
         return None
@@ -202,8 +210,10 @@ class Membership:
                 f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
                 "install the same release of Skein on both"
             )
-            rejected = Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)
-            return [rejected]
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
+        if hello.incarnation in self._refused:
+            reason = self._refused[hello.incarnation]
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
         if self.is_current(hello.worker, hello.incarnation):
             entry = self._entries[hello.worker]
             entry.is_connected = True
@@ -212,18 +222,37 @@ class Membership:
             return [Returned(worker=hello.worker)]
         changes: list[MembershipChange] = []
         if hello.worker in self._entries:
-            changes += self._lose([hello.worker], "another process took its name", now=now)
-        self._entries[hello.worker] = Entry(
-            hello=hello, lease_until=now + self.lease_s, heard_at=now, progressed_at=now
-        )
-        heappush(self._leases, (now + self.lease_s, hello.worker, hello.incarnation))
-        self._story.tell(hello.worker, f"joined as {hello.incarnation}", now=now)
-        return [*changes, Joined(worker=hello.worker)]
+            reason = f"another process took the name {hello.worker}: give each worker its own"
+            changes += self._refuse(hello.worker, reason, now=now)
+        silent = self._silent.pop(hello.worker, None)
+        entry = Entry(hello=hello, lease_until=now, progressed_at=now)
+        if silent is not None and silent.hello.incarnation == hello.incarnation:
+            entry.is_leaving = silent.is_leaving
+        return [*changes, self._join(entry, now=now)]
 
-    def _heard(self, event: Heard, *, now: float) -> None:
-        if not self.is_current(event.worker, event.incarnation):
-            return
-        entry = self._entries[event.worker]
+    def _join(self, entry: Entry, *, now: float) -> Joined:
+        worker, incarnation = entry.hello.worker, entry.hello.incarnation
+        entry.heard_at = now
+        entry.lease_until = now + self.lease_s
+        self._entries[worker] = entry
+        self._queue_lease(entry)
+        self._story.tell(worker, f"joined as {incarnation}", now=now)
+        return Joined(worker=worker)
+
+    def _queue_lease(self, entry: Entry) -> None:
+        entry.queued_at = entry.lease_until
+        heappush(self._leases, (entry.lease_until, entry.hello.worker, entry.hello.incarnation))
+
+    def _heard(self, event: Heard, *, now: float) -> list[MembershipChange]:
+        changes: list[MembershipChange] = []
+        silent = self._silent.get(event.worker)
+        if silent is not None and silent.hello.incarnation == event.incarnation:
+            changes.append(self._join(self._silent.pop(event.worker), now=now))
+        if self.is_current(event.worker, event.incarnation):
+            self._renew(self._entries[event.worker], event, now=now)
+        return changes
+
+    def _renew(self, entry: Entry, event: Heard, *, now: float) -> None:
         entry.heard_at = now
         if entry.is_connected:
             entry.lease_until = now + self.lease_s
@@ -232,12 +261,16 @@ class Membership:
             entry.progressed_at = now
 
     def _broke(self, event: StreamBroke, *, now: float) -> None:
+        silent = self._silent.get(event.worker)
+        if silent is not None and silent.hello.incarnation == event.incarnation:
+            del self._silent[event.worker]
         if not self.is_current(event.worker, event.incarnation):
             return
         entry = self._entries[event.worker]
         entry.is_connected = False
         entry.lease_until = min(entry.lease_until, now + self.grace_s)
-        heappush(self._leases, (entry.lease_until, event.worker, event.incarnation))
+        if entry.lease_until < entry.queued_at:
+            self._queue_lease(entry)
         self._story.tell(event.worker, f"stream broke: {event.reason}", now=now)
 
     def _leave(self, worker: WorkerId, *, now: float) -> list[MembershipChange]:
@@ -251,16 +284,25 @@ class Membership:
     def _expire(self, *, now: float) -> list[MembershipChange]:
         changes: list[MembershipChange] = []
         for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= now):
-            silent = now - self._entries[worker].heard_at
-            how = "lease" if self._entries[worker].is_connected else "stream broke"
-            changes += self._lose([worker], f"{how}, silent for {silent:.1f} s", now=now)
+            entry = self._entries[worker]
+            how = "lease" if entry.is_connected else "stream broke"
+            changes += self._lose(worker, f"{how}, silent for {now - entry.heard_at:.1f} s", now=now)
+            if entry.is_connected:
+                self._silent[worker] = entry
         return changes
 
-    def _lose(self, workers: list[WorkerId], reason: str, *, now: float) -> list[MembershipChange]:
-        changes: list[MembershipChange] = []
-        for worker in workers:
-            entry = self._entries.pop(worker, None)
-            if entry is not None:
-                changes.append(Lost(worker=worker, incarnation=entry.hello.incarnation, reason=reason))
-                self._story.tell(worker, f"lost: {reason}", now=now)
-        return changes
+    def _refuse(self, worker: WorkerId, reason: str, *, now: float) -> list[MembershipChange]:
+        """Lose a worker for good."""
+        entry = self._entries.get(worker)
+        if entry is not None:
+            self._refused[entry.hello.incarnation] = reason
+        return self._lose(worker, reason, now=now)
+
+    def _lose(self, worker: WorkerId, reason: str, *, now: float) -> list[MembershipChange]:
+        entry = self._entries.pop(worker, None)
+        if entry is None:
+            return []
+        self._story.tell(worker, f"lost: {reason}", now=now)
+        incarnation = entry.hello.incarnation
+        is_final = incarnation in self._refused
+        return [Lost(worker=worker, incarnation=incarnation, reason=reason, is_final=is_final)]

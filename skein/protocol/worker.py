@@ -5,6 +5,7 @@ Rules of this file
 - Nothing computes between adopting a generation and having what it assigns (`_pipeline` is None).
 - A message of an older generation or step is dropped; one of a newer waits in `_parked`. Neither is a failure.
 - Parameters change in ApplyOp alone, from results of the very attempts that the record names.
+- A chunk that the plan takes away stays until a step begins: till then a peer may need it, or the next generation.
 """
 
 from collections import deque
@@ -120,6 +121,7 @@ class Worker:
         self.version = Step(0)
         self.progress = 0
         self.chunks: tuple[StageSpec, ...] = ()
+        self._given_up: tuple[StageSpec, ...] = ()
         self._members: dict[WorkerId, Member] = {}
         self._assign: Assign | None = None
         self._pipeline: Pipeline | None = None
@@ -128,6 +130,8 @@ class Worker:
         self._adopting: NewGeneration | None = None
         self._to_build: Assign | None = None
         self._building: Assign | None = None
+        self._is_build_cancelled = False
+        self._is_build_void = False
         self._commit: Commit | None = None
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
@@ -287,8 +291,7 @@ class Worker:
         self._adopting = directive
         self._to_build = None
         self._pipeline = None
-        if self._building is not None:
-            self._out.append(CancelBuild())
+        self._cancel_build()
         self._commit = None
         self._to_begin = None
         self._queue.clear()
@@ -305,10 +308,12 @@ class Worker:
     def _forget(self) -> None:
         self.job = None
         self.version = Step(0)
-        self.chunks = ()
+        self.chunks = self._given_up = ()
         self._assign = self._to_build = self._adopting = self._commit = self._pipeline = None
         self._to_begin = None
         self._is_running_void = self._running is not None
+        self._is_build_void = self._building is not None
+        self._cancel_build()
         self._exchanges.clear()
         self._groups.clear()
         self._queue.clear()
@@ -327,7 +332,8 @@ class Worker:
 
     def _acknowledge(self) -> None:
         self._exchanges.clear()
-        chunks = tuple(ChunkVersion(stage=stage, version=self.version) for stage in self.chunks)
+        held = (*self.chunks, *self._given_up)
+        chunks = tuple(ChunkVersion(stage=stage, version=self.version) for stage in held)
         self._tell(Ack(generation=self.generation, chunks=chunks, ledgers=()))
 
     def _start_build(self, assign: Assign) -> None:
@@ -335,13 +341,27 @@ class Worker:
         self._building = self._assign = assign
         self._out.append(Build(assign=assign, members=tuple(self._members.values())))
 
+    def _cancel_build(self) -> None:
+        if self._building is not None and not self._is_build_cancelled:
+            self._is_build_cancelled = True
+            self._out.append(CancelBuild())
+
+    def _end_build(self) -> Assign | None:
+        """A build is over; gives what was built, unless it was forgotten meanwhile."""
+        assign = None if self._is_build_void else self._building
+        self._building = None
+        self._is_build_cancelled = self._is_build_void = False
+        return assign
+
     def _built(self, event: Built) -> None:
-        assign, self._building = self._building, None
-        if assign is None or assign.job != self.job:
+        assign = self._end_build()
+        if assign is None:
             return
         # What is held now is a fact, whatever generation asked for it.
+        held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
         self.version = assign.version
         self.chunks = tuple(chunk.stage for chunk in assign.chunks)
+        self._given_up = tuple(stage for stage in held if stage not in self.chunks)
         if event.generation != self.generation:
             return
         me = self.identity.worker
@@ -359,8 +379,7 @@ class Worker:
         self._unpark()
 
     def _build_failed(self, event: BuildFailed) -> None:
-        self._building = None
-        if event.generation != self.generation:
+        if self._end_build() is None or event.generation != self.generation:
             return
         if event.peer is not None:
             self._tell(Suspected(generation=event.generation, peer=event.peer, reason=event.reason))
@@ -440,9 +459,11 @@ class Worker:
             return
         if isinstance(asked, Start) and asked.step == self.version:
             self._to_begin = None
+            self._given_up = ()
             self._pipeline.begin(Phase.TRAIN, self._assign.origins)
         elif isinstance(asked, Evaluate) and asked.version == self.version:
             self._to_begin = None
+            self._given_up = ()
             self._num_evaluation = asked.num_microbatches
             self._pipeline.begin(Phase.EVALUATE, self._evaluation_origins(self._assign))
             self._report_evaluated()

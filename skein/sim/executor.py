@@ -87,6 +87,7 @@ class SimExecutor:
         self.worker = worker
         self.flops_per_s = flops_per_s
         self.chunks: dict[StageIndex, SimChunk] = {}
+        self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
         self._shards: dict[ShardTensor, Contributions] = {}
         self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
@@ -97,7 +98,8 @@ class SimExecutor:
     def build(
         self, assign: Assign, given: Mapping[StageIndex, str], times: Mapping[StageIndex, StageTimes]
     ) -> None:
-        """Hold exactly the assigned chunks, with `given` as their state."""
+        """Hold the assigned chunks, in state `given`; what was held before stays until the first compute op."""
+        self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
         self._num_paths = assign.num_paths
         self._members = {group.group: group.members for group in assign.groups}
@@ -108,9 +110,16 @@ class SimExecutor:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
             self._shard_bytes[group.group] = max(held) // group.num_shards
 
+    def state_of(self, stage: StageSpec, version: Step) -> str | None:
+        """Lineage of a chunk that a peer may fetch, or a plan keep; None if it is not here at that version."""
+        now = self.chunks.get(stage.index)
+        chunk = now if now is not None and now.stage == stage else self._given_up.get(stage)
+        return chunk.lineage if chunk is not None and chunk.version == version else None
+
     def forget(self) -> None:
         """Drop everything."""
         self.chunks = {}
+        self._given_up.clear()
         self._shards.clear()
         self._joined.clear()
 
@@ -153,6 +162,8 @@ class SimExecutor:
 
     def run(self, op: Op) -> OpOutcome:
         """Carry an op out, at its end."""
+        if isinstance(op, ForwardOp | LossOp):
+            self._given_up.clear()
         match op:
             case LossOp():
                 if op.phase is Phase.TRAIN:

@@ -87,6 +87,8 @@ class SimWorker:
     is_alive: bool = True
     is_frozen: bool = False
     is_connected: bool = False
+    is_busy: bool = False
+    is_to_forget: bool = False
     wakes_at: float | None = None
     build: int = 0
     waiting: deque[Action] = field(default_factory=deque)
@@ -339,6 +341,7 @@ class World:
         match command:
             case RunOp():
                 seconds = worker.executor.seconds(command.op)
+                worker.is_busy = True
                 self.clock.after(seconds, partial(self._end_op, worker, command.op))
             case SendTensor():
                 self._send_tensor(worker, command)
@@ -360,6 +363,8 @@ class World:
                     for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
                 )
                 self.clock.after(0.5, partial(self._give, worker, LinksProbed(links=links)))
+            case ForgetJob() if worker.is_busy:
+                worker.is_to_forget = True
             case ForgetJob():
                 worker.executor.forget()
             case Exit():
@@ -410,7 +415,11 @@ class World:
             lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
             self._invariants.applies(worker.machine, op.record, lineages)
         outcome = worker.executor.run(op)
-        if isinstance(op, SaveOp):
+        worker.is_busy = False
+        if worker.is_to_forget:
+            worker.is_to_forget = False
+            worker.executor.forget()
+        elif isinstance(op, SaveOp):
             chunk = worker.executor.chunks[op.stage]
             self._saved[chunk.stage, op.version] = chunk.lineage
             given = {op.stage: chunk.lineage}
@@ -483,7 +492,4 @@ class World:
                     if source.kind is SourceKind.KEEP
                     else self.workers.get(source.peer or WorkerId(""))
                 )
-                held = None if donor is None else donor.executor.chunks.get(stage.index)
-                if held is None or held.stage != stage or held.version != assign.version:
-                    return None
-                return held.lineage
+                return None if donor is None else donor.executor.state_of(stage, assign.version)

@@ -100,7 +100,7 @@ class Compute:
 
     def hold(self, holding: Holding) -> None:
         """Replace everything held; accumulators begin at zero, in the vectors of the new groups."""
-        before = {} if self.holding is None else self.holding.chunks
+        before = {} if self.holding is None else {**self._leaving, **self.holding.chunks}
         self.forget()
         for chunk in holding.chunks.values():
             chunk.lay_out(holding.groups, holding.worker)
@@ -117,10 +117,14 @@ class Compute:
 
     def copy_state(self, job: JobId, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
         """State of a chunk of `job`, copied; None if it is not here at that version."""
+        chunk = self.chunk_of(job, stage)
+        return chunk.copy_state() if chunk is not None and chunk.version == version else None
+
+    def chunk_of(self, job: JobId, stage: StageIndex) -> Chunk | None:
+        """A chunk of `job` that is here, even if it was given up."""
         if self.holding is None or self.holding.job_id != job:
             return None
-        chunk = self.holding.chunks.get(stage) or self._leaving.get(stage)
-        return chunk.copy_state() if chunk is not None and chunk.version == version else None
+        return self.holding.chunks.get(stage) or self._leaving.get(stage)
 
     def _drop_step(self) -> None:
         self._graphs.clear()
@@ -187,6 +191,7 @@ class Compute:
         x, labels = self._input(op, operands)
         if labels is None:
             labels = self._labels.pop((op.phase, op.microbatch))
+        self._leaving = {}
         module = self._chunk(op.chunk).module
         if op.phase is Phase.EVALUATE:
             with torch.no_grad():
