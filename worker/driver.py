@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, assert_never
 
 from skein.errors import RemoteError, UserError
@@ -191,7 +192,7 @@ class Driver:
         self._on_generation = on_generation
         self._loop = asyncio.get_running_loop()
         self._generation = machine.generation
-        self._building: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[Built | BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._num_saving = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -214,9 +215,10 @@ class Driver:
         """End what is still going on."""
         if self._timer is not None:
             self._timer.cancel()
-        for child in (*self._children, self._building):
-            if child is not None:
-                child.cancel()
+        if self._building is not None:
+            self._building.cancel()
+        for child in self._children:
+            child.cancel()
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         child = self._group.create_task(work)
@@ -237,7 +239,7 @@ class Driver:
             case DropTensor():
                 self._store.drop(command.envelope.generation, key_of(command.envelope.header))
             case Build():
-                self._building = self._group.create_task(self._build(command))
+                self._start_build(command)
             case CancelBuild():
                 self._cancel_build()
             case MeasureLinks():
@@ -295,30 +297,35 @@ class Driver:
 
     # --- what takes time ---
 
-    async def _build(self, command: Build) -> None:
+    def _start_build(self, command: Build) -> None:
+        self._building = self._group.create_task(self._build(command))
+        # Not in the task: one that is cancelled before its first step never runs.
+        self._building.add_done_callback(partial(self._build_ended, command.assign.generation))
+
+    async def _build(self, command: Build) -> Built | BuildFailed:
+        assign = command.assign
         began_s = self._loop.time()
-        generation = command.assign.generation
-        try:
-            event: Built | BuildFailed = await self._builder.build(command.assign, command.members)
-        except asyncio.CancelledError:
-            reason = "overtaken by a newer generation"
-            self._inbox.post(BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
-            raise
-        stages = ",".join(
-            f"s{chunk.stage.index}:{chunk.source.kind.value}" for chunk in command.assign.chunks
-        )
-        if isinstance(event, Built):
+        event = await self._builder.build(assign, command.members)
+        shown = ",".join(f"s{chunk.stage.index}:{chunk.source.kind}" for chunk in assign.chunks)
+        if isinstance(event, BuildFailed):
+            _log.warning("generation=%d could not build %s: %s", assign.generation, shown, event.reason)
+        else:
             elapsed_s = self._loop.time() - began_s
             _log.info(
-                "generation=%d built %s at version %d in %.1f s",
-                generation,
-                stages,
-                command.assign.version,
+                "generation=%d version=%d built %s in %.1f s",
+                assign.generation,
+                assign.version,
+                shown,
                 elapsed_s,
             )
-        else:
-            _log.warning("generation=%d could not build %s: %s", generation, stages, event.reason)
-        self._inbox.post(event)
+        return event
+
+    def _build_ended(self, generation: Generation, building: asyncio.Task[Built | BuildFailed]) -> None:
+        if building.cancelled():
+            reason = "overtaken by a newer generation"
+            self._inbox.post(BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
+        elif building.exception() is None:
+            self._inbox.post(building.result())
 
     def _cancel_build(self) -> None:
         if self._building is not None and not self._builder.is_installing:

@@ -27,7 +27,7 @@ from skein.protocol.messages import (
     Suspected,
     Trouble,
 )
-from skein.protocol.worker_io import StopRequested
+from skein.protocol.worker_io import DirectiveArrived, StopRequested
 from skein.types import (
     ChunkRef,
     Generation,
@@ -255,12 +255,14 @@ async def test_a_donor_that_cannot_be_reached_is_suspected(tmp_path: Path) -> No
 
 async def test_a_build_that_is_overtaken_gives_way_to_the_next(tmp_path: Path) -> None:
     text = write_text(tmp_path)
-    async with puppet() as (coordinator, port), running(setting(port)):
+    async with puppet() as (coordinator, port), running(setting(port)) as worker:
         session = await coordinator.session()
         session.say(WELCOME, new_generation(session, 1))
         await session.heard(Ack)
-        session.say(assignment(text, 1), new_generation(session, 2))
-        await session.heard(Ack)
+        # Without a pause between them, so that the build is cancelled before it has begun.
+        worker.inbox.post(DirectiveArrived(directive=assignment(text, 1)))
+        worker.inbox.post(DirectiveArrived(directive=new_generation(session, 2)))
+        assert (await session.heard(Ack)).generation == 2
         session.say(assignment(text, 2))
         assert (await session.heard(ChunksReady)).generation == 2
 
