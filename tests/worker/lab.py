@@ -12,6 +12,8 @@ from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     DataSpec,
+    DigitsCnnModel,
+    DigitsSource,
     JobSpec,
     LlamaModel,
     LlamaShape,
@@ -98,6 +100,19 @@ def tiny_job(
         budget=BudgetSpec(steps=10),
         precision=precision,
         seed=5,
+    )
+
+
+def digits_job(*, stages: int = 1, layout: Layout = Layout.LINE) -> JobSpec:
+    """A job of a small classifier of images."""
+    return JobSpec(
+        name="digits",
+        model=DigitsCnnModel(family="digits_cnn", channels=4, num_blocks=2),
+        data=DataSpec(sources=(DigitsSource(format="digits"),)),
+        batch=BatchSpec(samples=32, microbatch_samples=8),
+        parallel=ParallelSpec(stages=stages, layout=layout),
+        budget=BudgetSpec(steps=10),
+        precision=Precision.FP64,
     )
 
 

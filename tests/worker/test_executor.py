@@ -13,7 +13,7 @@ from skein.errors import UserError
 from skein.protocol.messages import Decision, Phase
 from skein.protocol.ops import ClearOp, ForwardOp, Op, OpFailed, OpOutcome
 from skein.types import Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step
-from tests.worker.lab import CPU, Lab, tiny_job, write_text
+from tests.worker.lab import CPU, Lab, digits_job, tiny_job, write_text
 from worker.compute.batches import evaluation_positions
 from worker.compute.ops import Compute
 from worker.data.dataset import open_dataset
@@ -125,6 +125,28 @@ def test_steps_equal_those_of_plain_torch(
             for name, param in lab.chunk(stage.index, replica).params.items():
                 # Adam divides by the root of a small second moment, which magnifies rounding about a hundredfold.
                 torch.testing.assert_close(param, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_classifier_of_images_trains_in_stages_too(labs: list[Lab], layout: Layout) -> None:
+    whole, cut = Lab(digits_job()), Lab(digits_job(stages=2, layout=layout))
+    labs += [whole, cut]
+    for step in range(3):
+        expected, found = whole.step(step), cut.step(step)
+        # Equal sums in float64, but for the order in which stages' norms are added.
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-12)
+
+
+def test_under_bfloat16_the_loss_falls_as_it_does_in_float32(text: Path, labs: list[Lab]) -> None:
+    precise, rough = (
+        Lab(tiny_job(text, precision=precision)) for precision in (Precision.FP32, Precision.BF16)
+    )
+    labs += [precise, rough]
+    losses = [(precise.step(step).loss, rough.step(step).loss) for step in range(8)]
+    assert losses[-1][1] < losses[0][1]
+    # bfloat16 keeps 8 bits: products differ by 2**-8 of themselves, losses by far less.
+    assert all(one == pytest.approx(other, rel=2**-8) for one, other in losses)
 
 
 def test_evaluation_equals_plain_torch_and_touches_nothing(text: Path, labs: list[Lab]) -> None:
