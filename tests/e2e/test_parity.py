@@ -1,0 +1,125 @@
+"""Real daemons against one plain torch process: the same loss and gradient norm, step by step, however it is cut."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import Cluster, running
+from bench.reference import ReferenceStep, run_reference
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    DataSpec,
+    DigitsCnnModel,
+    DigitsSource,
+    EvaluationSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    TextSource,
+)
+from skein.types import JobState, Layout, Precision
+from skein.wire.views import StepFinished
+
+NUM_STEPS = 20
+# fp32: sums of a few thousand terms in another order; float64: the same, so a wrong term would show.
+TOLERANCES = {Precision.FP32: 1e-5, Precision.FP64: 1e-9}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("parity"), 8) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    source = Path(__file__).read_bytes()
+    for index in range(8):
+        (folder / f"{index}.txt").write_bytes(source[index * 97 :])
+    return folder
+
+
+def llama(*, is_tied: bool) -> LlamaModel:
+    shape = LlamaShape(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=is_tied,
+        # Larger than usual, so that clipping and second moments matter within 20 steps.
+        initializer_range=0.05,
+    )
+    return LlamaModel(shape=shape)
+
+
+def make_job(
+    name: str, model: ModelSpec, data: DataSpec, parallel: ParallelSpec, precision: Precision
+) -> JobSpec:
+    return JobSpec(
+        name=name,
+        model=model,
+        data=data,
+        batch=BatchSpec(samples=8, microbatch_samples=1),
+        parallel=parallel,
+        optimizer=OptimizerSpec(learning_rate=3e-3, warmup_steps=5, clip_norm=1.0),
+        precision=precision,
+        budget=BudgetSpec(steps=NUM_STEPS),
+        evaluation=EvaluationSpec(every_steps=0, samples=2),
+        checkpoint=CheckpointSpec(every_steps=0, keep=1),
+        seed=7,
+    )
+
+
+def train(cluster: Cluster, job: JobSpec) -> list[tuple[float, float]]:
+    with cluster.client() as client:
+        submitted = client.submit(job)
+        steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
+        status = submitted.status()
+    assert status.state is JobState.FINISHED, status.reason
+    return [(record.loss, record.gradient_norm) for record in steps]
+
+
+def check(found: list[tuple[float, float]], wanted: list[ReferenceStep], tolerance: float) -> None:
+    assert len(found) == NUM_STEPS
+    for step, ((loss, norm), reference) in enumerate(zip(found, wanted, strict=True)):
+        assert loss == pytest.approx(reference.loss, rel=tolerance), f"loss of step {step}"
+        assert norm == pytest.approx(reference.gradient_norm, rel=tolerance), f"norm of step {step}"
+    assert wanted[-1].loss < wanted[0].loss
+
+
+CUTS = [
+    (stages, replicas, layout)
+    for stages, replicas, layout in product((1, 2, 4), (1, 2), (Layout.LINE, Layout.LOOP))
+]
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP64], ids=lambda p: p.value)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_any_cut_trains_like_one_torch_process(
+    cluster: Cluster, text: Path, precision: Precision, is_tied: bool
+) -> None:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    model = llama(is_tied=is_tied)
+    reference: list[ReferenceStep] = []
+    for stages, replicas, layout in CUTS:
+        name = f"{precision.value}-{stages}x{replicas}-{layout.value}"
+        parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
+        job = make_job(name, model, data, parallel, precision)
+        reference = reference or run_reference(job, NUM_STEPS)
+        check(train(cluster, job), reference, TOLERANCES[precision])
+
+
+def test_a_model_of_images_trains_like_one_torch_process(cluster: Cluster) -> None:
+    data = DataSpec(sources=(DigitsSource(format="digits"),))
+    model = DigitsCnnModel(family="digits_cnn", channels=8, num_blocks=2)
+    job = make_job("digits", model, data, ParallelSpec(stages=2, replicas=2), Precision.FP64)
+    check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
