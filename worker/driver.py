@@ -10,6 +10,7 @@ Rules of this file
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
@@ -268,7 +269,9 @@ class Driver:
         generation = command.generation
 
         def on_ran(ran: Ran) -> None:
-            self._loop.call_soon_threadsafe(self._ran, generation, ran)
+            # An op may outlast the loop: then nobody waits for it any more.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ran, generation, ran)
 
         self._executor.run(command.op, operands, on_ran)
 

@@ -1,17 +1,20 @@
 """A whole worker process, but for the process: control stream, draining, errors. Real gRPC on loopback."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skein import PROTOCOL_VERSION
+from skein.config.job import CheckpointSpec, DataSpec, JobSpec, TextSource
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import (
     Ack,
     Assign,
     Beat,
+    CheckpointWritten,
     ChunkAssignment,
     ChunksReady,
     Dismiss,
@@ -22,6 +25,7 @@ from skein.protocol.messages import (
     Origin,
     Probe,
     Refused,
+    Save,
     SourceKind,
     StateSource,
     Suspected,
@@ -155,7 +159,9 @@ async def test_links_are_measured_in_both_directions() -> None:
 # --- building -----------------------------------------------------------------------------------------------------
 
 
-def assignment(text: Path, generation: int, *, source: StateSource | None = None, stop: int = 6) -> Assign:
+def assignment(
+    text: Path, generation: int, *, source: StateSource | None = None, job: JobSpec | None = None
+) -> Assign:
     """All of a tiny model on w0."""
     chunk = ChunkRef(stage=StageIndex(0), worker=WorkerId("w0"))
     path = Hops(hops=(chunk,))
@@ -163,12 +169,12 @@ def assignment(text: Path, generation: int, *, source: StateSource | None = None
         epoch=WELCOME.epoch,
         generation=Generation(generation),
         job=JOB,
-        job_spec=tiny_job(text, stages=1).canonical_json(),
+        job_spec=(job or tiny_job(text, stages=1)).canonical_json(),
         version=Step(0),
         num_paths=4,
         chunks=(
             ChunkAssignment(
-                stage=StageSpec(index=StageIndex(0), first=0, stop=stop),
+                stage=StageSpec(index=StageIndex(0), first=0, stop=6),
                 slots=1,
                 microbatches=tuple(map(MicrobatchId, range(4))),
                 source=source or StateSource(kind=SourceKind.INITIAL, version=Step(0)),
@@ -207,15 +213,32 @@ async def test_an_assignment_is_built_and_kept_over_a_generation(tmp_path: Path)
         assert (await session.heard(ChunksReady)).generation == 2
 
 
-async def test_data_that_cannot_be_read_fail_the_job(tmp_path: Path) -> None:
+def absent_data(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"data": DataSpec(sources=(TextSource(path="/nowhere/absent.txt"),))})
+
+
+def absent_weights(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"model": job.model.model_copy(update={"init_from": "/nowhere/weights"})})
+
+
+def unwritable_checkpoints(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"checkpoint": CheckpointSpec(url="/proc/nowhere")})
+
+
+@pytest.mark.parametrize("spoil", [absent_data, absent_weights, unwritable_checkpoints])
+async def test_what_no_worker_could_do_fails_the_job_with_its_cause(
+    tmp_path: Path, spoil: Callable[[JobSpec], JobSpec]
+) -> None:
+    text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
         session.say(WELCOME, new_generation(session, 1))
         await session.heard(Ack)
-        session.say(assignment(tmp_path / "absent.txt", 1))
+        session.say(assignment(text, 1, job=spoil(tiny_job(text, stages=1))))
         trouble = await session.heard(Trouble)
         assert trouble.is_fatal
-        assert "absent.txt" in trouble.reason
+        assert "nowhere" in trouble.reason
+        assert "\n" not in trouble.reason
 
 
 async def test_chunks_beyond_the_memory_limit_fail_the_job(tmp_path: Path) -> None:
@@ -289,3 +312,45 @@ async def test_state_comes_from_a_peer(tmp_path: Path) -> None:
             )
         )
         assert (await taker.heard(ChunksReady)).num_train_samples > 0
+
+
+# --- saving -----------------------------------------------------------------------------------------------------
+
+
+def save(url: str | None) -> Save:
+    return Save(
+        epoch=WELCOME.epoch, generation=Generation(1), version=Step(0), stages=(StageIndex(0),), url=url
+    )
+
+
+async def test_a_stage_is_written_where_the_job_says(tmp_path: Path) -> None:
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(write_text(tmp_path), 1))
+        await session.heard(ChunksReady)
+        session.say(save(f"file://{tmp_path}/ck"))
+        written = await session.heard(CheckpointWritten)
+        assert (written.version, written.stage) == (0, 0)
+        for file in written.files:
+            assert (tmp_path / "ck" / JOB / "v00000000" / file.name).stat().st_size == file.num_bytes
+
+
+@pytest.mark.parametrize(("url", "part"), [("/proc/nowhere", "nowhere"), (None, "release")])
+async def test_a_stage_that_cannot_be_written_is_the_workers_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None, part: str
+) -> None:
+    """The puppet keeps no files, so uploads end like those to another release."""
+    monkeypatch.setattr("worker.driver._SAVE_PAUSES_S", (0.0,))
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(write_text(tmp_path), 1))
+        await session.heard(ChunksReady)
+        session.say(save(url))
+        trouble = await session.heard(Trouble)
+        assert not trouble.is_fatal
+        assert "checkpoint 0 of stage 0" in trouble.reason
+        assert part in trouble.reason
