@@ -25,6 +25,7 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.history import History, JobHistory
 from skein.protocol.membership import (
+    Evicted,
     Heard,
     HelloHeard,
     IsLeaving,
@@ -110,6 +111,7 @@ class Coordinator:
                     self.run.manifest_written(event, now=now)
             case TimePassed():
                 self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
+                self._turn_away_stuck(now=now)
                 if self.run is not None:
                     self.run.tick(now=now)
             case _:
@@ -229,6 +231,11 @@ class Coordinator:
             self._outbox.log(f"worker={hello.worker} refused: {reason}")
             return
         self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+
+    def _turn_away_stuck(self, *, now: float) -> None:
+        for worker in () if self.run is None else self.run.stuck(now=now):
+            reason = "it does not answer, though it beats: start it again"
+            self._changed(self.membership.handle(Evicted(worker=worker, reason=reason), now=now), now=now)
 
     def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
         for change in changes:

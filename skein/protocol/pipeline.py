@@ -10,11 +10,10 @@ Rules of this file
 
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
-from math import fsum
 
 from skein.plan.plan import Path
 from skein.protocol.messages import ChunkAssignment, Direction, HopTensor, Ledger, Origin, Phase
-from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp, hop_key
+from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
 ComputeOp = ForwardOp | LossOp | BackwardOp
@@ -233,7 +232,8 @@ class Pipeline:
 def _total(losses: Iterable[Loss]) -> Loss:
     listed = list(losses)
     return Loss(
-        loss_sum=fsum(loss.loss_sum for loss in listed), num_tokens=sum(loss.num_tokens for loss in listed)
+        loss_sum=exact_sum(loss.loss_sum for loss in listed),
+        num_tokens=sum(loss.num_tokens for loss in listed),
     )
 
 

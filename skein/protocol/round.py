@@ -6,13 +6,15 @@ Rules of this file
 - All numbers of the decision come from what was reported; members compute with these, never with their own.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import fsum, isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import assert_never
 
 from skein.plan.plan import Group, Plan
 from skein.protocol.messages import Decision, GroupResult, Ledger, StageDone, StepRecord, Vote
+from skein.protocol.ops import exact_sum
 from skein.protocol.story import Story
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
 
@@ -61,6 +63,7 @@ class RoundFailed:
     """The step cannot be decided under this generation; it is to be tried again from its start."""
 
     reason: str
+    blamed: tuple[WorkerId, ...]
 
 
 RoundCommand = AskReduction | StepDecided | RoundFailed
@@ -134,7 +137,8 @@ class Round:
         if done.step != self.terms.step or chunk not in self._expected or chunk in self._done:
             return []
         if done.ledger.microbatches != self._expected[chunk] or done.ledger.worker != event.worker:
-            return [RoundFailed(reason=f"{event.worker} reported {done.ledger}, not what was assigned")]
+            reason = f"{event.worker} reported {done.ledger}, not what was assigned"
+            return [RoundFailed(reason=reason, blamed=(event.worker,))]
         self._done[chunk] = done
         commands: list[RoundCommand] = []
         for group in self._groups_of.get(chunk, ()):
@@ -157,14 +161,16 @@ class Round:
         if group is None or vote.step != self.terms.step or vote.attempt != self._attempts.get(vote.group):
             return []
         if event.worker not in self._voters[vote.group]:
-            return [RoundFailed(reason=f"{event.worker} voted on {vote.group} and holds none of it")]
+            reason = f"{event.worker} voted on {vote.group} and holds none of it"
+            return [RoundFailed(reason=reason, blamed=(event.worker,))]
         votes = self._votes[vote.group]
         votes[event.worker] = vote
         if len(votes) < len(self._voters[vote.group]):
             return []
         if len({v.digest for v in votes.values()}) > 1:
             if vote.attempt.number >= 1:
-                return [RoundFailed(reason=f"holders of {vote.group} disagree on its result twice")]
+                reason = f"holders of {vote.group} disagree on its result twice"
+                return [RoundFailed(reason=reason, blamed=_minority(group, votes))]
             return [self._ask(group, number=1, now=now)]
         self._results[vote.group] = votes[group.members[0].worker]
         if len(self._results) < len(self._groups):
@@ -175,19 +181,21 @@ class Round:
         """Token count, norm and clip from the votes, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
         num_tokens = sum(d.num_tokens for d in done)
-        loss_sum = fsum(d.loss_sum for d in done)
+        loss_sum = exact_sum(d.loss_sum for d in done)
         weight = 1.0 / num_tokens if num_tokens else 0.0
         votes = [self._results[group] for group in sorted(self._results)]
-        norm = (
-            weight * sqrt(fsum(vote.squared_norm for vote in votes))
-            if all(v.is_finite for v in votes)
-            else 0.0
-        )
+        spoilt = [v.group for v in votes if not v.is_finite or not 0.0 <= v.squared_norm < inf]
+        squared_norm = inf if spoilt else exact_sum(v.squared_norm for v in votes)
+        norm = weight * sqrt(squared_norm) if squared_norm < inf else 0.0
         reason = ""
         if not num_tokens:
             reason = "no valid token in the batch"
-        elif not all(v.is_finite for v in votes) or not isfinite(norm) or not isfinite(loss_sum):
-            reason = "gradient not finite in " + ", ".join(v.group for v in votes if not v.is_finite)
+        elif not isfinite(loss_sum):
+            reason = "loss not finite"
+        elif spoilt:
+            reason = "gradient not finite in " + ", ".join(spoilt)
+        elif squared_norm == inf:
+            reason = "gradient norm not finite"
         clip = 1.0
         if self.terms.clip_norm is not None and not reason:
             clip = min(1.0, self.terms.clip_norm / (norm + 1e-6))
@@ -208,3 +216,10 @@ class Round:
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
         )
+
+
+def _minority(group: Group, votes: Mapping[WorkerId, Vote]) -> tuple[WorkerId, ...]:
+    """Who voted another digest than most, or than the first of the equally many."""
+    counts = Counter(votes[worker].digest for worker in group.workers)
+    [(accepted, _)] = counts.most_common(1)
+    return tuple(worker for worker in group.workers if votes[worker].digest != accepted)

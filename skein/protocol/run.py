@@ -7,10 +7,10 @@ Rules of this file
 - Whatever goes wrong opens a new generation: `_bump`. There is no second way to recover.
 - Nothing is assigned before every member has acknowledged the generation: that is the fence.
 - The parameters' version is the log's. A worker at another version holds nothing.
+- Nobody is let go, and nothing waits for more workers, while what they hold could be saved and is not.
 """
 
 from enum import StrEnum
-from math import fsum
 from typing import assert_never
 
 from skein.config.schedule import learning_rate
@@ -54,6 +54,7 @@ from skein.protocol.messages import (
     Trouble,
     Vote,
 )
+from skein.protocol.ops import exact_sum
 from skein.protocol.records import (
     Evaluated,
     GenerationMember,
@@ -84,7 +85,12 @@ GATHER_S = 3.0
 RETURN_S = 10.0
 """How long a restarted coordinator waits for the members that it had."""
 STALL_S = 120.0
-"""No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it."""
+"""No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it.
+
+Steps that are predicted to take longer have `STALL_STEPS` of their own time. Who does not even acknowledge the new
+generation for so long is the stuck one, and is turned away.
+"""
+STALL_STEPS = 4.0
 MAX_STRIKES = 3
 """Failures blamed on one worker, with no step committed between them, after which it gets no more work."""
 
@@ -134,6 +140,8 @@ class Run:
         self._awaited = {member.worker for member in job.members}
         self._is_infeasible = False
         self._has_newcomer = False
+        self._paused_for: str | None = None
+        """What is being saved is the last thing before the run waits, for this reason."""
         self._request = 0
         self._members: dict[WorkerId, Entry] = {}
         self._acks: dict[WorkerId, Ack] = {}
@@ -163,7 +171,8 @@ class Run:
                 self._awaited.discard(change.worker)
                 self._gather_until = now + GATHER_S
                 self._is_infeasible = False
-                self._has_newcomer = True
+                if not self._is_member(change.worker):
+                    self._has_newcomer = True
             case Returned():
                 if self._depends_on(change.worker):
                     self._bump(f"{change.worker} came back on a new stream", now=now)
@@ -173,7 +182,7 @@ class Run:
                 if is_missed:
                     self._bump(f"lost {change.worker} ({change.reason})", now=now)
             case IsLeaving():
-                if not self._depends_on(change.worker):
+                if not self._depends_on(change.worker) and not self._is_to_fence():
                     self._let_go(change.worker)
             case Rejected():
                 pass
@@ -213,10 +222,10 @@ class Run:
         if event.request != self._request or self.phase is not RunPhase.FENCING:
             return
         if isinstance(event.result, Infeasible):
-            self._is_infeasible = True
-            self._wait(event.result.reason)
-            return
-        self._put_into_place(event.result, now=now)
+            self._pause(event.result.reason)
+        else:
+            self._put_into_place(event.result, now=now)
+        self.tick(now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
         """A stage of a checkpoint is durable, under whatever generation it was begun."""
@@ -227,9 +236,10 @@ class Run:
     def manifest_written(self, event: ManifestWritten, *, now: float) -> None:
         """A checkpoint exists, or could not be completed."""
         checkpoint = event.checkpoint
+        is_awaited = self.phase is RunPhase.SAVING and checkpoint.version == self.job.version
         if event.error is not None:
             self._out.log(f"job={self.job.job} checkpoint={checkpoint.version} failed: {event.error}")
-            if self.phase is RunPhase.SAVING:
+            if is_awaited:
                 self.end(JobState.FAILED, f"the last checkpoint could not be written: {event.error}", now=now)
             return
         if checkpoint.version > self.job.version:
@@ -238,7 +248,10 @@ class Run:
         self._out.log(f"job={self.job.job} checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in self.job.checkpoints)
         self._out.commands.append(PruneCheckpoints(job=self.job.job, url=checkpoint.url, keep=keep))
-        if self.phase is RunPhase.SAVING:
+        if is_awaited and self._paused_for is not None:
+            self._wait(self._paused_for)
+            self.tick(now=now)
+        elif is_awaited:
             self._go_on(now=now)
 
     def progressed(self, *, now: float) -> None:
@@ -248,18 +261,30 @@ class Run:
     def tick(self, *, now: float) -> None:
         """Do what is due."""
         if self.phase is RunPhase.GATHERING:
-            if not self._is_infeasible and self._candidates() and now >= self._gathers_at():
+            if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
-        elif self.phase in _COMPUTING and now >= self._moved_at + STALL_S:
-            self._bump(f"no op ended for {STALL_S:.0f} s", now=now)
+        elif self.phase in _COMPUTING and now >= self._stalls_at():
+            self._bump(f"no op ended for {now - self._moved_at:.0f} s", now=now)
+
+    def stuck(self, *, now: float) -> tuple[WorkerId, ...]:
+        """Members that have not acknowledged the generation although nothing moves any more: to be turned away."""
+        if self.phase is not RunPhase.FENCING or now < self._stalls_at():
+            return ()
+        return tuple(worker for worker in self._members if worker not in self._acks)
 
     def deadline(self) -> float | None:
         """When `tick` is wanted next."""
-        if self.phase is RunPhase.GATHERING and not self._is_infeasible and self._candidates():
+        if self._is_to_fence():
             return self._gathers_at()
-        if self.phase in _COMPUTING:
-            return self._moved_at + STALL_S
+        if self.phase in _COMPUTING or (
+            self.phase is RunPhase.FENCING and len(self._acks) < len(self._members)
+        ):
+            return self._stalls_at()
         return None
+
+    def _stalls_at(self) -> float:
+        step_s = 0.0 if self.plan is None else self.plan.predicted_step_s
+        return self._moved_at + max(STALL_S, STALL_STEPS * step_s)
 
     def end(self, state: JobState, reason: str, *, now: float) -> None:
         """Record the end and free the workers."""
@@ -290,6 +315,21 @@ class Run:
         live = self._membership.live
         return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in self._excluded]
 
+    def _is_to_fence(self) -> bool:
+        """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
+        if self.phase is not RunPhase.GATHERING or self._is_infeasible:
+            return False
+        return bool(self._candidates()) or self._may_save()
+
+    def _may_save(self) -> bool:
+        """Whether workers that get no more work may still hold what no checkpoint has."""
+        is_anybody_here = any(worker not in self._excluded for worker in self._membership.live)
+        return is_anybody_here and self._is_unsaved()
+
+    def _is_unsaved(self) -> bool:
+        version = self.job.version
+        return version > 0 and not any(c.version == version for c in self.job.checkpoints)
+
     def _num_wanted(self) -> int:
         return self.job.spec.parallel.stages * self.job.spec.parallel.replicas
 
@@ -310,16 +350,23 @@ class Run:
             RunPhase.SAVING,
         )
 
+    def _is_member(self, worker: WorkerId) -> bool:
+        """Whether this very process is one of the newest generation."""
+        return self._members.get(worker) is self._membership.live[worker]
+
     def _blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
         """Something failed on or towards this worker: try again, without it after too many times."""
         if self.phase is RunPhase.GATHERING or worker not in self._members:
             return
+        self._strike(worker, reason, now=now)
+        self._bump(f"{worker}: {reason}", now=now)
+
+    def _strike(self, worker: WorkerId, reason: str, *, now: float) -> None:
         self._strikes[worker] = self._strikes.get(worker, 0) + 1
         self._story.tell(worker, reason, now=now)
         if self._strikes[worker] >= MAX_STRIKES:
             self._excluded[worker] = reason
             self._out.log(f"job={self.job.job} excluded={worker}: {reason}")
-        self._bump(f"{worker}: {reason}", now=now)
 
     def _let_go(self, worker: WorkerId) -> None:
         entry = self._membership.live.get(worker)
@@ -351,15 +398,16 @@ class Run:
 
     def _bump(self, reason: str, *, now: float) -> None:
         """Fence everything older, then plan anew with whoever is here."""
-        candidates = self._candidates()
-        if not candidates:
+        if not self._candidates() and not self._may_save():
             self._give_up_or_wait(reason, now=now)
             return
         self._members = dict(sorted(self._membership.live.items()))
+        self._awaited.clear()
+        self._moved_at = now
         self._acks.clear()
         self._ready.clear()
         self._evaluations.clear()
-        self._round = None
+        self._round = self._paused_for = None
         self._has_newcomer = False
         self.phase = RunPhase.FENCING
         self.reason = reason
@@ -391,6 +439,19 @@ class Run:
             self.end(JobState.FAILED, f"no worker can run it; the last reason: {reason}", now=now)
             return
         self._wait(f"no workers ({reason})")
+
+    def _pause(self, reason: str) -> None:
+        """No plan exists: save what is held, then wait for more workers."""
+        self._is_infeasible = not self._has_newcomer
+        held = self._plan_held()
+        if held is None or not self._is_unsaved():
+            self._wait(reason)
+            return
+        self.phase = RunPhase.SAVING
+        self.reason = f"saving, for no plan exists: {reason}"
+        self._paused_for = reason
+        self._placed = dict.fromkeys(held.workers)
+        self._save(held)
 
     def _acknowledged(self, worker: WorkerId, ack: Ack) -> None:
         """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
@@ -483,9 +544,9 @@ class Run:
         self._out.log(f"job={self.job.job} rolled back from={version} to={sources.version}: {reason}")
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
-        assert self.plan is not None
         if self.phase is not RunPhase.BUILDING or worker not in self._placed:
             return
+        assert self.plan is not None
         self._ready[worker] = report
         if len(self._ready) < len(self._placed):
             return
@@ -520,9 +581,9 @@ class Run:
         if self._evaluation_due():
             self._evaluate()
         elif is_last or (change is not None and not self._candidates()):
-            if version > 0 and not any(c.version == version for c in self.job.checkpoints):
+            if self._is_unsaved():
                 self.phase = RunPhase.SAVING
-                self._save()
+                self._save(self.plan)
             elif is_last:
                 self.end(JobState.FINISHED, f"{version} steps done", now=now)
             else:
@@ -534,18 +595,18 @@ class Run:
             start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
             self._send_placed(start)
 
-    def _save(self) -> None:
+    def _save(self, plan: Plan | None) -> None:
         """Ask one holder of each stage to save it; the first holder in plan order that stays."""
-        assert self.plan is not None
+        assert plan is not None
         history = self._out.history
         stages_by_worker: dict[WorkerId, list[StageIndex]] = {}
-        for stage in self.plan.stages:
-            holders = self.plan.holders(stage.index)
+        for stage in plan.stages:
+            holders = plan.holders(stage.index)
             holder = min(
                 holders, key=lambda w: (self._members[w].is_leaving, len(stages_by_worker.get(w, ())))
             )
             stages_by_worker.setdefault(holder, []).append(stage.index)
-        self._savings.begin(self.job.version, tuple(stage.index for stage in self.plan.stages))
+        self._savings.begin(self.job.version, tuple(stage.index for stage in plan.stages))
         for worker, stages in sorted(stages_by_worker.items()):
             save = Save(
                 epoch=history.epoch,
@@ -590,14 +651,15 @@ class Run:
         )
 
     def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
-        if self.phase is not RunPhase.EVALUATING or report.version != self.job.version:
+        is_due = self.phase is RunPhase.EVALUATING and report.version == self.job.version
+        if not is_due or not report.microbatches:
             return
         self._evaluations[worker, report.microbatches[0]] = report
         reports = [self._evaluations[key] for key in sorted(self._evaluations)]
         if len({m for r in reports for m in r.microbatches}) < self._num_evaluation:
             return
         num_tokens = sum(r.num_tokens for r in reports)
-        loss = fsum(r.loss_sum for r in reports) / max(1, num_tokens)
+        loss = exact_sum(r.loss_sum for r in reports) / max(1, num_tokens)
         self._out.record(
             Evaluated(job=self.job.job, version=report.version, loss=loss, num_tokens=num_tokens, wall_s=now)
         )
@@ -639,6 +701,8 @@ class Run:
                 case StepDecided():
                     self._commit(command.record, now=now)
                 case RoundFailed():
+                    for worker in command.blamed:
+                        self._strike(worker, command.reason, now=now)
                     self._bump(command.reason, now=now)
                 case _:
                     assert_never(command)
@@ -656,7 +720,7 @@ class Run:
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
         )
         if self._save_due():
-            self._save()
+            self._save(self.plan)
         if goes_on:
             self._begin_step()
         else:
