@@ -1,0 +1,199 @@
+"""A coordinator and workers on this machine, for as long as somebody needs them."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from client.api import Client
+from client.connection import DEFAULT_TARGET
+from client.errors import NotReachable
+from client.tether import tethered_arguments
+from skein.errors import SkeinError
+from skein.wire.channel import split_address
+from skein.wire.views import WorkerState
+
+HOST = "127.0.0.1"
+READY_S = 120.0
+"""Ray's first start on a slow disk takes most of a minute."""
+_STOP_S = 15.0
+_TICK_S = 0.2
+_TAIL_LINES = 5
+
+
+class NotStarted(SkeinError):
+    """A service ended, or did not begin to answer; what its log says last is in the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running program and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self) -> None:
+        """Returns if it runs.
+
+        Raises:
+            NotStarted: it has ended.
+        """
+        if self.process.poll() is not None:
+            raise NotStarted(f"{self.name} ended (exit code {self.process.returncode}): {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of its log in one line, and where the rest is."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"{' / '.join(lines[-_TAIL_LINES:]) or 'it said nothing'} (all of it in {self.log})"
+
+
+class LocalFleet:
+    """Starts services in process groups of their own and ends them all when it is left, also if this process dies.
+
+    Args:
+        directory: for their logs and the coordinator's state.
+        num_workers: how many.
+    """
+
+    def __init__(self, directory: Path, *, num_workers: int) -> None:
+        self.directory = directory
+        self.num_workers = num_workers
+        _, usual = split_address("coordinator", DEFAULT_TARGET)
+        self.port, self.metrics_port = free_port(usual), free_port(usual + 1)
+        self.services: list[Service] = []
+
+    @property
+    def target(self) -> str:
+        """host:port of the coordinator."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """What Prometheus would read."""
+        return f"http://{HOST}:{self.metrics_port}/metrics"
+
+    @property
+    def state(self) -> Path:
+        """The coordinator's state directory: run log and checkpoints."""
+        return self.directory / "state"
+
+    @property
+    def logs(self) -> Path:
+        """Where each service's log is."""
+        return self.directory / "logs"
+
+    def __enter__(self) -> Self:
+        self.logs.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, client: Client) -> None:
+        """Starts everything; returns when the coordinator knows all workers.
+
+        Raises:
+            NotStarted: something ended, or took longer than `READY_S`.
+        """
+        options = ["--host", HOST, "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        self._run("coordinator", "coordinator", [*options, "--state-dir", str(self.state)])
+        self._wait(lambda: _answers(client), "the coordinator does not answer")
+        for number in range(1, self.num_workers + 1):
+            name = f"worker-{number}"
+            self._run(name, "worker", ["--join", self.target, "--name", name, "--listen", HOST])
+        self._wait(lambda: _num_idle(client) == self.num_workers, "not all workers have joined")
+
+    def check(self) -> None:
+        """Returns if everything still runs.
+
+        Raises:
+            NotStarted: something has ended.
+        """
+        for service in self.services:
+            service.check()
+
+    def stop(self) -> None:
+        """Ends everything: workers first, so that they can say goodbye; whoever takes long is killed."""
+        for services in (self.services[1:], self.services[:1]):
+            for service in services:
+                _signal(service, signal.SIGTERM)
+            until = time.monotonic() + _STOP_S
+            for service in services:
+                with suppress(subprocess.TimeoutExpired):
+                    service.process.wait(max(0.0, until - time.monotonic()))
+        for service in self.services:
+            _signal(service, signal.SIGKILL)
+            service.process.wait()
+        self.services = []
+
+    def _run(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        log = self.logs / f"{name}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                tethered_arguments(module, list(arguments)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(self.num_workers),
+                start_new_session=True,
+            )
+        self.services.append(Service(name=name, process=process, log=log))
+
+    def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
+        until = time.monotonic() + READY_S
+        while not is_ready():
+            self.check()
+            if time.monotonic() > until:
+                raise NotStarted(f"{problem} after {READY_S:.0f} s: see the logs in {self.logs}")
+            time.sleep(_TICK_S)
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` if nothing listens there, else another that is free."""
+    for port in (wanted, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            return int(probe.getsockname()[1])
+    raise NotStarted("no port of this machine is free")
+
+
+def _environment(num_workers: int) -> dict[str, str]:
+    """Workers share the cores, and keep big buffers instead of faulting in fresh pages for each."""
+    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    return {
+        "MALLOC_MMAP_THRESHOLD_": "1073741824",
+        "MALLOC_TRIM_THRESHOLD_": "2147483648",
+        "MALLOC_TOP_PAD_": "16777216",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+    }
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.version()
+    except NotReachable:
+        return False
+    return True
+
+
+def _num_idle(client: Client) -> int:
+    return sum(worker.state is WorkerState.IDLE for worker in client.workers())
+
+
+def _signal(service: Service, number: signal.Signals) -> None:
+    """To all of its process group, if any of it is left."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(service.process.pid, number)
