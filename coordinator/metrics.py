@@ -262,8 +262,8 @@ class Metrics:
             case Evaluated():
                 self._evaluation_loss.labels(job).set(record.loss)
             case PlanAdopted():
-                self._predicted.labels(job).set(record.predicted_step_s)
-                self._lower_bound.labels(job).set(record.lower_bound_s)
+                self._predicted.labels(job).set(record.plan.predicted_step_s)
+                self._lower_bound.labels(job).set(record.plan.lower_bound_s)
             case GenerationOpened():
                 self._generations.labels(job).inc()
             case CheckpointCommitted():

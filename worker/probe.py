@@ -9,7 +9,9 @@ import torch
 
 from skein.topology.fleet import Profile
 
-_SIZES = {"cpu": 512, "cuda": 4096}
+_SIZES = {"cpu": 1024, "cuda": 4096}
+_SMALL_CPU_SIZE, _FEW_THREADS = 256, 4
+"""A product of few threads shall end within one slice of the operating system's scheduler."""
 _MEMORY_SHARE = 0.8
 """Of what is free now; the rest is for the framework, fragmentation and others."""
 
@@ -30,6 +32,8 @@ def measure_device(device: torch.device, *, seconds: float = 0.5) -> Profile:
 
 def _flops_per_s(device: torch.device, seconds: float) -> float:
     size = _SIZES.get(device.type, 1024)
+    if device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS:
+        size = _SMALL_CPU_SIZE
     a_MK = torch.ones(size, size, device=device)
     b_KN = torch.ones(size, size, device=device)
     out_MN = torch.empty(size, size, device=device)

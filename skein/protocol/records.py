@@ -5,6 +5,7 @@ What is not here (leases, ledgers, votes) is soft: a restarted coordinator learn
 
 from dataclasses import dataclass
 
+from skein.plan.plan import Plan
 from skein.protocol.messages import CheckpointFile, StepRecord
 from skein.types import Epoch, Generation, Incarnation, JobId, JobState, StageIndex, Step, WorkerId
 
@@ -48,14 +49,11 @@ class GenerationOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted:
-    """The plan of a generation, by content hash, with its own explanation."""
+    """The plan of a generation. A restarted coordinator takes it up again if its workers come back."""
 
     job: JobId
     generation: Generation
-    plan_hash: str
-    reason: str
-    predicted_step_s: float
-    lower_bound_s: float
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

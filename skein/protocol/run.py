@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from skein.config.schedule import learning_rate
+from skein.plan.check import violations
 from skein.plan.plan import ChunkPlan, Infeasible, Plan
 from skein.protocol.coordinator_io import (
     MakePlan,
@@ -77,7 +78,7 @@ from skein.protocol.round import (
 from skein.protocol.savings import Savings
 from skein.protocol.sources import Sources, assignments, choose_sources
 from skein.protocol.story import Story
-from skein.topology.fleet import Fleet, Link
+from skein.topology.fleet import Fleet, Link, rounded
 from skein.types import ChunkRef, Epoch, Generation, JobState, Layout, MicrobatchId, StageIndex, WorkerId
 
 GATHER_S = 3.0
@@ -196,7 +197,7 @@ class Run:
             return
         match report:
             case Ack():
-                self._acknowledged(worker, report)
+                self._acknowledged(worker, report, now=now)
             case ChunksReady():
                 self._chunks_ready(worker, report, now=now)
             case StageDone():
@@ -453,25 +454,37 @@ class Run:
         self._placed = dict.fromkeys(held.workers)
         self._save(held)
 
-    def _acknowledged(self, worker: WorkerId, ack: Ack) -> None:
+    def _acknowledged(self, worker: WorkerId, ack: Ack, *, now: float) -> None:
         """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
         if self.phase is not RunPhase.FENCING:
             return
         self._acks[worker] = ack
         if len(self._acks) == len(self._members):
-            self._ask_for_plan()
+            self._ask_for_plan(now=now)
 
-    def _ask_for_plan(self) -> None:
+    def _ask_for_plan(self, *, now: float) -> None:
         self._request += 1
         candidates = [e for e in self._candidates() if self._members.get(e.hello.worker) is e]
         known = {entry.hello.worker for entry in candidates}
         links = tuple(self._links[k] for k in sorted(self._links) if k[0] in known and k[1] in known)
-        fleet = Fleet(workers=tuple(entry.fleet_worker for entry in candidates), links=links)
+        fleet = rounded(Fleet(workers=tuple(entry.fleet_worker for entry in candidates), links=links))
+        if (recorded := self._plan_again(fleet)) is not None:
+            self._put_into_place(recorded, now=now)
+            return
+        previous = self._plan_held() or self.plan
         self._out.commands.append(
-            MakePlan(
-                request=self._request, job=self.job.spec, fleet=fleet, previous=self._plan_held() or self.plan
-            )
+            MakePlan(request=self._request, job=self.job.spec, fleet=fleet, previous=previous)
         )
+
+    def _plan_again(self, fleet: Fleet) -> Plan | None:
+        """The recorded plan, if it is complete, all its workers are here and none could be added.
+
+        Then nothing has changed but processes, and with equal sums in equal order the curve goes on unchanged.
+        """
+        plan = None if self.job.plan is None else self.job.plan.plan
+        if plan is None or len(plan.workers) < min(self._num_wanted(), len(fleet.workers)):
+            return None
+        return None if violations(plan, self.job.spec, fleet) else plan
 
     def _plan_held(self) -> Plan | None:
         """What members hold at the log's version, as a plan without paths; None if a stage is missing."""
@@ -503,16 +516,7 @@ class Run:
             plan, self._acks, version=self.job.version, checkpoint=self.job.newest_checkpoint
         )
         self._roll_back_to(sources, now=now)
-        self._out.record(
-            PlanAdopted(
-                job=self.job.job,
-                generation=history.generation,
-                plan_hash=plan.content_hash(),
-                reason=plan.reason,
-                predicted_step_s=plan.predicted_step_s,
-                lower_bound_s=plan.lower_bound_s,
-            )
-        )
+        self._out.record(PlanAdopted(job=self.job.job, generation=history.generation, plan=plan))
         self._out.log(f"job={self.job.job} generation={history.generation} plan: {plan.reason}")
         told = assignments(
             plan,

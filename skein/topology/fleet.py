@@ -3,7 +3,10 @@
 Frozen, so that a plan can name what it was made for.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
 
 from skein.types import SiteId, WorkerId
 
@@ -46,3 +49,50 @@ class Fleet:
 
     workers: tuple[FleetWorker, ...]
     links: tuple[Link, ...]
+
+
+_FACTOR = 1.5
+"""Measurements nearer to each other than this are taken for equal."""
+_LEAST_LATENCY_S = 0.001
+
+
+def rounded(fleet: Fleet) -> Fleet:
+    """`fleet` with speeds and links rounded, so that the noise of measuring makes no other plan.
+
+    Speeds go to the nearest power of 1.5 around their median, bandwidths and latencies likewise; latencies of less than
+    a millisecond count as one.
+
+    >>> profile = Profile(device="cpu", device_name="", flops_per_s=1.1e10, memory_bytes=1)
+    >>> slow, fast = (FleetWorker(worker=WorkerId(w), site=SiteId(""), profile=replace(profile, flops_per_s=x))
+    ...               for w, x in (("a", 1.0e10), ("b", 1.1e10)))
+    >>> {w.profile.flops_per_s for w in rounded(Fleet(workers=(slow, fast), links=())).workers}
+    {10500000000.0}
+    """
+    speeds = _Rounding(worker.profile.flops_per_s for worker in fleet.workers)
+    bandwidths = _Rounding(link.bytes_per_s for link in fleet.links)
+    latencies = _Rounding(max(link.latency_s, _LEAST_LATENCY_S) for link in fleet.links)
+    return Fleet(
+        workers=tuple(
+            replace(w, profile=replace(w.profile, flops_per_s=speeds.of(w.profile.flops_per_s)))
+            for w in fleet.workers
+        ),
+        links=tuple(
+            replace(
+                link,
+                latency_s=latencies.of(max(link.latency_s, _LEAST_LATENCY_S)),
+                bytes_per_s=bandwidths.of(link.bytes_per_s),
+            )
+            for link in fleet.links
+        ),
+    )
+
+
+class _Rounding:
+    """To the nearest power of `_FACTOR` around the median of positive values."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._middle = median([*values] or [1.0])
+
+    def of(self, value: float) -> float:
+        steps = round(math.log(value / self._middle, _FACTOR)) if value > 0 < self._middle else 0
+        return float(self._middle * _FACTOR**steps)

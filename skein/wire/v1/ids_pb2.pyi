@@ -92,6 +92,30 @@ DECISION_SKIP: Decision.ValueType  # 2
 """Version and cursor advance, parameters do not: a gradient was not finite."""
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
+class _Layout:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Layout.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LAYOUT_UNSPECIFIED: _Layout.ValueType  # 0
+    """Never sent; refused."""
+    LAYOUT_LINE: _Layout.ValueType  # 1
+    """On the last stage."""
+    LAYOUT_LOOP: _Layout.ValueType  # 2
+    """Back on the worker that began the path."""
+
+class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
+    """Where the loss is."""
+
+LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
+"""Never sent; refused."""
+LAYOUT_LINE: Layout.ValueType  # 1
+"""On the last stage."""
+LAYOUT_LOOP: Layout.ValueType  # 2
+"""Back on the worker that began the path."""
+Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
 @_typing.final
 class Attempt(_message.Message):
     """One try at reducing one group."""
@@ -219,6 +243,77 @@ class Group(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015
+
+@_typing.final
+class ChunkPlan(_message.Message):
+    """A chunk and how many microbatches it may hold between forward and backward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    @_builtins.property
+    def chunk(self) -> Global___ChunkRef: ...
+    def __init__(
+        self,
+        *,
+        chunk: Global___ChunkRef | None = ...,
+        slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkPlan: _TypeAlias = ChunkPlan  # noqa: Y015
+
+@_typing.final
+class Plan(_message.Message):
+    """Everything decided for one generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
+    LOWER_BOUND_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    layout: Global___Layout.ValueType
+    predicted_step_s: _builtins.float
+    lower_bound_s: _builtins.float
+    reason: _builtins.str
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]: ...
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkPlan]: ...
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___Path]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]: ...
+    def __init__(
+        self,
+        *,
+        layout: Global___Layout.ValueType = ...,
+        stages: _abc.Iterable[Global___StageSpec] | None = ...,
+        chunks: _abc.Iterable[Global___ChunkPlan] | None = ...,
+        paths: _abc.Iterable[Global___Path] | None = ...,
+        groups: _abc.Iterable[Global___Group] | None = ...,
+        predicted_step_s: _builtins.float = ...,
+        lower_bound_s: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "groups", b"groups", "layout", b"layout", "lower_bound_s", b"lower_bound_s", "paths", b"paths", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class Profile(_message.Message):

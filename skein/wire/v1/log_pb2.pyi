@@ -186,29 +186,21 @@ class PlanAdopted(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
-    PLAN_HASH_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
-    LOWER_BOUND_S_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
-    plan_hash: _builtins.str
-    reason: _builtins.str
-    predicted_step_s: _builtins.float
-    lower_bound_s: _builtins.float
+    @_builtins.property
+    def plan(self) -> _ids_pb2.Plan: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         generation: _builtins.int = ...,
-        plan_hash: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        predicted_step_s: _builtins.float = ...,
-        lower_bound_s: _builtins.float = ...,
+        plan: _ids_pb2.Plan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "lower_bound_s", b"lower_bound_s", "plan_hash", b"plan_hash", "predicted_step_s", b"predicted_step_s", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
