@@ -21,7 +21,7 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli.files import outline
 from client.cli.follow import Progressed, follow, view
-from client.cli.local import LocalFleet, NotStarted
+from client.local import LocalFleet, NotStarted
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
 from client.jobfile import read_job

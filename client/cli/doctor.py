@@ -1,0 +1,236 @@
+"""`skein doctor`: looks for what usually goes wrong, before it does."""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from pathlib import Path
+
+import click
+
+import skein
+from client.api import Client
+from client.cli.options import connect, connection_options, json_option, target
+from client.cli.show import print_json
+from client.connection import DEFAULT_TARGET
+from skein.errors import SkeinError, UserError
+from skein.units import format_bytes
+from skein.wire.channel import join_address, split_address
+from skein.wire.views import WorkerState
+
+DONE, FAILED = 0, 1
+MIN_FILES = 4096
+MIN_SHM_BYTES = 256 << 20
+MIN_DISK_BYTES = 1 << 30
+MAX_SKEW_S = 2.0
+_CONNECT_S = 2.0
+_TORCH_S = 60.0
+_TORCH = (
+    "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads(), "
+    "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))"
+)
+_DISK_HINT = "free some space: run log, checkpoints and logs need it"
+
+
+class Verdict(StrEnum):
+    """Fine; works, but look at it; will not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at: what was found, and what to do about it unless it is fine."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    cure: str = ""
+
+
+@click.command()
+@click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Where a coordinator would keep its state."
+)
+@click.option("--metrics-port", default=7412, show_default=True, help="Of the coordinator; tells its clock.")
+@json_option
+@connection_options
+def doctor(*, state_dir: Path | None, metrics_port: int, is_json: bool) -> int:
+    """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
+    findings = []
+    for finding in _look(state_dir or Path.home(), metrics_port):
+        findings.append(finding)
+        print_json(finding) if is_json else click.echo(_line(finding))
+    return FAILED if any(finding.verdict is Verdict.FAILED for finding in findings) else DONE
+
+
+def _line(finding: Finding) -> str:
+    cure = f": {finding.cure}" if finding.cure else ""
+    return f"{finding.verdict:<8} {finding.check:<12} {finding.found}{cure}"
+
+
+def _look(state_dir: Path, metrics_port: int) -> Iterator[Finding]:
+    yield Finding(
+        check="skein",
+        verdict=Verdict.OK,
+        found=f"release {skein.__version__}, protocol {skein.PROTOCOL_VERSION}",
+    )
+    yield _python()
+    yield _ray()
+    yield _torch()
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield free_space("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, "give it more: Ray keeps its objects there")  # noqa: S108
+    yield free_space("disk", state_dir, MIN_DISK_BYTES, _DISK_HINT)
+    yield _token()
+    yield from _coordinator(metrics_port)
+
+
+def _python() -> Finding:
+    found = f"{'.'.join(map(str, sys.version_info[:3]))}, {os.cpu_count()} cores"
+    return Finding(check="python", verdict=Verdict.OK, found=found)
+
+
+def _ray() -> Finding:
+    if importlib.util.find_spec("ray") is None:
+        cure = "fine on workers and clients; a coordinator needs: pip install 'skein-train[coordinator]'"
+        return Finding(check="ray", verdict=Verdict.WARNING, found="not installed", cure=cure)
+    return Finding(check="ray", verdict=Verdict.OK, found="installed")
+
+
+def _torch() -> Finding:
+    """What torch finds, asked in a process of its own: a client does without it."""
+    if importlib.util.find_spec("torch") is None:
+        cure = "fine on coordinators and clients; a worker needs: pip install 'skein-train[worker]'"
+        return Finding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, check=True, timeout=_TORCH_S
+        )
+    except subprocess.SubprocessError as error:
+        cure = "install it anew, for this machine's device"
+        return Finding(check="torch", verdict=Verdict.FAILED, found=f"does not load ({error})", cure=cure)
+    version, num_threads, devices = json.loads(done.stdout)
+    found = f"{version}, {', '.join(devices) or f'CPU with {num_threads} threads'}"
+    return Finding(check="torch", verdict=Verdict.OK, found=found)
+
+
+def open_files(limit: int) -> Finding:
+    """Whether so many open files are enough; each worker and client is several connections."""
+    if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
+        return Finding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
+    cure = f"raise it before a coordinator for many workers: ulimit -n {MIN_FILES}"
+    return Finding(check="open files", verdict=Verdict.WARNING, found=f"up to {limit}", cure=cure)
+
+
+def free_space(check: str, path: Path, least_bytes: int, cure: str) -> Finding:
+    """Whether a file system has room."""
+    place = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
+    free_bytes = shutil.disk_usage(place).free
+    found = f"{format_bytes(free_bytes)} free in {place}"
+    if free_bytes >= least_bytes:
+        return Finding(check=check, verdict=Verdict.OK, found=found)
+    cure = f"{cure} ({format_bytes(least_bytes)} or more)"
+    return Finding(check=check, verdict=Verdict.WARNING, found=found, cure=cure)
+
+
+def _token() -> Finding:
+    if target().token_file is None:
+        cure = "fine on one machine; beyond it give coordinator, workers and clients a token file"
+        return Finding(check="token", verdict=Verdict.WARNING, found="no token file", cure=cure)
+    try:
+        _ = target().token()
+    except UserError as error:
+        return Finding(check="token", verdict=Verdict.FAILED, found=str(error.value), cure=error.hint)
+    return Finding(check="token", verdict=Verdict.OK, found=str(target().token_file))
+
+
+def _coordinator(metrics_port: int) -> Iterator[Finding]:
+    """What is at the coordinator's address; where nothing is, whether one could be started."""
+    name = target().coordinator
+    try:
+        host, port = split_address("coordinator", name)
+        with connect() as client:
+            version = client.version()
+            found = f"{name} runs release {version.release}, epoch {version.epoch}"
+            yield Finding(check="coordinator", verdict=Verdict.OK, found=found)
+            yield from _peers(client)
+            yield _clock(host, metrics_port)
+    except SkeinError as error:
+        if name != DEFAULT_TARGET:
+            yield Finding(check="coordinator", verdict=Verdict.FAILED, found="no answer", cure=str(error))
+            return
+        yield Finding(check="coordinator", verdict=Verdict.WARNING, found="none here", cure=str(error))
+        for number in (port, metrics_port):
+            yield _free_port(host, number)
+
+
+def _free_port(host: str, port: int) -> Finding:
+    check = f"port {port}"
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        cure = "end what listens there, or start the coordinator with another --port and --metrics-port"
+        return Finding(check=check, verdict=Verdict.FAILED, found=str(error.strerror), cure=cure)
+    return Finding(check=check, verdict=Verdict.OK, found="free")
+
+
+def _peers(client: Client) -> Iterator[Finding]:
+    """Whether this machine can reach the address of every worker, as a worker here would have to."""
+    workers = [worker for worker in client.workers() if worker.state is not WorkerState.LOST]
+    if not workers:
+        cure = f"start some: skein worker up --join {client.target}"
+        yield Finding(check="workers", verdict=Verdict.WARNING, found="none", cure=cure)
+        return
+    silent = [worker for worker in workers if not _listens(worker.address)]
+    for worker in silent:
+        cure = "open its port, or start it with --advertise and an address that its peers reach"
+        found = f"{worker.worker} cannot be reached at {worker.address} from here"
+        yield Finding(check="workers", verdict=Verdict.FAILED, found=found, cure=cure)
+    found = f"{len(workers) - len(silent)} of {len(workers)} can be reached from here"
+    yield Finding(check="workers", verdict=Verdict.FAILED if silent else Verdict.OK, found=found)
+
+
+def _listens(address: str) -> bool:
+    try:
+        with socket.create_connection(split_address("worker", address), timeout=_CONNECT_S):
+            return True
+    except (OSError, UserError):
+        return False
+
+
+def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> Finding:
+    """How far this clock is from the coordinator's, by the date its metrics port gives; good to a second."""
+    url = f"http://{join_address(host, port)}/metrics"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        began = now()
+        with direct.open(url, timeout=_CONNECT_S) as reply:
+            their_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
+    except (OSError, TypeError, ValueError):
+        cure = f"{url} does not answer: give the coordinator's --metrics-port to compare clocks"
+        return Finding(check="clock", verdict=Verdict.WARNING, found="not compared", cure=cure)
+    return clock_skew(began, their_s, now())
+
+
+def clock_skew(began_s: float, their_s: float, ended_s: float) -> Finding:
+    """What a time that is cut to whole seconds, read between two of ours, says about the difference."""
+    skew_s = max(0.0, began_s - (their_s + 1), their_s - ended_s)
+    found = f"at most {skew_s + 1:.0f} s from the coordinator's" if skew_s < 1 else f"{skew_s:.0f} s off"
+    if skew_s <= MAX_SKEW_S:
+        return Finding(check="clock", verdict=Verdict.OK, found=found)
+    cure = "set both clocks, for instance with NTP: times in logs and metrics will not fit together"
+    return Finding(check="clock", verdict=Verdict.WARNING, found=found, cure=cure)
