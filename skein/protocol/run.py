@@ -79,7 +79,17 @@ from skein.protocol.savings import Savings
 from skein.protocol.sources import Sources, assignments, choose_sources
 from skein.protocol.story import Story
 from skein.topology.fleet import Fleet, Link, rounded
-from skein.types import ChunkRef, Epoch, Generation, JobState, Layout, MicrobatchId, StageIndex, WorkerId
+from skein.types import (
+    ChunkRef,
+    Epoch,
+    Generation,
+    JobState,
+    Layout,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 
 GATHER_S = 3.0
 """How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
@@ -152,6 +162,7 @@ class Run:
         self._evaluations: dict[tuple[WorkerId, int], EvaluationDone] = {}
         self._num_evaluation = 0
         self._num_validation_samples = 0
+        self._saving_version = Step(0)
         self._savings = Savings(job.job, job.spec.checkpoint.url)
         self._strikes: dict[WorkerId, int] = {}
         self._excluded: dict[WorkerId, str] = {}
@@ -231,7 +242,7 @@ class Run:
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
         """A stage of a checkpoint is durable, under whatever generation it was begun."""
         checkpoint = self._savings.written(report, wall_s=now)
-        if checkpoint is not None:
+        if checkpoint is not None and checkpoint.version > self._saved_version:
             self._out.commands.append(WriteManifest(checkpoint=checkpoint))
 
     def manifest_written(self, event: ManifestWritten, *, now: float) -> None:
@@ -243,7 +254,7 @@ class Run:
             if is_awaited:
                 self.end(JobState.FAILED, f"the last checkpoint could not be written: {event.error}", now=now)
             return
-        if checkpoint.version > self.job.version:
+        if not self._saved_version < checkpoint.version <= self.job.version:
             return
         self._out.record(checkpoint)
         self._out.log(f"job={self.job.job} checkpoint={checkpoint.version}")
@@ -327,9 +338,14 @@ class Run:
         is_anybody_here = any(worker not in self._excluded for worker in self._membership.live)
         return is_anybody_here and self._is_unsaved()
 
+    @property
+    def _saved_version(self) -> Step:
+        """Of the newest checkpoint; older ones that are completed after it are of no use."""
+        newest = self.job.newest_checkpoint
+        return Step(0) if newest is None else newest.version
+
     def _is_unsaved(self) -> bool:
-        version = self.job.version
-        return version > 0 and not any(c.version == version for c in self.job.checkpoints)
+        return self.job.version > self._saved_version
 
     def _num_wanted(self) -> int:
         return self.job.spec.parallel.stages * self.job.spec.parallel.replicas
@@ -409,6 +425,7 @@ class Run:
         self._ready.clear()
         self._evaluations.clear()
         self._round = self._paused_for = None
+        self._saving_version = Step(0)
         self._has_newcomer = False
         self.phase = RunPhase.FENCING
         self.reason = reason
@@ -595,6 +612,8 @@ class Run:
         elif change is not None:
             self._bump(change, now=now)
         else:
+            if self._save_due():
+                self._save(self.plan)
             self._begin_step()
             start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
             self._send_placed(start)
@@ -602,6 +621,7 @@ class Run:
     def _save(self, plan: Plan | None) -> None:
         """Ask one holder of each stage to save it; the first holder in plan order that stays."""
         assert plan is not None
+        self._saving_version = self.job.version
         history = self._out.history
         stages_by_worker: dict[WorkerId, list[StageIndex]] = {}
         for stage in plan.stages:
@@ -622,8 +642,11 @@ class Run:
             self._send(self._members[worker], save)
 
     def _save_due(self) -> bool:
-        every = self.job.spec.checkpoint.every_steps
-        return bool(every) and self.job.version % every == 0 and self.job.version < self.job.spec.budget.steps
+        """Whether the newest checkpoint is older than it should be, and none was asked for under this generation."""
+        every, version = self.job.spec.checkpoint.every_steps, self.job.version
+        if not every or version >= self.job.spec.budget.steps:
+            return False
+        return version // every * every > max(self._saved_version, self._saving_version)
 
     # --- evaluation ---
 

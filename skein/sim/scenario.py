@@ -1,6 +1,6 @@
 """Whole simulated jobs: a fleet, a job, a schedule of faults, and what must hold of the outcome."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,21 +57,26 @@ FAULTS = ("kill", "restart", "freeze", "stream", "drain", "cut", "coordinator")
 
 
 def draw_faults(
-    fleet: FleetShape, *, num_faults: int, horizon_s: float, seed: int
+    fleet: FleetShape, *, num_faults: int, horizon_s: float, seed: int, kinds: Sequence[str] = FAULTS
 ) -> list[tuple[float, str, Fault]]:
     """A seeded schedule of (time in seconds, words, fault). Killed and drained workers come back after a while."""
     draw = rng.stream(seed, "faults")
     faults: list[tuple[float, str, Fault]] = []
     for _ in range(num_faults):
         at = float(draw.uniform(0.0, horizon_s))
-        kind = FAULTS[int(draw.integers(len(FAULTS)))]
+        kind = kinds[int(draw.integers(len(kinds)))]
         name = WorkerId(f"w{int(draw.integers(fleet.num_workers)):04d}")
         other = WorkerId(f"w{int(draw.integers(fleet.num_workers)):04d}")
         seconds = float(draw.uniform(0.1, 6.0))
         faults.append(
-            (at, f"{kind} {name} {other} {seconds:.2f}", partial(_strike, kind, name, other, seconds))
+            (at, f"{kind} {name} {other} {seconds:.2f}", fault_of(kind, name, other=other, seconds=seconds))
         )
     return faults
+
+
+def fault_of(kind: str, name: WorkerId, *, other: WorkerId, seconds: float) -> Fault:
+    """One fault: what happens to `name` (and to its link to `other`), and for how long."""
+    return partial(_strike, kind, name, other, seconds)
 
 
 def _strike(kind: str, name: WorkerId, other: WorkerId, seconds: float, world: World) -> None:

@@ -1,0 +1,105 @@
+"""One fault at a time: what it costs, and what it must never cost."""
+
+from functools import partial
+
+import pytest
+
+from skein.protocol.coordinator_io import DrainAsked
+from skein.protocol.records import GenerationOpened
+from skein.sim.scenario import FAULTS, fault_of
+from skein.sim.world import World
+from tests.support.jobs import small_job
+from tests.support.worlds import of_kind, run_until, simulate, undisturbed, version_of, worker
+
+JOB = small_job(steps=4, evaluate_every=2, save_every=2)
+"""On four workers: two stages, two holders each."""
+
+
+def strike(world: World, *, kind: str, at_s: float, seconds: float) -> None:
+    fault = fault_of(kind, worker(1), other=worker(2), seconds=seconds)
+    world.clock.at(at_s, partial(fault, world))
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.05, 0.15, 0.4, 0.9, 1.6, 2.5, 3.3, 4.1])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_one_fault_leaves_the_loss_curve_as_it_was(kind: str, at_s: float) -> None:
+    run = simulate(JOB, 4, disturb=partial(strike, kind=kind, at_s=at_s, seconds=4.0))
+    assert run.curve == undisturbed(JOB, 4).curve
+    assert run.num_rollbacks == 0
+    assert run.saved in ([2, 4], [3, 4])  # one that the fault cut short is made up for a step later
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 2.5])
+def test_a_freeze_within_the_lease_opens_no_generation(seconds: float) -> None:
+    run = simulate(JOB, 4, disturb=partial(strike, kind="freeze", at_s=1.5, seconds=seconds))
+    assert len(of_kind(run.world.log, GenerationOpened)) == 1
+
+
+def test_a_worker_that_was_frozen_beyond_its_lease_is_given_work_again() -> None:
+    job = small_job(steps=12)
+    run = simulate(job, 4, disturb=partial(strike, kind="freeze", at_s=1.5, seconds=5.0))
+    members = [{m.worker for m in record.members} for record in of_kind(run.world.log, GenerationOpened)]
+    assert worker(1) not in members[1]
+    assert worker(1) in members[-1]
+    assert run.curve == undisturbed(job, 4).curve
+
+
+def test_a_false_alarm_about_everybody_costs_no_step() -> None:
+    def freeze_all(world: World) -> None:
+        run_until(world, lambda world: version_of(world) == 3)
+        for name in world.workers:
+            world.freeze_worker(name, 5.0)
+
+    job = small_job(steps=6)
+    run = simulate(job, 4, disturb=freeze_all)
+    assert len(of_kind(run.world.log, GenerationOpened)) > 1
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 4).curve
+
+
+def test_who_comes_back_after_a_roll_back_brings_nothing_of_the_old_history() -> None:
+    """One holder is frozen, the other dies: the job goes back. Then the coordinator restarts and the holder wakes."""
+
+    def disturb(world: World) -> None:
+        run_until(world, lambda world: version_of(world) == 2)
+        assert world.coordinator is not None and world.coordinator.run is not None
+        assert world.coordinator.run.plan is not None
+        first, second = world.coordinator.run.plan.holders(world.coordinator.run.plan.stages[1].index)
+        world.freeze_worker(first, 9.0)
+        world.kill_worker(second)
+        world.clock.after(7.0, world.crash_coordinator)
+
+    job = small_job(steps=8)
+    run = simulate(job, 4, disturb=disturb)
+    assert run.num_rollbacks == 1
+    assert run.curve == undisturbed(job, 4).curve
+
+
+def test_a_drained_worker_is_let_go_and_its_state_is_passed_on() -> None:
+    job = small_job(stages=4, replicas=1, steps=6)
+
+    def drain_one(world: World) -> None:
+        run_until(world, lambda world: version_of(world) == 2)
+        world.tell(DrainAsked(worker=worker(2)))
+
+    run = simulate(job, 4, disturb=drain_one)
+    assert worker(2) not in run.world.workers
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 4).curve
+
+
+def test_a_newcomer_takes_over_the_only_copy_of_a_stage_without_losing_a_step() -> None:
+    """Its donor builds at once and has given the stage up before the newcomer has fetched it."""
+    job = small_job(stages=4, replicas=1, steps=6)
+
+    def add_one(world: World) -> None:
+        site = world.workers[worker(0)].machine.identity.site
+        run_until(world, lambda world: version_of(world) == 2)
+        world.add_worker(worker(9), site, flops_per_s=2e9, memory_bytes=2**34)
+
+    run = simulate(job, 3, disturb=add_one)
+    plans = [line for line in run.world.lines if "plan:" in line]
+    assert "4 of 4 workers" in plans[-1]
+    assert len(plans) == 2
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 3).curve

@@ -1,0 +1,149 @@
+"""Simulated worlds: small jobs on small fleets, disturbed or not, and what came of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeVar
+
+from skein.config.job import JobSpec
+from skein.protocol.messages import StepRecord
+from skein.protocol.records import CheckpointCommitted, Record, RolledBack, StepCommitted
+from skein.sim.scenario import FAULTS, FleetShape, Outcome, draw_faults, make_world, run_to_end
+from skein.sim.world import World
+from skein.topology.fleet import Profile
+from skein.types import JobState, SiteId, WorkerId
+
+LIMIT_S = 900.0
+"""Simulated seconds by which every scenario must have ended; undisturbed ones take about ten."""
+FLOPS_PER_S = 2e9
+"""So slow that steps of small jobs take about a second: faults strike in the middle of things."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A world whose job has ended."""
+
+    world: World
+    outcome: Outcome
+
+    @property
+    def curve(self) -> tuple[StepRecord, ...]:
+        """The steps that count, each with every number but how it was reduced."""
+        return curve_of(self.world.log)
+
+    @property
+    def num_rollbacks(self) -> int:
+        return len(of_kind(self.world.log, RolledBack))
+
+    @property
+    def saved(self) -> list[int]:
+        """Versions of checkpoints, as they were committed."""
+        return [record.version for record in of_kind(self.world.log, CheckpointCommitted)]
+
+
+def of_kind(log: Sequence[Record], kind: type[R]) -> list[R]:
+    """Records of one kind, in log order."""
+    return [record for record in log if isinstance(record, kind)]
+
+
+def curve_of(log: Sequence[Record]) -> tuple[StepRecord, ...]:
+    """The loss curve and all numbers behind it; steps that were rolled back are not in it."""
+    steps: list[StepRecord] = []
+    for record in log:
+        match record:
+            case StepCommitted():
+                steps.append(replace(record.record, results=()))
+            case RolledBack():
+                del steps[record.to_version :]
+            case _:
+                pass
+    return tuple(steps)
+
+
+def fleet_of(num_workers: int, *, num_sites: int = 2) -> FleetShape:
+    return FleetShape(num_workers=num_workers, num_sites=num_sites, flops_per_s=FLOPS_PER_S)
+
+
+def worker(index: int) -> WorkerId:
+    """The name of a simulated fleet's worker."""
+    return WorkerId(f"w{index:04d}")
+
+
+def finish(world: World, *, about: str, state: JobState = JobState.FINISHED) -> Run:
+    """Run a world until its job ends in `state`; whatever goes wrong is told with `about`, which names the seed."""
+    try:
+        outcome = run_to_end(world, limit_s=LIMIT_S)
+    except Exception as error:
+        raise AssertionError(f"{about}: {error!r}\n" + "\n".join(world.lines[-30:])) from error
+    assert outcome.state is state, (about, world.lines[-30:])
+    return Run(world=world, outcome=outcome)
+
+
+def simulate(
+    job: JobSpec, num_workers: int, *, seed: int = 0, disturb: Callable[[World], None] | None = None
+) -> Run:
+    """A whole job on a small fleet; `disturb` sees the world before anything happens."""
+    world = make_world(job, fleet_of(num_workers), seed=seed)
+    if disturb is not None:
+        disturb(world)
+    return finish(world, about=f"seed={seed}")
+
+
+def simulate_faults(
+    job: JobSpec, num_workers: int, *, seed: int, num_faults: int = 8, kinds: Sequence[str] = FAULTS
+) -> Run:
+    """A whole job under a drawn schedule of faults."""
+    fleet = fleet_of(num_workers)
+    world = make_world(job, fleet, seed=seed)
+    schedule = draw_faults(fleet, num_faults=num_faults, horizon_s=20.0, seed=seed, kinds=kinds)
+    for at_s, words, fault in schedule:
+        world.clock.at(at_s, lambda words=words, fault=fault: _strike(world, words, fault))  # type: ignore[misc]
+    return finish(world, about=f"seed={seed}")
+
+
+def _strike(world: World, words: str, fault: Callable[[World], None]) -> None:
+    world.lines.append(f"{world.clock.now:.3f} fault: {words}")
+    fault(world)
+
+
+@cache
+def undisturbed(job: JobSpec, num_workers: int) -> Run:
+    """The same job with nothing happening to it."""
+    return simulate(job, num_workers)
+
+
+def run_events(world: World, num_events: int) -> None:
+    """Let so many things happen."""
+    for _ in range(num_events):
+        world.clock.step()
+
+
+def run_until(world: World, is_reached: Callable[[World], bool]) -> None:
+    """Let things happen until `is_reached`."""
+    while not is_reached(world):
+        assert world.clock.step() and world.clock.now < LIMIT_S, "never reached"
+
+
+def version_of(world: World) -> int:
+    """Steps that the log says count."""
+    return len(curve_of(world.log))
+
+
+def kill_everything(world: World) -> None:
+    """Power cut: every process dies; the same machines start again, the coordinator too."""
+    machines = [
+        (name, w.machine.identity.site, w.machine.identity.profile) for name, w in world.workers.items()
+    ]
+    for name, _, _ in machines:
+        world.kill_worker(name)
+    world.crash_coordinator(restarts_after_s=1.0)
+    world.clock.after(2.0, lambda: start_workers(world, machines))
+
+
+def start_workers(world: World, machines: Sequence[tuple[WorkerId, SiteId, Profile]]) -> None:
+    for name, site, profile in machines:
+        world.add_worker(
+            name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes
+        )
