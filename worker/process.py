@@ -68,7 +68,6 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
     """
     statistics = Statistics()
     metrics = Metrics(statistics)
-    dial: Dial = partial(open_channel, token=setting.token)
     async with AsyncExitStack() as stack:
         server = open_server(token=setting.token)
         port = bind(server, setting.listen, setting.port)
@@ -78,8 +77,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         executor.start()
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))
-        memory_bytes = machine.identity.profile.memory_bytes
-        inbox = WorkerInbox(machine, metrics=metrics, memory_bytes=memory_bytes)
+        inbox = WorkerInbox(machine, metrics=metrics, memory_bytes=machine.identity.profile.memory_bytes)
         service = PeerService(
             accepts=inbox.accepts,
             on_tensor=inbox.on_tensor,
@@ -91,36 +89,54 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         await server.start()
         stack.push_async_callback(server.stop, None)
         on_ready(inbox)
+        parts = _Parts(setting=setting, machine=machine, inbox=inbox, executor=executor, service=service)
+        return await parts.drive(metrics, statistics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What is there before the driver is."""
+
+    setting: Setting
+    machine: Worker
+    inbox: WorkerInbox
+    executor: Executor
+    service: PeerService
+
+    async def drive(self, metrics: Metrics, statistics: Statistics) -> Exit:
+        """Join the coordinator, and let the driver run to its end."""
+        setting = self.setting
+        dial: Dial = partial(open_channel, token=setting.token)
+        files = CheckpointFiles(setting.join, dial=dial)
+        control = ControlStream(setting.join, dial=dial, listener=self.inbox)
         async with asyncio.TaskGroup() as group:
             peers = Peers(
                 setting.worker,
                 group=group,
                 dial=dial,
-                on_failed=inbox.on_send_failed,
+                on_failed=self.inbox.on_send_failed,
                 statistics=statistics,
             )
-            files = CheckpointFiles(setting.join, dial=dial)
-            control = ControlStream(setting.join, dial=dial, listener=inbox)
             builder = Builder(
                 setting.worker,
-                executor=executor,
+                executor=self.executor,
                 donors=peers,
                 files=files,
                 device=setting.device,
-                memory_bytes=memory_bytes,
+                memory_bytes=self.machine.identity.profile.memory_bytes,
             )
             driver = Driver(
-                machine,
-                inbox,
+                self.machine,
+                self.inbox,
                 group=group,
                 control=control,
                 peers=peers,
-                executor=executor,
+                executor=self.executor,
                 builder=builder,
                 files=files,
                 metrics=metrics,
                 take_log_lines=setting.take_log_lines,
-                on_generation=partial(_forget, peers, service),
+                on_generation=partial(self._forget, peers),
             )
             streaming = group.create_task(control.run())
             end = await driver.run()
@@ -128,12 +144,11 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
             await control.flush(_FLUSH_S)
             streaming.cancel()
             await peers.close()
-    return end
+        return end
 
-
-def _forget(peers: Peers, service: PeerService, generation: Generation) -> None:
-    peers.forget(generation)
-    service.forget(generation)
+    def _forget(self, peers: Peers, generation: Generation) -> None:
+        peers.forget(generation)
+        self.service.forget(generation)
 
 
 async def _identity(setting: Setting, executor: Executor, port: int) -> Identity:

@@ -55,7 +55,7 @@ from skein.types import (
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import TIED, Chunk
 from worker.compute.ops import Compute, Done, Holding, operand_keys
-from worker.compute.payload import Payload, PayloadStore, pack
+from worker.compute.payload import Payload, PayloadStore
 from worker.data.dataset import open_dataset
 
 CPU = torch.device("cpu")
@@ -314,17 +314,3 @@ def decide(
         learning_rate=job.optimizer.learning_rate,
         samples_after=(step + 1) * job.batch.samples,
     )
-
-
-__all__ = [
-    "ATTEMPT",
-    "CPU",
-    "GENERATION",
-    "Arrangement",
-    "Bench",
-    "Lab",
-    "arrange",
-    "pack",
-    "tiny_job",
-    "write_text",
-]
