@@ -108,11 +108,15 @@ class Cluster:
         process.terminate()
         return process.wait(START_S)
 
-    def kill_everything(self) -> None:
-        """SIGKILL to all processes, the coordinator's launcher first."""
+    def kill_coordinator(self) -> None:
+        """SIGKILL to the launcher; what it started must end by itself."""
         if self._coordinator is not None:
             _kill(self._coordinator)
             self._coordinator = None
+
+    def kill_everything(self) -> None:
+        """SIGKILL to all processes, the coordinator's launcher first."""
+        self.kill_coordinator()
         for name in list(self.workers):
             self.kill_worker(name)
 

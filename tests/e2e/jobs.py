@@ -1,0 +1,51 @@
+"""Small jobs that real processes train in seconds."""
+
+from pathlib import Path
+
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    OptimizerSpec,
+    ParallelSpec,
+    TextSource,
+)
+
+
+def write_text(folder: Path) -> Path:
+    """A folder of text files, always the same."""
+    source = Path(__file__).read_bytes() * 4
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(8):
+        (folder / f"{index}.txt").write_bytes(source[index * 97 :])
+    return folder
+
+
+def text_job(
+    name: str, text: Path, *, steps: int, stages: int = 2, replicas: int = 2, checkpoint_every: int = 0
+) -> JobSpec:
+    """A byte-level model with dimensions that leave time to interfere: tens of milliseconds per step."""
+    shape = LlamaShape(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return JobSpec(
+        name=name,
+        model=LlamaModel(shape=shape),
+        data=DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=64, validation_ratio=0.1),
+        batch=BatchSpec(samples=16, microbatch_samples=2),
+        parallel=ParallelSpec(stages=stages, replicas=replicas),
+        optimizer=OptimizerSpec(learning_rate=3e-3, warmup_steps=5),
+        budget=BudgetSpec(steps=steps),
+        evaluation=EvaluationSpec(every_steps=0, samples=4),
+        checkpoint=CheckpointSpec(every_steps=checkpoint_every, keep=2),
+        seed=3,
+    )

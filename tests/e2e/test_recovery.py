@@ -1,0 +1,130 @@
+"""Real processes killed in the middle of a job: what must go on, and with which numbers."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import Cluster, running
+from client.api import Job
+from skein.types import JobState
+from skein.wire.views import JobEvent, StepFinished, WentBack
+from tests.e2e.jobs import text_job, write_text
+
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("recovery"), 4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, text: Path) -> dict[int, float]:
+    """Loss per step of a run that nobody disturbs."""
+    with cluster.client() as client:
+        job = client.submit(text_job("calm", text, steps=NUM_STEPS, checkpoint_every=10))
+        losses = losses_of(job.events())
+        assert job.status().state is JobState.FINISHED, job.status().reason
+    return losses
+
+
+def losses_of(events: Iterable[JobEvent]) -> dict[int, float]:
+    """The loss of each step; of a step that was made twice, the last."""
+    return {e.body.record.step: e.body.record.loss for e in events if isinstance(e.body, StepFinished)}
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    for event in job.events():
+        if isinstance(event.body, StepFinished) and event.body.record.step >= step:
+            return
+    raise AssertionError(f"{job.id} ended before step {step}: {job.status()}")
+
+
+def test_a_killed_worker_costs_no_step(cluster: Cluster, text: Path, undisturbed: dict[int, float]) -> None:
+    with cluster.client() as client:
+        job = client.submit(text_job("one-dies", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        cluster.kill_worker("w3")
+        status = job.wait()
+        events = job.history()
+    cluster.start_workers(["w3"])
+    cluster.wait_for_workers(4)
+    assert status.state is JobState.FINISHED, status.reason
+    assert status.generation >= 2
+    assert not [e for e in events if isinstance(e.body, WentBack)]
+    steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    # Another plan sums in another order: float32 rounding, grown over 30 steps.
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_drained_worker_leaves_cleanly_and_costs_no_step(
+    cluster: Cluster, text: Path, undisturbed: dict[int, float]
+) -> None:
+    with cluster.client() as client:
+        job = client.submit(text_job("one-leaves", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        assert cluster.stop_worker("w2") == 0
+        status = job.wait()
+        events = job.history()
+    cluster.start_workers(["w2"])
+    cluster.wait_for_workers(4)
+    assert status.state is JobState.FINISHED, status.reason
+    steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)  # as above
+
+
+def test_a_killed_coordinator_costs_no_step(
+    cluster: Cluster, text: Path, undisturbed: dict[int, float]
+) -> None:
+    with cluster.client() as client:
+        job = client.submit(text_job("nobody-leads", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        cluster.kill_coordinator()
+        cluster.start_coordinator()
+        status = job.wait()
+        events = job.history()
+    assert status.state is JobState.FINISHED, status.reason
+    steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_after_the_end_of_all_processes_the_curve_goes_on_unchanged(
+    tmp_path: Path, text: Path, undisturbed: dict[int, float]
+) -> None:
+    names = ["w0", "w1", "w2", "w3"]
+    with Cluster(tmp_path / "power-cut") as cluster:
+        cluster.start(names)
+        with cluster.client() as client:
+            job = client.submit(text_job("power-cut", text, steps=NUM_STEPS, checkpoint_every=10))
+            wait_for_step(job, 15)
+        cluster.kill_everything()
+        cluster.start(names)
+        with cluster.client() as client:
+            job = client.job(job.id)
+            status = job.wait()
+            events = job.history()
+    assert status.state is JobState.FINISHED, status.reason
+    back = [e.body for e in events if isinstance(e.body, WentBack)]
+    assert len(back) == 1
+    assert back[0].to_version >= 10
+    assert back[0].to_version % 10 == 0
+    made = [e.body.record for e in events if isinstance(e.body, StepFinished)]
+    again = back[0].from_version
+    # The same data, the same sums in the same order, from the very state that was saved.
+    before = {record.step: record.loss for record in made[:again]}
+    after = {record.step: record.loss for record in made[again:]}
+    assert sorted(after) == list(range(back[0].to_version, NUM_STEPS))
+    assert {step: after[step] for step in after if step in before} == {
+        step: before[step] for step in before if step in after
+    }
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)  # as above
