@@ -21,10 +21,10 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli.files import outline
 from client.cli.follow import Progressed, follow, view
-from client.local import LocalFleet, NotStarted
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
 from client.jobfile import read_job
+from client.local import LocalFleet, NotStarted
 from skein.config.load import apply_overrides, parse_document
 from skein.errors import UserError
 from skein.types import JobState
