@@ -24,6 +24,7 @@ from skein.types import Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.tokens import read_token
 from worker.logs import LogFormat, LogTail, begin_logging
+from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
     from worker.process import Setting
@@ -84,6 +85,7 @@ async def run_worker(options: WorkerOptions) -> int:
     from worker.process import work
 
     sys.setswitchinterval(_SWITCH_S)
+    keep_message_buffers()
     code = FAILED
     try:
         with _stopping() as listen:

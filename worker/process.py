@@ -147,7 +147,7 @@ class _Parts:
         return end
 
     def _forget(self, peers: Peers, generation: Generation) -> None:
-        peers.forget(generation)
+        peers.forget(generation, members=self.machine.members)
         self.service.forget(generation)
 
 

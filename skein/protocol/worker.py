@@ -198,6 +198,11 @@ class Worker:
         return self._story.of(about)
 
     @property
+    def members(self) -> frozenset[WorkerId]:
+        """The workers of the present generation."""
+        return frozenset(self._members)
+
+    @property
     def pipeline(self) -> Pipeline | None:
         """The compute state of the present generation; None while there is none."""
         return self._pipeline
