@@ -144,6 +144,4 @@ def kill_everything(world: World) -> None:
 
 def start_workers(world: World, machines: Sequence[tuple[WorkerId, SiteId, Profile]]) -> None:
     for name, site, profile in machines:
-        world.add_worker(
-            name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes
-        )
+        world.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
