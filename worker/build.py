@@ -224,8 +224,8 @@ class Builder:
         return chunk
 
     def _kept(self, job: JobId, stage: StageSpec, version: Step) -> Chunk:
-        chunk = self._executor.compute.chunk_of(job, stage.index)
-        if chunk is None or (chunk.stage, chunk.version) != (stage, version):
+        chunk = self._executor.compute.chunk_of(job, stage, version)
+        if chunk is None:
             raise LocalError(f"{stage} at version {version} is not here to be kept")
         return chunk
 

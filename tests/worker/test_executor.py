@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Decision, Phase
 from skein.protocol.ops import ClearOp, ForwardOp, Op, OpFailed, OpOutcome
-from skein.types import Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step
+from skein.types import ChunkRef, Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.worker.lab import CPU, Lab, digits_job, tiny_job, write_text
-from worker.compute.batches import evaluation_positions
+from worker.compute.batches import BatchReader, evaluation_positions
+from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute
 from worker.data.dataset import open_dataset
 from worker.executor import Executor, Ran
@@ -265,3 +268,28 @@ def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
     with pytest.raises(UserError, match="give 2"):
         executor.call(refuse).result(timeout=10)
     executor.stop()
+
+
+# --- what is held ---------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_is_given_up_can_be_fetched_until_a_step_begins(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text, stages=1))
+    labs.append(lab)
+    (bench,) = lab.benches.values()
+    before = bench.compute.holding
+    assert before is not None
+    assert before.batches is not None
+    given_up = before.chunks[StageIndex(0)]
+    stage = StageSpec(index=StageIndex(0), first=0, stop=3)
+    chunk = Chunk.drawn(lab.job, stage, version=Step(0), device=CPU)
+    batches = BatchReader(before.batches.dataset, lab.job, [MicrobatchId(0)])
+    bench.compute.hold(replace(before, chunks={stage.index: chunk}, batches=batches))
+    assert bench.compute.chunk_of(before.job_id, given_up.stage, Step(0)) is given_up
+    state = bench.compute.copy_state(before.job_id, StageIndex(0), Step(0))
+    assert state is not None
+    assert state.keys() == given_up.copy_state().keys(), "both cuts' tensors, and the older has all"
+    elsewhere = ChunkRef(stage=StageIndex(1), worker=WorkerId("w9"))
+    path = Hops(hops=(ChunkRef(stage=StageIndex(0), worker=bench.worker), elsewhere))
+    bench.run(ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path))
+    assert bench.compute.chunk_of(before.job_id, given_up.stage, Step(0)) is None

@@ -37,7 +37,7 @@ from skein.protocol.ops import (
     SumOp,
     TensorKey,
 )
-from skein.types import Attempt, ChunkRef, GroupId, JobId, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import Attempt, ChunkRef, GroupId, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.payload import Payload, pack, unpack
@@ -93,19 +93,20 @@ class Compute:
         self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
         self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
-        self._leaving: Mapping[StageIndex, Chunk] = {}
+        self._leaving: tuple[Chunk, ...] = ()
         """Given up, but peers may still fetch them: once anybody computes, everybody has what was assigned."""
 
     # --- what is held ---
 
     def hold(self, holding: Holding) -> None:
         """Replace everything held; accumulators begin at zero, in the vectors of the new groups."""
-        before = {} if self.holding is None else {**self._leaving, **self.holding.chunks}
+        before = self._here(holding.job_id)
         self.forget()
         for chunk in holding.chunks.values():
             chunk.lay_out(holding.groups, holding.worker)
         self.holding = holding
-        self._leaving = {index: chunk for index, chunk in before.items() if index not in holding.chunks}
+        kept = holding.chunks.values()
+        self._leaving = tuple(chunk for chunk in before if chunk not in kept)
 
     def forget(self) -> None:
         """Hold nothing."""
@@ -113,18 +114,28 @@ class Compute:
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
         self.holding = None
-        self._leaving = {}
+        self._leaving = ()
+
+    def chunk_of(self, job: JobId, stage: StageSpec, version: Step) -> Chunk | None:
+        """A chunk of `job` that is here at `version`, even if it was given up."""
+        found = (chunk for chunk in self._here(job) if (chunk.stage, chunk.version) == (stage, version))
+        return next(found, None)
 
     def copy_state(self, job: JobId, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
-        """State of a chunk of `job`, copied; None if it is not here at that version."""
-        chunk = self.chunk_of(job, stage)
-        return chunk.copy_state() if chunk is not None and chunk.version == version else None
+        """State of a chunk of `job`, copied; None if it is not here at that version.
 
-    def chunk_of(self, job: JobId, stage: StageIndex) -> Chunk | None:
-        """A chunk of `job` that is here, even if it was given up."""
+        After another cut, two may have the index: then this is the state of both, and the names tell.
+        """
+        state: dict[str, Tensor] = {}
+        for chunk in self._here(job):
+            if (chunk.stage.index, chunk.version) == (stage, version):
+                state |= chunk.copy_state()
+        return state or None
+
+    def _here(self, job: JobId) -> tuple[Chunk, ...]:
         if self.holding is None or self.holding.job_id != job:
-            return None
-        return self.holding.chunks.get(stage) or self._leaving.get(stage)
+            return ()
+        return (*self.holding.chunks.values(), *self._leaving)
 
     def _drop_step(self) -> None:
         self._graphs.clear()
@@ -170,7 +181,7 @@ class Compute:
                 assert_never(op)
 
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        self._leaving = {}
+        self._leaving = ()
         x, labels = self._input(op, operands)
         module = self._chunk(op.chunk).module
         if op.phase is Phase.TRAIN:
@@ -191,7 +202,7 @@ class Compute:
         x, labels = self._input(op, operands)
         if labels is None:
             labels = self._labels.pop((op.phase, op.microbatch))
-        self._leaving = {}
+        self._leaving = ()
         module = self._chunk(op.chunk).module
         if op.phase is Phase.EVALUATE:
             with torch.no_grad():
