@@ -1,0 +1,134 @@
+"""What goes into the images: lists of packages, a user without rights, a token, a health check."""
+
+import re
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from deploy.docker.health import complaint
+from deploy.docker.make_token import make_token
+from deploy.docker.requirements import requirements
+from skein.wire.tokens import read_token
+from tests.contract.source import ROOT
+from tests.deploy.stack import services
+
+DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8")
+PROJECT = ROOT / "pyproject.toml"
+
+
+def stages() -> dict[str, str]:
+    """Text of each stage of the Dockerfile, by name."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def names(extra: str) -> set[str]:
+    return {re.split(r"[\[<>=!;]", line)[0] for line in requirements([extra], PROJECT)}
+
+
+# --- packages ---
+
+
+def test_the_coordinator_needs_ray_and_no_torch() -> None:
+    assert "ray" in names("coordinator")
+    assert "torch" not in names("coordinator")
+
+
+def test_the_worker_needs_torch_and_no_ray() -> None:
+    assert "torch" in names("worker")
+    assert "ray" not in names("worker")
+
+
+def test_an_extra_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(KeyError, match="gpu"):
+        requirements(["gpu"], PROJECT)
+
+
+def test_targets_of_the_compose_file_are_stages() -> None:
+    targets = set(re.findall(r"^\s+target: (\S+)$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE))
+    assert targets == {"coordinator", "worker"}
+    assert targets <= stages().keys()
+
+
+@pytest.mark.parametrize("stage", ["coordinator", "worker"])
+def test_images_run_as_a_user_without_rights_and_tell_their_health(stage: str) -> None:
+    text = stages()["runtime"] + stages()[stage]
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE)[-1] == "10001:10001"
+    assert "HEALTHCHECK" in stages()[stage]
+
+
+def test_nothing_is_copied_that_was_not_named() -> None:
+    assert re.search(r"^(COPY|ADD) (\. |\./ |http)", DOCKERFILE, re.MULTILINE) is None
+
+
+def test_workers_keep_big_buffers_instead_of_faulting_them_in() -> None:
+    found = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", stages()["worker"]))
+    assert found.keys() == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+
+
+def test_health_is_asked_at_the_port_that_the_service_listens_on() -> None:
+    for service, stage in (("coordinator", "coordinator"), ("worker", "worker"), ("worker-gpu", "worker")):
+        [port] = re.findall(r'"127\.0\.0\.1:(\d+)"', stages()[stage])
+        published = str(services()[service].get("ports", "")) + str(services()[service]["command"])
+        assert port in published, service
+
+
+# --- the token ---
+
+
+def test_the_token_is_one_that_services_accept(tmp_path: Path) -> None:
+    assert make_token(tmp_path / "token")
+    assert len(read_token(tmp_path / "token")) == 64
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_token_that_is_there_stays(tmp_path: Path) -> None:
+    make_token(tmp_path / "token")
+    before = (tmp_path / "token").read_text()
+    assert not make_token(tmp_path / "token")
+    assert (tmp_path / "token").read_text() == before
+
+
+def test_a_token_that_was_begun_and_not_finished_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "token.draft").write_text("0123")
+    assert make_token(tmp_path / "token")
+    assert len(read_token(tmp_path / "token")) == 64
+
+
+# --- health ---
+
+
+@pytest.fixture
+def checker() -> health.HealthServicer:
+    return health.HealthServicer()
+
+
+@pytest.fixture
+def target(checker: health.HealthServicer) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_a_service_that_serves_has_no_complaint(target: str) -> None:
+    assert complaint(target) is None
+
+
+def test_a_service_that_is_going_down_is_not_healthy(checker: health.HealthServicer, target: str) -> None:
+    checker.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert complaint(target) == f"{target}: NOT_SERVING"
+
+
+def test_nobody_is_not_healthy(target: str) -> None:
+    nobody = "127.0.0.1:1"
+    assert nobody != target
+    assert "UNAVAILABLE" in str(complaint(nobody))
