@@ -1,0 +1,394 @@
+"""Brings coordinator, four workers and Prometheus up with docker-compose, has a job trained, and asks about it.
+
+Rules of this file
+- The standard library only: it runs where nothing of the project is installed. The client runs in a container on the
+  host's network, so it meets the coordinator as a user does: at the published port, with a copy of the token.
+- Everything belongs to a project of its own, is waited for with a deadline, and is removed whatever happens.
+- Grafana is not started; what it would ask Prometheus is read from the dashboard that it is given.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeAlias
+
+Json: TypeAlias = "str | float | bool | list[Json] | dict[str, Json] | None"
+
+ROOT = Path(__file__).resolve().parent.parent
+DASHBOARD = ROOT / "deploy/grafana/dashboards/skein.json"
+EXAMPLES = ROOT / "deploy/config/examples"
+JOB_FILE = "compose-text.yaml"
+NUM_WORKERS = 4
+NUM_STEPS = 40
+SERVICES = ("coordinator", "worker", "prometheus")
+USER_ID = "10001"
+RATE_INTERVAL = "20s"
+"""What Grafana puts for `$__rate_interval`: four scrapes."""
+BUILD_S, HEALTHY_S, JOB_S, ANSWER_S, STOP_S = 1800.0, 120.0, 180.0, 45.0, 60.0
+_BEGAN = time.monotonic()
+
+
+class CheckError(Exception):
+    """Something is not as it should be."""
+
+
+def check(is_so: bool, complaint: str) -> None:
+    if not is_so:
+        raise CheckError(complaint)
+
+
+def say(line: str) -> None:
+    print(f"compose-test: {time.monotonic() - _BEGAN:4.0f} s  {line}", flush=True)
+
+
+def wait_until(is_so: Callable[[], bool], what: str, limit_s: float) -> None:
+    """Looks once a second."""
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        check(time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}")
+        time.sleep(1.0)
+
+
+def attempt(
+    command: Sequence[str], *, limit_s: float = 60.0, env: Mapping[str, str] | None = None, text: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command that may fail, with `text` on its standard input."""
+    try:
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=env,
+            timeout=limit_s,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckError(f"not done after {limit_s:.0f} s: {' '.join(command)}") from error
+
+
+def run(
+    command: Sequence[str], *, limit_s: float = 60.0, env: Mapping[str, str] | None = None, text: str = ""
+) -> str:
+    """What a command prints on standard output.
+
+    Raises:
+        CheckError: it fails; with all that it said.
+    """
+    done = attempt(command, limit_s=limit_s, env=env, text=text)
+    check(done.returncode == 0, f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def get(url: str) -> str:
+    """The body of an HTTP reply; whatever proxy is set is for other addresses than this machine's."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=10.0) as reply:
+            body: bytes = reply.read()
+    except urllib.error.HTTPError as error:
+        raise CheckError(f"{url}: {error.code} {error.read().decode(errors='replace')}") from error
+    except OSError as error:
+        raise CheckError(f"{url}: {error}") from error
+    return body.decode()
+
+
+def at(value: Json, *path: str | int) -> Json:
+    """What lies at `path` in parsed JSON."""
+    for key in path:
+        match value, key:
+            case dict(), str():
+                value = value[key]
+            case list(), int():
+                value = value[key]
+            case _:
+                raise CheckError(f"{path} is not in {value}")
+    return value
+
+
+def items(value: Json) -> list[Json]:
+    assert isinstance(value, list), value
+    return value
+
+
+# --- the services ---
+
+
+class Services:
+    """One project of docker-compose, on ports and under a name that nothing else has."""
+
+    def __init__(self) -> None:
+        names = ("SKEIN_PORT", "SKEIN_METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.project = f"skein-test-{os.getpid()}"
+        self.address = f"127.0.0.1:{ports['SKEIN_PORT']}"
+        self.metrics_url = f"http://127.0.0.1:{ports['SKEIN_METRICS_PORT']}/metrics"
+        self.prometheus_url = f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"
+        # The environment wins over a `.env` that the owner of the checkout has written.
+        chosen = {name: str(port) for name, port in ports.items()} | {"SKEIN_DATA": "data"}
+        self._env = {**os.environ, **chosen}
+        self._command = [*compose_command(), "--project-name", self.project]
+
+    def compose(self, *arguments: str, limit_s: float = 60.0, text: str = "") -> str:
+        return run([*self._command, *arguments], limit_s=limit_s, env=self._env, text=text)
+
+    def build(self) -> None:
+        self.compose("build", "coordinator", "worker", limit_s=BUILD_S)
+
+    def up(self) -> None:
+        scale = f"worker={NUM_WORKERS}"
+        self.compose("up", "--detach", "--no-build", "--scale", scale, *SERVICES, limit_s=HEALTHY_S)
+        for service in SERVICES:
+            self.wait_healthy(service)
+
+    def down(self) -> None:
+        arguments = ("down", "--volumes", "--remove-orphans", "--timeout", "5")
+        done = attempt([*self._command, *arguments], limit_s=120.0, env=self._env)
+        if done.returncode != 0:
+            print(done.stderr, file=sys.stderr)
+
+    def logs(self) -> str:
+        return attempt([*self._command, "logs", "--no-color", "--tail", "60"], env=self._env).stdout
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of a service's containers."""
+        return self.compose("ps", "--quiet", service).split()
+
+    def wait_healthy(self, service: str) -> None:
+        for container in self.containers(service):
+            wait_until(partial(is_healthy, container), f"{service} is healthy", HEALTHY_S)
+
+    def promtool(self, *arguments: str, text: str = "") -> None:
+        # It keeps what it makes up in a folder, and the volume is the only one there is.
+        place = ("--env", "TMPDIR=/prometheus")
+        self.compose("exec", "-T", *place, "prometheus", "promtool", *arguments, text=text)
+
+
+def compose_command() -> list[str]:
+    """Whichever docker-compose is here."""
+    return ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def inspect(container: str) -> Json:
+    parsed: Json = json.loads(run(["docker", "inspect", container]))
+    return at(parsed, 0)
+
+
+def is_healthy(container: str) -> bool:
+    return at(inspect(container), "State", "Health", "Status") == "healthy"
+
+
+# --- the client ---
+
+
+class Client:
+    """`skein` on the host's network, with a copy of the token that belongs to whoever runs this."""
+
+    def __init__(self, services: Services, folder: Path) -> None:
+        token = services.compose("exec", "-T", "coordinator", "cat", "/etc/skein/token")
+        self._address = services.address
+        self._image = str(at(inspect(services.containers("coordinator")[0]), "Config", "Image"))
+        self._token_file = folder / "token"
+        self._token_file.touch(mode=0o600)
+        self._token_file.write_text(token)
+
+    def command(self, *arguments: str, has_token: bool = True) -> list[str]:
+        container = ["docker", "run", "--rm", "--network", "host", "--read-only", "--tmpfs", "/tmp"]  # noqa: S108
+        owner = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", f"SKEIN_COORDINATOR={self._address}"]
+        jobs = ["--volume", f"{EXAMPLES}:/jobs:ro"]
+        token = ["--volume", f"{self._token_file}:/token:ro", "--env", "SKEIN_TOKEN_FILE=/token"]
+        return [*container, *owner, *jobs, *(token if has_token else []), self._image, *arguments]
+
+    def ask(self, *arguments: str, limit_s: float = 60.0) -> list[Json]:
+        """What a command says with `--json`, line by line."""
+        said = run(self.command(*arguments, "--json"), limit_s=limit_s)
+        return [json.loads(line) for line in said.splitlines()]
+
+
+# --- what is checked ---
+
+
+def check_hardening(services: Services) -> None:
+    """Nobody is root, nothing can be written but volumes, and only this machine reaches the ports."""
+    for service in SERVICES:
+        for container in services.containers(service):
+            found = inspect(container)
+            user = run(["docker", "exec", container, "id", "-u"]).strip()
+            wanted = {USER_ID} if service != "prometheus" else {"65534"}
+            check(user in wanted, f"{service} runs as user {user}")
+            check(at(found, "HostConfig", "ReadonlyRootfs") is True, f"{service} can write its own files")
+            check(at(found, "HostConfig", "CapDrop") == ["ALL"], f"{service} has capabilities")
+            options = str(at(found, "HostConfig", "SecurityOpt"))
+            check("no-new-privileges" in options, f"{service} may gain privileges")
+            ports = at(found, "HostConfig", "PortBindings") or {}
+            assert isinstance(ports, dict)
+            hosts = {at(binding, "HostIp") for bindings in ports.values() for binding in items(bindings)}
+            check(hosts <= {"127.0.0.1"}, f"{service} is published at {hosts}")
+
+
+def check_images(services: Services) -> None:
+    """Each image has what its service needs, and no more."""
+    for service, absent in (("coordinator", "torch"), ("worker", "ray")):
+        script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({absent!r}) is not None)"
+        container = services.containers(service)[0]
+        done = attempt(["docker", "exec", container, "python", "-c", script])
+        check(done.returncode == 0, f"the image of {service} has {absent}")
+
+
+def check_stranger(client: Client) -> None:
+    done = attempt(client.command("jobs", has_token=False))
+    check(done.returncode == 1, f"a client without the token got exit code {done.returncode}: {done.stdout}")
+    check("Traceback" not in done.stderr, done.stderr)
+
+
+def train(client: Client) -> str:
+    """Hands in the job, watches it to its end; gives its id."""
+    settings = (f"budget.steps={NUM_STEPS}", "evaluation.every_steps=20", "checkpoint.every_steps=20")
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    submitted, *events = client.ask("submit", f"/jobs/{JOB_FILE}", "--wait", *overrides, limit_s=JOB_S)
+    job = str(at(submitted, "job"))
+    check(len(events) > NUM_STEPS, f"only {len(events)} events were seen")
+    [status] = client.ask("status", job)
+    check(at(status, "state") == "finished", f"{job}: {status}")
+    check(at(status, "step") == NUM_STEPS, f"{job}: {status}")
+    loss = at(status, "evaluation_loss")
+    # Even odds over 256 byte values are 5.55 nats; 40 steps reach about 2.9.
+    check(isinstance(loss, float) and 1.0 < loss < 4.0, f"validation loss is {loss}")
+    return job
+
+
+def dashboard_queries() -> Iterator[str]:
+    """Every expression of the dashboard, as Grafana sends it."""
+    board: Json = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    panels = [panel for panel in items(at(board, "panels")) if at(panel, "type") != "row"]
+    expressions = [at(target, "expr") for panel in panels for target in items(at(panel, "targets"))]
+    expressions += [at(annotation, "expr") for annotation in items(at(board, "annotations", "list"))]
+    for expression in dict.fromkeys(map(str, expressions)):
+        yield expression.replace("$__rate_interval", RATE_INTERVAL)
+
+
+def has_data(prometheus_url: str, query: str, *, since_s: float) -> bool:
+    """Prometheus has at least one number for `query` between then and now."""
+    end_s = time.time()
+    asked = urllib.parse.urlencode({"query": query, "start": since_s, "end": end_s, "step": "5"})
+    reply: Json = json.loads(get(f"{prometheus_url}/api/v1/query_range?{asked}"))
+    series = items(at(reply, "data", "result"))
+    points = [point for one in series for point in items(at(one, "values"))]
+    return any(math.isfinite(float(str(at(point, 1)))) for point in points)
+
+
+def check_queries(services: Services, *, since_s: float) -> int:
+    """Asks all of them; gives their number. The last steps may not have been scraped yet, so it asks again."""
+    waiting = list(dashboard_queries())
+    num_queries = len(waiting)
+    deadline = time.monotonic() + ANSWER_S
+    while waiting:
+        waiting = [q for q in waiting if not has_data(services.prometheus_url, q, since_s=since_s)]
+        check(not waiting or time.monotonic() < deadline, "no data for:\n  " + "\n  ".join(waiting))
+        time.sleep(1.0 if waiting else 0.0)
+    return num_queries
+
+
+def are_targets_up(services: Services) -> bool:
+    """The coordinator and each worker is found and answers."""
+    reply: Json = json.loads(get(f"{services.prometheus_url}/api/v1/targets?state=active"))
+    healths = [at(target, "health") for target in items(at(reply, "data", "activeTargets"))]
+    return healths == ["up"] * (1 + NUM_WORKERS)
+
+
+def check_alerts(services: Services) -> None:
+    """The rules do what their tests say, load, and have nothing to say about a run without faults."""
+    services.promtool("check", "config", "/etc/prometheus/prometheus.yml")
+    services.promtool("test", "rules", "/etc/prometheus/alerts_test.yml")
+    services.promtool("check", "metrics", text=get(services.metrics_url))
+    reply: Json = json.loads(get(f"{services.prometheus_url}/api/v1/rules"))
+    rules = [rule for group in items(at(reply, "data", "groups")) for rule in items(at(group, "rules"))]
+    check(len(rules) > 0 and {at(rule, "health") for rule in rules} == {"ok"}, f"rules: {rules}")
+    firing = [at(rule, "name") for rule in rules if at(rule, "state") != "inactive"]
+    check(firing == [], f"alerts without a reason: {firing}")
+
+
+def check_drain(services: Services) -> None:
+    """A worker that is asked to stop hands over and ends well."""
+    container = services.containers("worker")[-1]
+    run(["docker", "stop", "--time", f"{STOP_S:.0f}", container], limit_s=STOP_S + 10)
+    code = at(inspect(container), "State", "ExitCode")
+    check(code == 0, f"a drained worker ended with exit code {code}")
+
+
+def check_restart(services: Services, client: Client, job: str) -> None:
+    """What a coordinator knew, the next one in its place knows."""
+    services.compose("restart", "--timeout", f"{STOP_S:.0f}", "coordinator", limit_s=STOP_S + HEALTHY_S)
+    services.wait_healthy("coordinator")
+    known = {at(status, "job"): at(status, "state") for status in client.ask("jobs")}
+    check(known == {job: "finished"}, f"after a restart the jobs are {known}")
+
+
+def test(services: Services, folder: Path) -> None:
+    services.build()
+    say("images are built")
+    services.up()
+    wait_until(partial(are_targets_up, services), "all targets of Prometheus are up", ANSWER_S)
+    say(f"coordinator, {NUM_WORKERS} workers and Prometheus are healthy")
+    check_hardening(services)
+    check_images(services)
+    client = Client(services, folder)
+    check_stranger(client)
+    say("no root, no capabilities, no spare packages, no strangers")
+    since_s = time.time() - 10.0
+    job = train(client)
+    say(f"{job}: {NUM_STEPS} steps through {services.address}")
+    num_queries = check_queries(services, since_s=since_s)
+    say(f"{num_queries} queries of the dashboard have data")
+    check_alerts(services)
+    check_drain(services)
+    check_restart(services, client, job)
+    say("alerts are silent, a worker drained, the coordinator came back with its memory")
+
+
+def main() -> int:
+    """The exit code: 0 if all is well. Everything is taken down before."""
+    signal.signal(signal.SIGTERM, _leave)
+    services = Services()
+    with tempfile.TemporaryDirectory(prefix="skein-compose-") as folder, ExitStack() as undo:
+        undo.callback(services.down)
+        try:
+            test(services, Path(folder))
+        except CheckError as error:
+            print(services.logs(), file=sys.stderr)
+            print(f"compose-test: failed: {error}", file=sys.stderr)
+            return 1
+    say("done")
+    return 0
+
+
+def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
