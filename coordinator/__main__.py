@@ -28,7 +28,7 @@ def default_state_dir() -> Path:
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="Calls need the token in this file.")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
-@click.option("--ray", "ray_address", help="An existing Ray cluster, host:port or auto; else one is started.")
+@click.option("--ray", "ray_address", help="Head of an existing Ray cluster, host:port; else one is started.")
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
 @click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
@@ -61,7 +61,11 @@ def main(
         num_cpus=num_cpus,
         log_format=log_format,
     )
-    sys.exit(run_coordinator(options))
+    code = run_coordinator(options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ray's threads crash at the end of an interpreter whose cluster has gone before; everything is taken down by now.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from coordinator.launch.guard import GIVE_UP_S, MARK
 from coordinator.logs import LogFollower, LogFormat
@@ -29,6 +29,9 @@ from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.wire.channel import join_address, require_safe_bind
 from skein.wire.tokens import read_token
+
+if TYPE_CHECKING:
+    from coordinator.host.cluster import Cluster
 
 DEFAULT_PORT = 7411
 DEFAULT_METRICS_PORT = 7412
@@ -53,7 +56,7 @@ class CoordinatorOptions:
     lease_s: float = 3.0
     """Silence after which a worker is lost; raise it if machines stall for longer and come back."""
     ray_address: str | None = None
-    """A cluster that is there already, host:port or "auto"; None: one of our own."""
+    """Head of a cluster that is there already, host:port; None: one of our own."""
     num_cpus: int = 2
     """What our own cluster may use at once for planning."""
     object_store_bytes: int = 80 << 20
@@ -122,9 +125,10 @@ def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> Non
         if options.metrics_port is not None:
             _require_free("metrics_port", options.metrics_host, options.metrics_port)
     undo.callback(LogFollower(state_dir, sys.stderr).close)
-    _start_ray(options, state_dir, undo)
+    cluster = _start_ray(options, state_dir, undo)
+    undo.callback(cluster.leave)
     signals.install()
-    _host(options, state_dir, signals, undo)
+    _host(options, state_dir, cluster, signals, undo)
 
 
 def _prepare(options: CoordinatorOptions) -> Path:
@@ -202,7 +206,7 @@ def ray_environment(state_dir: Path) -> dict[str, str]:
     }
 
 
-def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> None:
+def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> "Cluster":
     if options.ray_address is None:
         temp_dir = Path(tempfile.mkdtemp(prefix="skein-"))
         mark = secrets.token_hex(8)
@@ -217,14 +221,12 @@ def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) ->
     # Ray reads its environment when it is imported.
     from coordinator.host import cluster
 
-    undo.callback(cluster.leave)
     try:
-        if options.ray_address is None:
-            cluster.start_local(
-                temp_dir, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
-            )
-        else:
-            cluster.connect(options.ray_address)
+        if options.ray_address is not None:
+            return cluster.connect(options.ray_address)
+        return cluster.start_local(
+            temp_dir, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
+        )
     except SystemExit as error:
         # Ray's own answer to SIGTERM, while it starts.
         raise _StopAskedError from error
@@ -249,7 +251,9 @@ class _Guard:
         self._process.wait(timeout=2 * GIVE_UP_S)
 
 
-def _host(options: CoordinatorOptions, state_dir: Path, signals: _Signals, undo: ExitStack) -> None:
+def _host(
+    options: CoordinatorOptions, state_dir: Path, cluster: "Cluster", signals: _Signals, undo: ExitStack
+) -> None:
     from coordinator.host.actor import HostOptions, Launcher
     from coordinator.host.cluster import HostActor
 
@@ -268,7 +272,8 @@ def _host(options: CoordinatorOptions, state_dir: Path, signals: _Signals, undo:
             token_file=options.token_file,
             launcher=Launcher.this_process() if is_own else None,
             log_format=options.log_format,
-        )
+        ),
+        cluster,
     )
     undo.callback(host.end)
     while (serves := host.serves(_TICK_S)) is None:

@@ -7,10 +7,12 @@ import hashlib
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
@@ -25,9 +27,46 @@ NAMESPACE = "skein"
 READY_S = 60.0
 STOP_S = 10.0
 CONNECT_S = 5.0
+_SETTINGS_FRAME = 4
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
+"""RFC 9113, 3.4: a connection preface with empty settings; a server answers with settings of its own."""
 
 
-def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> None:
+_VITAL = {"gcs_server", "raylet"}
+"""Names of the processes without which a cluster is none."""
+
+
+class Cluster:
+    """A cluster that this process is connected to.
+
+    Args:
+        processes: those that this process started and without which it is broken; none of somebody else's cluster.
+    """
+
+    def __init__(self, processes: Sequence[psutil.Process] = ()) -> None:
+        self._processes = processes
+
+    def broken(self) -> str | None:
+        """What is gone; None while nothing is. Ray itself would notice after a minute, or never."""
+        for process in self._processes:
+            if not _is_alive(process):
+                return f"Ray's process {process.pid} has ended"
+        return None
+
+    def leave(self) -> None:
+        """Disconnect; a cluster of our own ends. A broken one is left to the guard."""
+        if self.broken() is None:
+            ray.shutdown()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Cluster:
     """A cluster of this process's own, on this machine only.
 
     Raises:
@@ -47,31 +86,37 @@ def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> No
         )
     except (RayError, RuntimeError, OSError, ValueError) as error:
         raise LocalError(f"Ray does not start: {_one_line(error)}; its own log is in {temp_dir}") from error
+    return Cluster([child for child in psutil.Process().children() if child.name() in _VITAL])
 
 
-def connect(address: str) -> None:
-    """The cluster at `address`, or with "auto" the one of this machine.
+def connect(address: str) -> Cluster:
+    """The cluster whose head is at `address`.
 
     Raises:
         UserError: none is there, or it does not let us in.
     """
-    if address != "auto":
-        _require_listening(address)
+    _require_head(address)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, RuntimeError, OSError, ValueError) as error:
         hint = f"{_one_line(error)}; check that a Ray of release {ray.__version__} is there, and its token"
         raise UserError("ray", address, hint) from error
+    return Cluster()
 
 
-def _require_listening(address: str) -> None:
-    """Ray itself would wait long for an address where nothing is."""
+def _require_head(address: str) -> None:
+    """Ray itself would wait for minutes where nothing is, or nothing that speaks HTTP/2."""
     host, port = split_address("ray", address)
+    cure = "give host:port of a running Ray head, or leave --ray away"
     try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
+        with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+            connection.settimeout(CONNECT_S)
+            connection.sendall(_HTTP2_GREETING)
+            answer = connection.recv(9)
     except OSError as error:
-        hint = f"{error.strerror or 'no answer'}; give host:port of a running Ray head, or leave --ray away"
-        raise UserError("ray", address, hint) from error
+        raise UserError("ray", address, f"{error.strerror or 'no answer'}; {cure}") from error
+    if len(answer) < 4 or answer[3] != _SETTINGS_FRAME:
+        raise UserError("ray", address, f"what listens there is no Ray head; {cure}")
 
 
 R = TypeVar("R")
@@ -92,14 +137,15 @@ class _Handle(Protocol):
 class HostActor:
     """The coordinator's actor in the cluster that this process is connected to. Made by `bring_up`."""
 
-    def __init__(self, actor: _Handle) -> None:
+    def __init__(self, actor: _Handle, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._actor = actor
         self._ready = actor.ready.remote()
         self._ended = actor.ended.remote()
         self._give_up = time.monotonic() + READY_S
 
     @classmethod
-    def bring_up(cls, options: HostOptions) -> "HostActor":
+    def bring_up(cls, options: HostOptions, cluster: Cluster) -> "HostActor":
         """The actor of this state directory: made, or found if it lives already."""
         actor = cast(
             _Handle,
@@ -119,7 +165,7 @@ class HostActor:
             )
             .remote(options),
         )
-        return cls(actor)
+        return cls(actor, cluster)
 
     def serves(self, seconds: float) -> Serves | None:
         """Waits so long at most; gives where the coordinator serves, None while it does not yet.
@@ -128,6 +174,7 @@ class HostActor:
             LocalError: it cannot serve, or does not answer.
         """
         try:
+            self._require_whole()
             done, _ = ray.wait([self._ready], timeout=seconds)
             ready = ray.get(self._ready) if done else None
         except RayError as error:
@@ -145,6 +192,7 @@ class HostActor:
             LocalError: Ray itself is gone.
         """
         try:
+            self._require_whole()
             done, _ = ray.wait([self._ended], timeout=seconds)
             return ray.get(self._ended) if done else None
         except RayError as error:
@@ -152,15 +200,17 @@ class HostActor:
 
     def end(self) -> None:
         """Stop it in order, if it can be; and for good."""
+        if self._cluster.broken() is not None:
+            return
         with suppress(RayError, GetTimeoutError):
             ray.get(self._actor.stop.remote(), timeout=STOP_S)
         with suppress(RayError):
             ray.kill(cast("ActorHandle[Host]", self._actor), no_restart=True)
 
-
-def leave() -> None:
-    """Disconnect; a cluster of our own ends."""
-    ray.shutdown()
+    def _require_whole(self) -> None:
+        gone = self._cluster.broken()
+        if gone is not None:
+            raise LocalError(f"{gone}, so the coordinator stops; the state is intact, start it again")
 
 
 def _short_hash(directory: Path) -> str:
