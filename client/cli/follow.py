@@ -102,9 +102,9 @@ class LineView:
 
     def show(self, progress: Progressed, event: JobEvent) -> None:
         if isinstance(event.body, StepFinished):
-            is_last = progress.step >= progress.total_steps
-            if is_last or self._now() - self._told_at >= LINE_S:
-                self._told_at = self._now()
+            now, is_last = self._now(), progress.step >= progress.total_steps
+            if is_last or now - self._told_at >= LINE_S:
+                self._told_at = now
                 self._line(f"step {progress.step}/{progress.total_steps}  {progress.figures()}")
         elif _is_news(event):
             self._line(event_text(event))
@@ -152,7 +152,11 @@ def view(console: Console) -> View:
 
 
 def follow(
-    events: Iterable[JobEvent], shown: View | None, *, total_steps: int, on_event: Callable[[JobEvent], None]
+    events: Iterable[JobEvent],
+    shown: View | None,
+    *,
+    total_steps: int,
+    on_event: Callable[[JobEvent], None] | None = None,
 ) -> Progressed:
     """Takes events until they end, shows how far they are, and gives that.
 
@@ -168,7 +172,8 @@ def follow(
             stack.enter_context(shown)
         for event in events:
             progress.take(event)
-            on_event(event)
+            if on_event is not None:
+                on_event(event)
             if shown is not None:
                 shown.show(progress, event)
     return progress

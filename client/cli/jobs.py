@@ -72,12 +72,16 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
                 events,
                 None if is_json else view(console),
                 total_steps=total_steps,
-                on_event=lambda event: print_json(event_object(event)) if is_json else None,
+                on_event=_print_event if is_json else None,
             )
     except KeyboardInterrupt:
         click.echo(f"detached; the job goes on: skein logs -f {job.id}", err=True)
         return INTERRUPTED
     return DONE if progress.end is not None and progress.end.state is JobState.FINISHED else FAILED
+
+
+def _print_event(event: JobEvent) -> None:
+    print_json(event_object(event))
 
 
 @click.command()
@@ -122,7 +126,7 @@ def logs(job: str, *, is_following: bool, is_json: bool) -> int:
         events = found.events() if is_following else iter(found.history())
         try:
             for event in events if is_json else _thinned(events):
-                print_json(event_object(event)) if is_json else click.echo(timed(event))
+                _print_event(event) if is_json else click.echo(timed(event))
                 sys.stdout.flush()
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -139,6 +143,7 @@ def _thinned(events: Iterator[JobEvent]) -> Iterator[JobEvent]:
             continue
         if isinstance(event.body, Ended) and held is not None:
             yield held
+            held = None
         if is_step:
             told_s, held = event.wall_s, None
         yield event

@@ -1,0 +1,370 @@
+"""`skein` in this process: what each verb prints, to whom, and with which exit code."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from client.cli import run
+from client.cli.doctor import Finding, Verdict, clock_skew, free_space, open_files
+from skein.errors import RemoteError, UserError
+from skein.types import JobState
+from tests.client.conftest import Scripted
+from tests.client.scripted import GOOD, Script, serving, status, whole_story, worker
+from tests.client.test_sdk import assert_exported, keep_checkpoint
+
+Captured = pytest.CaptureFixture[str]
+TOKEN = "correct-horse-battery"
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def at_coordinator(coordinator: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKEIN_COORDINATOR", coordinator.target)
+
+
+def lines(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------
+
+
+def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsys: Captured) -> None:
+    assert run(["submit", str(job_file), "--set", "budget.steps=9", "--name", "second"]) == 0
+    assert capsys.readouterr() == ("second-1\n", "")
+    [spec] = coordinator.script.specs
+    assert (spec.name, spec.budget.steps) == ("second", 9)
+
+
+def test_submit_under_a_key_gives_the_same_job(job_file: Path, capsys: Captured) -> None:
+    for _ in range(2):
+        assert run(["submit", str(job_file), "--key", "monday", "--json"]) == 0
+    found = lines(capsys.readouterr().out)
+    assert found == [{"job": "first-job-1", "is_new": True}, {"job": "first-job-1", "is_new": False}]
+
+
+def test_dry_run_asks_nobody(coordinator: Scripted, job_file: Path, capsys: Captured) -> None:
+    assert run(["submit", str(job_file), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "first-job: llama with 956k parameters, 2 stages x 1 replicas (line), 3 steps of 32 samples"
+    )
+    assert coordinator.script.keys == []
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(JobState.FINISHED, 0), (JobState.FAILED, 1), (JobState.CANCELLED, 1)]
+)
+def test_waiting_shows_progress_and_ends_as_the_job_does(
+    coordinator: Scripted, job_file: Path, capsys: Captured, state: JobState, code: int
+) -> None:
+    coordinator.script.story = whole_story(state)
+    assert run(["submit", str(job_file), "--wait"]) == code
+    out, err = capsys.readouterr()
+    assert out == "first-job-1\n"
+    assert "step 3/3  loss 1" in err
+    assert err.endswith(f"{state}: as told\n")
+
+
+def test_waiting_in_json_is_one_event_per_line(job_file: Path, capsys: Captured) -> None:
+    assert run(["submit", str(job_file), "--wait", "--json"]) == 0
+    out, err = capsys.readouterr()
+    first, *events = lines(out)
+    assert first["job"] == "first-job-1"
+    assert [event["event"] for event in events] == [
+        "state_changed",
+        "step_finished",
+        "step_finished",
+        "line_logged",
+        "step_finished",
+        "evaluation_finished",
+        "ended",
+    ]
+    assert err == ""
+
+
+def test_interrupted_wait_leaves_the_job_alone(
+    coordinator: Scripted, job_file: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("client.cli.follow.LineView.show", interrupt)
+    assert run(["submit", str(job_file), "--wait"]) == 130
+    assert capsys.readouterr().err == "detached; the job goes on: skein logs -f first-job-1\n"
+    assert coordinator.script.jobs["first-job-1"].state is not JobState.CANCELLED
+
+
+def test_jobs_are_a_table_or_lines_of_json(capsys: Captured) -> None:
+    assert run(["jobs"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "JOB",
+        "NAME",
+        "STATE",
+        "STEP",
+        "LOSS",
+        "VALIDATION",
+        "TOKENS/S",
+        "ETA",
+        "WORKERS",
+    ]
+    assert row.split() == ["first-job-1", "first-job", "running", "2/3", "2.5", "-", "1.23k", "0:00", "2"]
+    assert run(["jobs", "--json"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert (found["job"], found["state"], found["evaluation_loss"]) == ("first-job-1", "running", None)
+    assert isinstance(found["spec"], dict)
+
+
+def test_nothing_in_a_list_says_what_to_do(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.jobs.clear()
+    coordinator.script.workers.clear()
+    assert run(["jobs"]) == run(["workers"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no jobs yet: skein submit FILE",
+        "no workers yet: skein worker up --join HOST:PORT",
+    ]
+
+
+def test_status_is_complete(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    for part in ("running", "2 of 3", "two stages", "planned 0.4 s", "no plan below 0.3 s", "generation 1"):
+        assert part in out
+    assert run(["status", "first-job-1", "--json"]) == 0
+    assert lines(capsys.readouterr().out)[0]["total_steps"] == 3
+
+
+def test_logs_tell_the_story(coordinator: Scripted, capsys: Captured) -> None:
+    assert run(["logs", "first-job-1", "-f"]) == 0
+    told = [line.partition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert told == [
+        "pending: submitted",
+        "step 1  loss 3  norm 1.5  tokens/s 200",
+        "w1  INFO  all is well",
+        "step 3  validation loss 1.25",
+        "step 3  loss 1  norm 1.5  tokens/s 200",
+        "finished: as told",
+    ]
+    coordinator.script.jobs["first-job-1"] = status(state=JobState.FINISHED, step=3)
+    assert run(["logs", "first-job-1", "--json"]) == 0
+    assert len(lines(capsys.readouterr().out)) == len(whole_story())
+
+
+def test_workers_links_drain_and_cancel(capsys: Captured) -> None:
+    assert run(["workers"]) == run(["links"]) == run(["drain", "w1"]) == run(["cancel", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "w1      working  attic  127.0.0.1:9  cpu     50       8.0 GiB  first-job-1  0       0.2 s ago" in out
+    )
+    assert "w1    w2  12.50 ms  1.0 MiB/s" in out
+    assert out.splitlines()[-2:] == ["w1 draining", "first-job-1 cancelled"]
+    for verb in (["workers"], ["links"], ["drain", "w1"], ["cancel", "first-job-1"]):
+        assert run([*verb, "--json"]) == 0
+        assert lines(capsys.readouterr().out)
+
+
+def test_export_writes_where_it_is_told(coordinator: Scripted, tmp_path: Path, capsys: Captured) -> None:
+    weights = keep_checkpoint(coordinator.script)
+    out = tmp_path / "out"
+    assert run(["export", "first-job-1", "--to", str(out), "--max-shard-bytes", "1 GB"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert_exported(out, weights)
+    assert run(["export", "first-job-1", "--to", str(tmp_path / "again"), "--json"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert (found["job"], found["version"], found["out"]) == ("first-job-1", 3, str(tmp_path / "again"))
+
+
+def test_job_check_and_schema(job_file: Path, capsys: Captured) -> None:
+    assert run(["job", "check", str(job_file)]) == 0
+    assert run(["job", "check", str(job_file), "--json"]) == 0
+    text, spec = capsys.readouterr().out.splitlines()
+    assert text.startswith("first-job: llama")
+    assert json.loads(spec)["budget"] == {"steps": 3}
+    assert run(["job", "schema"]) == 0
+    assert "budget" in json.loads(capsys.readouterr().out)["required"]
+
+
+def test_token_file_is_used(job_file: Path, tmp_path: Path, capsys: Captured) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    with serving(Script(), token=TOKEN) as target:
+        assert run(["jobs", "--coordinator", target, "--token-file", str(token_file)]) == 0
+        assert run(["jobs", "--coordinator", target]) == 1
+    assert "the token is missing or wrong" in capsys.readouterr().err
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["sumbit", "job.yaml"], "no such command: sumbit; did you mean submit? (see skein --help)"),
+        (["xyz"], "no such command: xyz; give one of demo, coordinator, worker, submit, "),
+        (["worker", "upp"], "no such command: upp; did you mean up? (see skein worker --help)"),
+        (["submit"], "Missing argument 'FILE' (see skein submit --help)"),
+        (["jobs", "--jsn"], "No such option '--jsn'"),
+        (["jobs", "--coordinator", "x"], "coordinator: 'x': give host:port"),
+        (["jobs", "--timeout", "soon"], "--timeout: 'soon': give a duration such as '10 s'"),
+        (
+            ["jobs", "--token-file", "/nowhere"],
+            "token_file: '/nowhere': No such file or directory; give a file",
+        ),
+        (
+            ["submit", "/nowhere.yaml"],
+            "job file: '/nowhere.yaml': No such file or directory; give a job file",
+        ),
+        (
+            ["export", "first-job-1", "--to", "/tmp", "--max-shard-bytes", "big"],
+            "--max-shard-bytes: 'big': give a size",
+        ),
+        (
+            ["export", "first-job-1", "--to", "/tmp"],
+            "out: '/tmp': exists already; name a new or empty folder",
+        ),
+        (["demo", "--dir", "/tmp"], "--dir: '/tmp': exists already; name a new or empty folder"),
+    ],
+)
+def test_usage_error_is_one_line_and_2(arguments: list[str], error: str, capsys: Captured) -> None:
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: {error}")
+
+
+def test_each_mistake_in_a_job_file_is_a_line(job_file: Path, capsys: Captured) -> None:
+    assert run(["submit", str(job_file), "--set", "seed=-1", "--set", "precision=fp8"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[:2] for line in err.splitlines()] == [["error", " precision"], ["error", " seed"]]
+
+
+@pytest.mark.parametrize("verb", [["status"], ["logs"], ["logs", "-f"], ["cancel"]])
+def test_unknown_job_is_one_line_and_1(verb: list[str], capsys: Captured) -> None:
+    assert run([*verb, "nobody"]) == 1
+    assert capsys.readouterr() == ("", "error: job: 'nobody': no such job\n")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "text"),
+    [
+        (UserError("key", "monday", "has another job"), "error: key: 'monday': has another job\n"),
+        (RemoteError("it is confused"), "it is confused"),
+    ],
+)
+def test_refusal_of_the_coordinator_is_one_line_and_1(
+    coordinator: Scripted, job_file: Path, capsys: Captured, refusal: UserError | RemoteError, text: str
+) -> None:
+    coordinator.script.error = refusal
+    assert run(["submit", str(job_file)]) == 1
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_error_of_our_own_is_one_line_and_its_trace_is_in_a_file(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down() -> None:
+        raise ZeroDivisionError("by nought")
+
+    monkeypatch.setattr("client.cli.jobs.connect", break_down)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run(["jobs"]) == 1
+    err = capsys.readouterr().err
+    [trace] = tmp_path.glob("skein-error-*.log")
+    assert err == f"error: ZeroDivisionError: by nought; this is our fault: please report it with {trace}\n"
+    assert "break_down" in trace.read_text()
+
+
+def test_operating_systems_error_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up() -> None:
+        raise OSError(28, "No space left on device", "/disk/file")
+
+    monkeypatch.setattr("client.cli.jobs.connect", fill_up)
+    assert run(["jobs"]) == 1
+    assert capsys.readouterr().err == "error: /disk/file: No space left on device\n"
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise click.Abort
+
+    monkeypatch.setattr("client.cli.jobs.connect", interrupt)
+    assert run(["jobs"]) == 130
+
+
+def test_nothing_at_all_shows_the_help(capsys: Captured) -> None:
+    assert run([]) == 2
+    assert capsys.readouterr().err.startswith("Usage: skein [OPTIONS] COMMAND")
+
+
+def test_version_names_the_protocol(capsys: Captured) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.endswith("(protocol 1)\n")
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes seconds to load, and is looked at in a test of its own."""
+    finding = Finding(check="torch", verdict=Verdict.OK, found="not looked at")
+    monkeypatch.setattr("client.cli.doctor._torch", lambda: finding)
+
+
+def test_doctor_looks_at_the_coordinator_and_its_workers(coordinator: Scripted, capsys: Captured) -> None:
+    with serving(Script()) as address:
+        coordinator.script.workers = [worker(address=address)]
+        code = run(["doctor", "--json", "--metrics-port", "1"])
+    verdict_by_check = {str(found["check"]): found["verdict"] for found in lines(capsys.readouterr().out)}
+    assert verdict_by_check["coordinator"] == verdict_by_check["workers"] == "ok"
+    assert verdict_by_check["torch"] == "ok"
+    assert verdict_by_check["clock"] == "warning"
+    assert code == 0
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_doctor_fails_where_a_worker_cannot_be_reached(capsys: Captured) -> None:
+    assert run(["doctor", "--metrics-port", "1"]) == 1
+    assert (
+        "failed   workers      w1 cannot be reached at 127.0.0.1:9 from here: open its port"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_doctor_fails_where_the_named_coordinator_is_silent(capsys: Captured) -> None:
+    assert run(["doctor", "--coordinator", "127.0.0.1:9"]) == 1
+    assert "failed   coordinator  no answer: 127.0.0.1:9: nothing listens there" in capsys.readouterr().out
+
+
+def test_few_open_files_are_worth_a_warning() -> None:
+    assert open_files(1024).verdict is Verdict.WARNING
+    assert open_files(65536).verdict is Verdict.OK
+
+
+def test_full_disk_is_worth_a_warning(tmp_path: Path) -> None:
+    assert free_space("disk", tmp_path / "not" / "there", 1, "free some").verdict is Verdict.OK
+    found = free_space("disk", tmp_path, 1 << 60, "free some")
+    assert (found.verdict, found.cure) == (Verdict.WARNING, "free some (1048576.0 TiB or more)")
+
+
+@pytest.mark.parametrize(
+    ("their_s", "verdict"),
+    [(100.0, "ok"), (99.0, "ok"), (102.0, "ok"), (98.0, "ok"), (90.0, "warning"), (104.0, "warning")],
+)
+def test_clock_is_compared_to_what_whole_seconds_allow(their_s: float, verdict: str) -> None:
+    assert clock_skew(100.2, their_s, 100.3).verdict == verdict

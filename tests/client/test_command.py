@@ -1,0 +1,128 @@
+"""`skein` as a process: exit codes, one-line errors, and that nothing stays behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from client.api import Client
+from client.local import LocalFleet, NotStarted, free_port
+from client.tether import tethered_arguments
+from tests.client.scripted import GOOD, Script, serving
+
+SKEIN = (sys.executable, "-P", "-m", "client.cli")
+END_S = 20.0
+"""Far above what ending takes; reached only when something stays."""
+
+
+def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*SKEIN, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["jobs", "--coordinator", "127.0.0.1:9"], 1, "127.0.0.1:9: nothing listens there: start it, or check "),
+        (["submit", "/nowhere.yaml"], 2, "job file: '/nowhere.yaml': No such file or directory; give a job file, "),
+        (["sumbit"], 2, "no such command: sumbit; did you mean submit? (see skein --help)"),
+        (["worker", "up", "--join", "nowhere"], 2, "join: 'nowhere': give host:port, for example"),
+        (["coordinator", "up", "--port", "0"], 1, "port: 0: give a port between 1 and 65535"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_without_a_trace(arguments: list[str], code: int, error: str) -> None:
+    done = skein(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("\n") == 1
+    assert error in done.stderr
+
+
+def test_submit_through_the_real_command(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(GOOD)
+    with serving(Script()) as target:
+        done = skein("submit", str(tmp_path / "job.yaml"), "--wait", "--coordinator", target)
+    assert (done.returncode, done.stdout) == (0, "first-job-1\n")
+    assert done.stderr.splitlines()[-1] == "finished: as told"
+
+
+def test_help_loads_nothing_that_it_does_not_need() -> None:
+    program = (
+        "import sys; from client.cli import run; code = run(['--help']); "
+        "heavy = {'grpc', 'pydantic', 'rich', 'numpy', 'torch', 'ray'} & set(sys.modules); "
+        "sys.exit(f'loaded {sorted(heavy)}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Run a worker" not in done.stdout
+    assert "submit" in done.stdout
+
+
+@pytest.mark.parametrize("service", ["coordinator", "worker"])
+def test_help_of_the_services_is_their_own(service: str) -> None:
+    done = skein(service, "up", "--help")
+    assert done.returncode == 0
+    assert "--token-file" in done.stdout
+
+
+def test_reader_that_stops_reading_is_no_error() -> None:
+    with subprocess.Popen(
+        [*SKEIN, "job", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+# --- processes that must not stay behind ---
+
+
+def test_tethered_process_ends_when_its_parent_is_killed() -> None:
+    program = (
+        "import subprocess; from client.tether import tethered_arguments; "
+        "child = subprocess.Popen(tethered_arguments('http.server', ['--bind', '127.0.0.1', '0'])); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        # The child says where it serves, on the same pipe, once it has become the server and is tied.
+        assert "Serving" in parent.stdout.readline()
+        parent.kill()
+        child.wait(END_S)
+
+
+def test_process_whose_parent_is_gone_already_does_not_begin() -> None:
+    command = tethered_arguments("http.server", ["0"])
+    command[4] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: process 1 is gone\n")
+
+
+def test_service_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> None:
+    fleet = LocalFleet(tmp_path / "fleet", num_workers=1)
+    with fleet, Client(fleet.target) as client:
+        fleet.state.write_text("in the way")
+        with pytest.raises(
+            NotStarted, match=r"coordinator ended \(exit code 1\): error: state_dir: .*File exists"
+        ) as caught:
+            fleet.start(client)
+        process = fleet.services[0].process
+    assert str(fleet.logs / "coordinator.log") in str(caught.value)
+    assert process.returncode == 1
+    assert fleet.services == []
+
+
+def test_port_that_is_taken_is_not_chosen() -> None:
+    with serving(Script()) as target:
+        port = int(target.rpartition(":")[2])
+        assert free_port(port) not in (0, port)
+    assert free_port(port) == port

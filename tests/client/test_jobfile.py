@@ -1,0 +1,144 @@
+"""Job files made ready: paths, sizes of what a job begins from, and what is refused without asking anybody."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from client.jobfile import prepare_job, read_job, read_job_text
+from skein.config.job import JobSpec, JsonlSource, LlamaModel, TextSource, TokenSource
+from skein.errors import UserError
+from skein.model.huggingface import config_of
+from skein.model.presets import shape_of
+from tests.client.scripted import GOOD
+
+SOURCES = """[{format: text, path: books}, {format: jsonl, path: ../more.jsonl},
+  {format: tokens, path: /ids.bin, dtype: uint8}]"""
+DIGITS = "model={family: digits_cnn}"
+WRONG = {
+    "model.preset=llama-2m": "model.preset: 'llama-2m': did you mean llama-125m? presets are llama-1m, ",
+    "model.preset=": "model.preset: None: give a shape, or a preset: llama-1m, ",
+    "model.shape={}": "model.preset: 'llama-1m': give either preset or shape, not both",
+    "parallel.stages=99": "parallel.stages: 99: the model has 7 layers to cut: give at most 7",
+    "parallel.replicas=9": "parallel.replicas: 9: a step has 8 microbatches to share: give at most 8, ",
+    "data.sequence_tokens=4096": "data.sequence_tokens: 4096: the model has 2048 positions ",
+    "data.sources=[{format: digits}]": "data.sources[0].format: 'digits': images are nothing for a language model: ",
+    DIGITS: "data.sources[0].format: 'text': digits_cnn takes images: give digits, or family: llama",
+    "model={family: llama, shape: {vocab_size: 100}}": "data.tokenizer: 'bytes': bytes have 256 values, "
+    "the model's vocab_size is 100: set it to 256",
+    "model={family: llama, shape: {hidden_size: 30, num_attention_heads: 4, head_dim: 8}}": "model.shape."
+    "hidden_size: 30: give a multiple of num_attention_heads (4)",
+}
+
+
+def good(*overrides: str, base: Path = Path("/jobs")) -> JobSpec:
+    return read_job_text(GOOD, origin="job", base=base, overrides=overrides)
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_what_no_fleet_could_run_is_refused(change: str) -> None:
+    with pytest.raises(UserError) as caught:
+        good(change)
+    assert str(caught.value).startswith(WRONG[change])
+
+
+def test_images_for_a_classifier_are_accepted() -> None:
+    assert good(DIGITS, "data.sources=[{format: digits}]").model.family == "digits_cnn"
+
+
+def test_paths_count_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    (folder / "job.yaml").write_text(GOOD)
+    changes = (
+        f"data.sources={SOURCES}",
+        "data.tokenizer=tokenizer.json",
+        "checkpoint.url=saved",
+        "model.shape.vocab_size=300",
+        "model.preset=",
+    )
+    job = read_job(folder / "job.yaml", overrides=changes)
+    assert job.data.sources == (
+        TextSource(path=str(folder / "books")),
+        JsonlSource(format="jsonl", path=str(tmp_path / "more.jsonl")),
+        TokenSource(format="tokens", path="/ids.bin", dtype="uint8"),
+    )
+    assert job.data.tokenizer == str(folder / "tokenizer.json")
+    assert job.checkpoint.url == str(folder / "saved")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://a/b", "file:///x", "simplecache::s3://b"])
+def test_urls_stay_as_they_are(url: str) -> None:
+    assert good(f"checkpoint.url={url}").checkpoint.url == url
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    job = good("data.sources[0].path=books")
+    assert prepare_job(job, base=Path("/elsewhere")) == job
+
+
+# --- beginning from a Hugging Face directory ---
+
+
+def hugging_face(directory: Path, change: dict[str, object] | None = None) -> LlamaModel:
+    directory.mkdir()
+    model = LlamaModel(preset="llama-3m")
+    (directory / "config.json").write_text(json.dumps({**config_of(model), **(change or {})}))
+    return model
+
+
+def test_sizes_are_read_from_where_a_job_begins(tmp_path: Path) -> None:
+    begun = hugging_face(tmp_path / "old")
+    job = good("model={family: llama, init_from: old}", base=tmp_path)
+    assert isinstance(job.model, LlamaModel)
+    assert job.model.init_from == str(tmp_path / "old")
+    assert shape_of(job.model) == shape_of(begun)
+
+
+def test_sizes_that_a_job_states_must_be_those_it_begins_with(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "old")
+    assert good("model.preset=llama-3m", "model.init_from=old", base=tmp_path).name == "first-job"
+    with pytest.raises(UserError, match=r"model\..*: the weights to start from have"):
+        good("model.init_from=old", base=tmp_path)
+
+
+def test_model_of_another_family_cannot_be_begun_from(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "old", {"model_type": "gpt2"})
+    with pytest.raises(UserError, match=r"config\.model_type: 'gpt2': only 'llama' models"):
+        good("model={family: llama, init_from: old}", base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (None, "config.json: No such file or directory; give a Hugging Face directory"),
+        ("{", "config.json is not JSON"),
+        ("[]", "config.json is not an object"),
+    ],
+)
+def test_directory_without_a_configuration_is_refused(tmp_path: Path, text: str | None, hint: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"model\.init_from: '{tmp_path}': {hint}"):
+        good(f"model={{family: llama, init_from: {tmp_path}}}")
+
+
+# --- files that cannot be read ---
+
+
+def test_absent_file_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"job file: '.*/job\.yaml': No such file or directory; give a job file"
+    ):
+        read_job(tmp_path / "job.yaml")
+
+
+def test_folder_is_no_job_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"job file: '.*': Is a directory; give a job file"):
+        read_job(tmp_path)
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(UserError, match=r"job file: '.*': byte 6 is not UTF-8"):
+        read_job(tmp_path / "job.yaml")
