@@ -78,6 +78,7 @@ from skein.protocol.round import (
 from skein.protocol.savings import Savings
 from skein.protocol.sources import Sources, assignments, choose_sources
 from skein.protocol.story import Story
+from skein.protocol.strikes import Strikes
 from skein.topology.fleet import Fleet, Link, rounded
 from skein.types import (
     ChunkRef,
@@ -102,8 +103,8 @@ Steps that are predicted to take longer have `STALL_STEPS` of their own time. Wh
 generation for so long is the stuck one, and is turned away.
 """
 STALL_STEPS = 4.0
-MAX_STRIKES = 3
-"""Failures blamed on one worker, with no step committed between them, after which it gets no more work."""
+PARDON_S = 30.0
+"""How long who was excluded on the word of peers stays so when without them no plan exists."""
 
 RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | Suspected | Trouble
 """What belongs to one generation."""
@@ -164,8 +165,8 @@ class Run:
         self._num_validation_samples = 0
         self._saving_version = Step(0)
         self._savings = Savings(job.job, job.spec.checkpoint.url)
-        self._strikes: dict[WorkerId, int] = {}
-        self._excluded: dict[WorkerId, str] = {}
+        self._strikes = Strikes()
+        self._pardon_at: float | None = None
         self._moved_at = now
         self._story = Story()
 
@@ -179,7 +180,7 @@ class Run:
         """Somebody came, went or wants to go."""
         match change:
             case Joined():
-                self._excluded.pop(change.worker, None)
+                self._strikes.forget(change.worker)
                 self._awaited.discard(change.worker)
                 self._gather_until = now + GATHER_S
                 self._is_infeasible = False
@@ -220,12 +221,13 @@ class Run:
             case EvaluationDone():
                 self._evaluation_done(worker, report, now=now)
             case Suspected():
-                self._blame(report.peer, f"{worker} cannot reach it: {report.reason}", now=now)
+                reason = f"{worker} cannot reach it: {report.reason}"
+                self._blame(report.peer, reason, is_hearsay=True, now=now)
             case Trouble():
                 if report.is_fatal:
                     self.end(JobState.FAILED, f"{worker}: {report.reason}", now=now)
                 else:
-                    self._blame(worker, report.reason, now=now)
+                    self._blame(worker, report.reason, is_hearsay=False, now=now)
             case _:
                 assert_never(report)
 
@@ -234,7 +236,7 @@ class Run:
         if event.request != self._request or self.phase is not RunPhase.FENCING:
             return
         if isinstance(event.result, Infeasible):
-            self._pause(event.result.reason)
+            self._pause(event.result.reason, now=now)
         else:
             self._put_into_place(event.result, now=now)
         self.tick(now=now)
@@ -273,6 +275,8 @@ class Run:
     def tick(self, *, now: float) -> None:
         """Do what is due."""
         if self.phase is RunPhase.GATHERING:
+            if self._pardon_at is not None and now >= self._pardon_at:
+                self._pardon()
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
         elif self.phase in _COMPUTING and now >= self._stalls_at():
@@ -288,6 +292,8 @@ class Run:
         """When `tick` is wanted next."""
         if self._is_to_fence():
             return self._gathers_at()
+        if self.phase is RunPhase.GATHERING:
+            return self._pardon_at
         if self.phase in _COMPUTING or (
             self.phase is RunPhase.FENCING and len(self._acks) < len(self._members)
         ):
@@ -325,7 +331,8 @@ class Run:
     def _candidates(self) -> list[Entry]:
         """Workers that may be given work, by id."""
         live = self._membership.live
-        return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in self._excluded]
+        excluded = self._strikes.excluded
+        return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in excluded]
 
     def _is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
@@ -335,7 +342,7 @@ class Run:
 
     def _may_save(self) -> bool:
         """Whether workers that get no more work may still hold what no checkpoint has."""
-        is_anybody_here = any(worker not in self._excluded for worker in self._membership.live)
+        is_anybody_here = any(worker not in self._strikes.excluded for worker in self._membership.live)
         return is_anybody_here and self._is_unsaved()
 
     @property
@@ -371,18 +378,16 @@ class Run:
         """Whether this very process is one of the newest generation."""
         return self._members.get(worker) is self._membership.live[worker]
 
-    def _blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
+    def _blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
         """Something failed on or towards this worker: try again, without it after too many times."""
         if self.phase is RunPhase.GATHERING or worker not in self._members:
             return
-        self._strike(worker, reason, now=now)
+        self._strike(worker, reason, is_hearsay=is_hearsay, now=now)
         self._bump(f"{worker}: {reason}", now=now)
 
-    def _strike(self, worker: WorkerId, reason: str, *, now: float) -> None:
-        self._strikes[worker] = self._strikes.get(worker, 0) + 1
+    def _strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
         self._story.tell(worker, reason, now=now)
-        if self._strikes[worker] >= MAX_STRIKES:
-            self._excluded[worker] = reason
+        if self._strikes.strike(worker, reason, is_hearsay=is_hearsay):
             self._out.log(f"job={self.job.job} excluded={worker}: {reason}")
 
     def _let_go(self, worker: WorkerId) -> None:
@@ -424,7 +429,7 @@ class Run:
         self._acks.clear()
         self._ready.clear()
         self._evaluations.clear()
-        self._round = self._paused_for = None
+        self._round = self._paused_for = self._pardon_at = None
         self._saving_version = Step(0)
         self._has_newcomer = False
         self.phase = RunPhase.FENCING
@@ -453,14 +458,27 @@ class Run:
 
     def _give_up_or_wait(self, reason: str, *, now: float) -> None:
         live = self._membership.live
-        if live and all(worker in self._excluded for worker in live):
+        if live and all(worker in self._strikes.excluded for worker in live):
+            if self._pardon():
+                self._bump(reason, now=now)
+                return
             self.end(JobState.FAILED, f"no worker can run it; the last reason: {reason}", now=now)
             return
         self._wait(f"no workers ({reason})")
 
-    def _pause(self, reason: str) -> None:
+    def _pardon(self) -> bool:
+        """Give another chance to those whom a broken link may have made look bad."""
+        self._pardon_at = None
+        pardoned = self._strikes.pardon()
+        for worker in pardoned:
+            self._out.log(f"job={self.job.job} pardoned={worker}")
+        self._is_infeasible = self._is_infeasible and not pardoned
+        return bool(pardoned)
+
+    def _pause(self, reason: str, *, now: float) -> None:
         """No plan exists: save what is held, then wait for more workers."""
         self._is_infeasible = not self._has_newcomer
+        self._pardon_at = now + PARDON_S if self._strikes.may_pardon else None
         held = self._plan_held()
         if held is None or not self._is_unsaved():
             self._wait(reason)
@@ -729,7 +747,7 @@ class Run:
                     self._commit(command.record, now=now)
                 case RoundFailed():
                     for worker in command.blamed:
-                        self._strike(worker, command.reason, now=now)
+                        self._strike(worker, command.reason, is_hearsay=False, now=now)
                     self._bump(command.reason, now=now)
                 case _:
                     assert_never(command)
@@ -737,7 +755,7 @@ class Run:
     def _commit(self, record: StepRecord, *, now: float) -> None:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
-        self._strikes.clear()
+        self._strikes.committed()
         self._moved_at = now
         self._round = None
         is_last = self.job.version >= self.job.spec.budget.steps

@@ -4,6 +4,7 @@ import pytest
 
 from skein.protocol.records import GenerationOpened
 from skein.sim import __main__ as command
+from skein.sim.invariants import Violated
 from skein.sim.scenario import FleetShape, make_world, run_to_end
 from tests.support.worlds import LIMIT_S, curve_of, of_kind
 
@@ -15,7 +16,8 @@ def test_each_seed_is_told_in_a_line(
     monkeypatch.setattr("sys.argv", ["python -m skein.sim", *arguments])
     assert command.main() == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("seed=7 finished steps=3") and second.startswith("seed=8 finished steps=3")
+    assert first.startswith("seed=7 finished steps=3")
+    assert second.startswith("seed=8 finished steps=3")
     assert "replay=equal" in first
 
 
@@ -29,7 +31,7 @@ def test_a_violation_names_its_seed_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def never(*_: object, **__: object) -> None:
-        raise command.Violated("made up")
+        raise Violated("made up")
 
     monkeypatch.setattr(command, "run_to_end", never)
     monkeypatch.setattr("sys.argv", ["python -m skein.sim", "--seed", "41"])

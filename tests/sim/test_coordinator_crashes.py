@@ -21,7 +21,7 @@ def crash_once(
     world: World, *, when: str, num_records: int, also: Callable[[World], None] | None = None
 ) -> None:
     """Have the coordinator die when the log is about to hold, or holds, so many records."""
-    crashed = []
+    crashed: list[int] = []
 
     def strike(num_held: int) -> None:
         if num_held == num_records and not crashed:

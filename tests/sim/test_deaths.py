@@ -6,7 +6,7 @@ from skein.config.job import JobSpec
 from skein.sim.scenario import make_world
 from skein.types import Layout
 from tests.support.jobs import small_job
-from tests.support.worlds import finish, fleet_of, run_events, undisturbed, worker
+from tests.support.worlds import finish, fleet_of, plan_of, run_events, undisturbed, worker
 
 JOBS = {
     "line": small_job(steps=3, evaluate_every=2, save_every=2),
@@ -58,9 +58,7 @@ def test_the_death_of_all_holders_of_a_stage_costs_the_steps_since_the_checkpoin
     for num_events in range(300, undisturbed(spec, 4).outcome.num_events, 40):
         world = make_world(spec, fleet_of(4), seed=0)
         run_events(world, num_events)
-        assert world.coordinator is not None and world.coordinator.run is not None
-        plan = world.coordinator.run.plan
-        assert plan is not None
+        plan = plan_of(world)
         for holder in plan.holders(plan.stages[-1].index):
             world.kill_worker(holder)
         run = finish(world, about=f"seed=0, holders of the last stage killed after {num_events} events")

@@ -8,8 +8,9 @@ from skein.protocol.coordinator_io import DrainAsked
 from skein.protocol.records import GenerationOpened
 from skein.sim.scenario import FAULTS, fault_of
 from skein.sim.world import World
-from tests.support.jobs import small_job
-from tests.support.worlds import of_kind, run_until, simulate, undisturbed, version_of, worker
+from skein.types import SiteId
+from tests.support.jobs import ROOM_FOR_ONE_STAGE, small_job
+from tests.support.worlds import of_kind, plan_of, run_until, simulate, undisturbed, version_of, worker
 
 JOB = small_job(steps=4, evaluate_every=2, save_every=2)
 """On four workers: two stages, two holders each."""
@@ -62,9 +63,8 @@ def test_who_comes_back_after_a_roll_back_brings_nothing_of_the_old_history() ->
 
     def disturb(world: World) -> None:
         run_until(world, lambda world: version_of(world) == 2)
-        assert world.coordinator is not None and world.coordinator.run is not None
-        assert world.coordinator.run.plan is not None
-        first, second = world.coordinator.run.plan.holders(world.coordinator.run.plan.stages[1].index)
+        plan = plan_of(world)
+        first, second = plan.holders(plan.stages[1].index)
         world.freeze_worker(first, 9.0)
         world.kill_worker(second)
         world.clock.after(7.0, world.crash_coordinator)
@@ -103,3 +103,41 @@ def test_a_newcomer_takes_over_the_only_copy_of_a_stage_without_losing_a_step() 
     assert len(plans) == 2
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(job, 3).curve
+
+
+def test_who_was_excluded_for_a_broken_link_is_pardoned_when_nobody_else_is_left() -> None:
+    job = small_job(stages=2, replicas=1, steps=6, save_every=1)
+
+    def disturb(world: World) -> None:
+        run_until(world, lambda world: version_of(world) == 1)
+        sender = plan_of(world).holders(plan_of(world).stages[0].index)[0]
+        [receiver] = set(world.workers) - {sender}
+        world.network.cut(sender, receiver)
+        run_until(world, lambda world: any(f"excluded={receiver}" in line for line in world.lines))
+        run_until(world, lambda world: version_of(world) == 3)
+        world.kill_worker(sender)
+
+    run = simulate(job, 2, disturb=disturb)
+    assert any("pardoned=" in line for line in run.world.lines)
+    assert run.curve == undisturbed(job, 2).curve
+
+
+def test_who_was_excluded_for_a_broken_link_is_pardoned_after_a_while_when_no_plan_exists_without_it() -> (
+    None
+):
+    job = small_job(stages=2, replicas=1, steps=6)
+
+    def disturb(world: World) -> None:
+        site = SiteId("site0")
+        for index in range(2):
+            world.add_worker(worker(index), site, flops_per_s=2e9, memory_bytes=ROOM_FOR_ONE_STAGE)
+        run_until(world, lambda world: version_of(world) == 1)
+        sender = plan_of(world).holders(plan_of(world).stages[0].index)[0]
+        [receiver] = set(world.workers) - {sender}
+        world.network.cut(sender, receiver)
+        run_until(world, lambda world: any("paused" in line for line in world.lines))
+        world.network.heal()
+
+    run = simulate(job, 0, disturb=disturb)
+    assert run.num_rollbacks == 0
+    assert 30.0 < run.outcome.seconds < 60.0

@@ -8,13 +8,14 @@ from skein.protocol.worker_io import StopRequested
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from skein.types import ChunkRef, SiteId
-from tests.support.jobs import small_job
+from tests.support.jobs import ROOM_FOR_ONE_STAGE, small_job
 from tests.support.worlds import (
     FLOPS_PER_S,
     finish,
     fleet_of,
     kill_everything,
     of_kind,
+    plan_of,
     run_events,
     run_until,
     simulate,
@@ -25,8 +26,6 @@ from tests.support.worlds import (
 
 SITE = SiteId("site0")
 ROOM_FOR_NOTHING = 2**20
-ROOM_FOR_ONE_STAGE = 4_000_000
-"""Of `small_job`'s two, which need 2.7 and 2.9 MB."""
 
 
 def add(world: World, index: int, *, memory_bytes: int = 16 * 2**30) -> None:
@@ -143,7 +142,4 @@ def test_a_restarted_coordinator_keeps_chunks_where_they_are() -> None:
 
 
 def placement(world: World) -> set[ChunkRef]:
-    assert world.coordinator is not None and world.coordinator.run is not None
-    plan = world.coordinator.run.plan
-    assert plan is not None
-    return {placed.chunk for placed in plan.chunks}
+    return {placed.chunk for placed in plan_of(world).chunks}

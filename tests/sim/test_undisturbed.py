@@ -83,7 +83,8 @@ def test_jobs_run_one_after_the_other() -> None:
     second = list(run.world.coordinator.history.jobs)[1]
     assert run.world.coordinator.state_of(second) is not JobState.FINISHED
     while run.world.coordinator.state_of(second) is not JobState.FINISHED:
-        assert run.world.clock.step() and run.world.clock.now < LIMIT_S
+        assert run.world.clock.step()
+        assert run.world.clock.now < LIMIT_S
     steps = [(record.job, record.record.step) for record in of_kind(run.world.log, StepCommitted)]
     assert steps == [("small-1", 0), ("small-1", 1), ("small-2", 0), ("small-2", 1)]
 

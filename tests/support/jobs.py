@@ -15,6 +15,9 @@ from skein.config.job import (
 )
 from skein.types import Layout
 
+ROOM_FOR_ONE_STAGE = 4_000_000
+"""Bytes; of the two stages of a small job, which need 2.7 and 2.9 MB."""
+
 
 def small_job(
     *,

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TypeVar
 
 from skein.config.job import JobSpec
+from skein.plan.plan import Plan
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, Record, RolledBack, StepCommitted
 from skein.sim.scenario import FAULTS, FleetShape, Outcome, draw_faults, make_world, run_to_end
@@ -123,12 +124,21 @@ def run_events(world: World, num_events: int) -> None:
 def run_until(world: World, is_reached: Callable[[World], bool]) -> None:
     """Let things happen until `is_reached`."""
     while not is_reached(world):
-        assert world.clock.step() and world.clock.now < LIMIT_S, "never reached"
+        assert world.clock.step(), "nothing happens any more"
+        assert world.clock.now < LIMIT_S, "never reached"
 
 
 def version_of(world: World) -> int:
     """Steps that the log says count."""
     return len(curve_of(world.log))
+
+
+def plan_of(world: World) -> Plan:
+    """The plan that is in place."""
+    assert world.coordinator is not None
+    assert world.coordinator.run is not None
+    assert world.coordinator.run.plan is not None
+    return world.coordinator.run.plan
 
 
 def kill_everything(world: World) -> None:

@@ -1,0 +1,56 @@
+"""Who is to blame for failures: three in a row, and a worker gets no more work."""
+
+from collections.abc import Mapping
+
+from skein.types import WorkerId
+
+MAX_STRIKES = 3
+"""Failures blamed on one worker, with no step committed between them, after which it gets no more work."""
+
+
+class Strikes:
+    """Counts failures by worker. What only peers said of a worker may be the fault of a link, and can be pardoned."""
+
+    def __init__(self) -> None:
+        self._num_by_worker: dict[WorkerId, int] = {}
+        self._excluded: dict[WorkerId, str] = {}
+        self._accused: set[WorkerId] = set()
+
+    @property
+    def excluded(self) -> Mapping[WorkerId, str]:
+        """Workers that get no more work, with the last thing that failed."""
+        return self._excluded
+
+    @property
+    def may_pardon(self) -> bool:
+        """Whether somebody was excluded on the word of peers alone."""
+        return bool(self._accused & self._excluded.keys())
+
+    def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool) -> bool:
+        """Count a failure, which the worker itself reported unless `is_hearsay`; True if that excludes it."""
+        count = self._num_by_worker[worker] = self._num_by_worker.get(worker, 0) + 1
+        if count == 1 and is_hearsay:
+            self._accused.add(worker)
+        elif not is_hearsay:
+            self._accused.discard(worker)
+        if count < MAX_STRIKES:
+            return False
+        self._excluded[worker] = reason
+        return True
+
+    def committed(self) -> None:
+        """A step was committed: old failures no longer count; exclusions stay."""
+        self._num_by_worker.clear()
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker joined anew."""
+        self._num_by_worker.pop(worker, None)
+        self._excluded.pop(worker, None)
+        self._accused.discard(worker)
+
+    def pardon(self) -> tuple[WorkerId, ...]:
+        """Give those who were excluded on the word of peers alone another chance; says who they are."""
+        pardoned = tuple(sorted(self._accused & self._excluded.keys()))
+        for worker in pardoned:
+            self.forget(worker)
+        return pardoned
