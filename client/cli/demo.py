@@ -21,6 +21,7 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli.files import outline
 from client.cli.follow import Progressed, follow, view
+from client.cli.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
 from client.jobfile import read_job
@@ -86,7 +87,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
             progress = _watch(job, spec.budget.steps, say, losses)
             if progress.end is None or progress.end.state is not JobState.FINISHED:
                 reason = "it did not end" if progress.end is None else progress.end.reason
-                raise NotStarted(f"job {job.id} failed: {reason}; logs are in {fleet.logs}")
+                raise JobFailed(f"job {job.id} failed: {reason}; logs are in {fleet.logs}")
             done = client.export(job.id, folder / "export")
     except KeyboardInterrupt:
         say.print("interrupted; everything is stopped")

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from client.cli.show import count, duration, eta_s, event_text, number
+from skein.types import JobState
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
@@ -180,9 +181,9 @@ def follow(
 
 
 def _is_news(event: JobEvent) -> bool:
-    """Worth a line by itself: whatever changes, and warnings of workers."""
+    """Worth a line by itself: whatever changes, and warnings of workers. A failure is told as an error instead."""
     match event.body:
-        case StepFinished():
+        case StepFinished() | Ended(state=JobState.FAILED):
             return False
         case LineLogged(line=line):
             return line.level in ("warning", "error")

@@ -23,10 +23,15 @@ from client.cli.show import (
     timed,
 )
 from client.jobfile import read_job
+from skein.errors import SkeinError
 from skein.types import JobState
 from skein.wire.views import Ended, JobEvent, StepFinished
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
+
+
+class JobFailed(SkeinError):
+    """A job that was waited for has failed."""
 
 
 @click.command()
@@ -64,7 +69,11 @@ def submit(
 
 
 def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
-    """Shows a job's progress until it ends; the exit code. Ctrl-C leaves the job alone."""
+    """Shows a job's progress until it ends; the exit code. Ctrl-C leaves the job alone.
+
+    Raises:
+        JobFailed: with the reason.
+    """
     console = Console(stderr=True)
     try:
         with closing(job.events()) as events:
@@ -77,7 +86,10 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
     except KeyboardInterrupt:
         click.echo(f"detached; the job goes on: skein logs -f {job.id}", err=True)
         return INTERRUPTED
-    return DONE if progress.end is not None and progress.end.state is JobState.FINISHED else FAILED
+    end = progress.end
+    if end is not None and end.state is JobState.FAILED:
+        raise JobFailed(f"job {job.id} failed: {end.reason}")
+    return DONE if end is not None and end.state is JobState.FINISHED else FAILED
 
 
 def _print_event(event: JobEvent) -> None:

@@ -61,17 +61,22 @@ def test_dry_run_asks_nobody(coordinator: Scripted, job_file: Path, capsys: Capt
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [(JobState.FINISHED, 0), (JobState.FAILED, 1), (JobState.CANCELLED, 1)]
+    ("state", "code", "end"),
+    [
+        (JobState.FINISHED, 0, "finished: as told"),
+        (JobState.FAILED, 1, "error: job first-job-1 failed: as told"),
+        (JobState.CANCELLED, 1, "cancelled: as told"),
+    ],
 )
 def test_waiting_shows_progress_and_ends_as_the_job_does(
-    coordinator: Scripted, job_file: Path, capsys: Captured, state: JobState, code: int
+    coordinator: Scripted, job_file: Path, capsys: Captured, state: JobState, code: int, end: str
 ) -> None:
     coordinator.script.story = whole_story(state)
     assert run(["submit", str(job_file), "--wait"]) == code
     out, err = capsys.readouterr()
     assert out == "first-job-1\n"
     assert "step 3/3  loss 1" in err
-    assert err.endswith(f"{state}: as told\n")
+    assert err.splitlines()[-1] == end
 
 
 def test_waiting_in_json_is_one_event_per_line(job_file: Path, capsys: Captured) -> None:
