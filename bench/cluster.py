@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from typing import Self
 
 from client.api import Client
 from client.errors import NotReachable
+from client.tether import tethered_arguments
 from skein.wire.views import WorkerState
 
 START_S = 90.0
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """One coordinator on local Ray and named workers. Processes are of a session of their own and ended by pid."""
+    """One coordinator on local Ray and named workers. Processes end with this one, however it ends."""
 
     def __init__(self, directory: Path, *, threads_per_worker: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Cluster:
     def start_workers(self, names: Sequence[str]) -> None:
         """Start workers; they dial until the coordinator answers."""
         for name in names:
-            self.workers[name] = self._start(name, ["-m", "worker", "--join", self.target, "--name", name])
+            self.workers[name] = self._start("worker", ["--join", self.target, "--name", name], log=name)
 
     def start(self, names: Sequence[str]) -> None:
         """Start everything and wait until the coordinator serves and all workers have joined."""
@@ -128,12 +128,12 @@ class Cluster:
         self._coordinator = None
         return code
 
-    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start(self, module: str, arguments: list[str], *, log: str | None = None) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
-        with (self.directory / f"{name}.log").open("ab") as log:
+        with (self.directory / f"{log or module}.log").open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=log,
+                tethered_arguments(module, arguments),
+                stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -1,0 +1,127 @@
+"""Tokens per second of two stages on two worker processes, beside one plain torch process with two threads.
+
+    python -m bench.overhead [--runs 3] [--steps 6] [--json]
+
+Same machine, model and batch; the two take turns. The torch process may take its batch whole or in microbatches:
+whichever is faster counts. Ends with one JSON line; exit code 1 if the goal is missed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from bench.cluster import Cluster, running
+from bench.report import Row, finish, spread
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    LlamaModel,
+    ParallelSpec,
+    TextSource,
+)
+from skein.types import JobState
+from skein.wire.views import StepFinished
+
+GOAL = 0.8
+NUM_WARM_STEPS = 2
+"""At the start of each run, not counted on either side."""
+_ALONE = """
+import json, sys
+import torch
+from bench.reference import run_reference
+from skein.config.job import JobSpec
+torch.set_num_threads(2)
+job = JobSpec.model_validate_json(sys.stdin.read())
+steps = run_reference(job, job.budget.steps, microbatches_at_once=int(sys.argv[1]))
+print(json.dumps([step.seconds for step in steps]))
+"""
+
+
+def make_job(name: str, *, steps: int) -> JobSpec:
+    """11 million parameters, sequences of 256 bytes, 8,192 tokens per step."""
+    text = TextSource(path=sysconfig.get_path("stdlib"), glob="*.py")
+    return JobSpec(
+        name=name,
+        model=LlamaModel(preset="llama-10m"),
+        data=DataSpec(sources=(text,), sequence_tokens=256),
+        batch=BatchSpec(samples=32, microbatch_samples=2),
+        parallel=ParallelSpec(stages=2, replicas=1),
+        budget=BudgetSpec(steps=steps),
+        evaluation=EvaluationSpec(every_steps=0, samples=4),
+        checkpoint=CheckpointSpec(every_steps=0),
+    )
+
+
+def through_skein(cluster: Cluster, job: JobSpec) -> float:
+    """Tokens per second from the first counted commit to the last."""
+    with cluster.client() as client:
+        submitted = client.submit(job)
+        commits = [
+            (e.wall_s, e.body.record.num_tokens)
+            for e in submitted.events()
+            if isinstance(e.body, StepFinished)
+        ]
+        assert submitted.status().state is JobState.FINISHED, submitted.status().reason
+    counted = commits[NUM_WARM_STEPS - 1 :]
+    return sum(tokens for _, tokens in counted[1:]) / (counted[-1][0] - counted[0][0])
+
+
+def alone(job: JobSpec, microbatches_at_once: int) -> float:
+    """Tokens per second of one process."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _ALONE, str(microbatches_at_once)],
+        input=job.model_dump_json(),
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds: list[float] = json.loads(ran.stdout)[NUM_WARM_STEPS:]
+    return job.batch.samples * job.data.sequence_tokens * len(seconds) / sum(seconds)
+
+
+def main() -> int:
+    """Take turns, print the medians' ratio."""
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=main.__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="counted, in each run")
+    parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
+    args = parser.parse_args()
+    skein: list[float] = []
+    torch: dict[int, list[float]] = {2: [], 8: []}
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), 2) as cluster:
+        for run in range(args.runs):
+            job = make_job(f"overhead-{run}", steps=args.steps + NUM_WARM_STEPS)
+            skein.append(through_skein(cluster, job))
+            for together, found in torch.items():
+                found.append(alone(job, together))
+            if not args.json:
+                best = max(found[-1] for found in torch.values())
+                print(f"run {run}: skein {skein[-1]:.0f} tokens/s, torch {best:.0f} tokens/s")
+    best_of = max(torch.values(), key=median)
+    ratio = median(skein) / median(best_of)
+    row = Row(
+        what="2 stages x 1 replica on 2 workers of 1 thread, llama-10m, sequence 256, batch 32 x 256",
+        value=median(skein),
+        unit="tokens/s",
+        against=f"one torch process, 2 threads: {median(best_of):.0f} tokens/s",
+        ratio=ratio,
+        goal=f">= {GOAL}",
+        holds=ratio >= GOAL,
+        spread=max(spread(skein), spread(best_of)),
+    )
+    return finish("overhead", [row])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
