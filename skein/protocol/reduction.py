@@ -27,6 +27,7 @@ class Exchange:
         self._group: Group | None = None
         self._workers: tuple[WorkerId, ...] = ()
         self._parts: dict[int, set[ChunkRef]] = {}
+        self._summed: set[int] = set()
         self._results: set[int] = set()
         self._is_join_queued = False
 
@@ -66,6 +67,8 @@ class Exchange:
     def arrive(self, tensor: ShardTensor) -> list[ReductionOp]:
         """A part or a result is here (also from this worker itself); gives the ops it makes possible."""
         if tensor.kind is ShardKind.PART:
+            if tensor.shard in self._summed:
+                return []
             self._parts.setdefault(tensor.shard, set()).add(tensor.member)
             return self._due_sums([tensor.shard])
         self._results.add(tensor.shard)
@@ -89,6 +92,7 @@ class Exchange:
         due = [s for s in due if self._parts[s] >= set(self._group.members)]
         for shard in due:
             del self._parts[shard]
+            self._summed.add(shard)
         return [SumOp(step=self.step, group=self._group, attempt=self.attempt, shard=shard) for shard in due]
 
     def _due_join(self) -> list[ReductionOp]:

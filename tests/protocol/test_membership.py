@@ -1,0 +1,306 @@
+"""The Membership machine: leases, grace, returns, and names that two processes want."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from skein.protocol.membership import (
+    Evicted,
+    Heard,
+    HelloHeard,
+    IsLeaving,
+    Joined,
+    LeaseTime,
+    LeaveHeard,
+    Lost,
+    Membership,
+    MembershipChange,
+    Rejected,
+    Returned,
+    StreamBroke,
+)
+from skein.types import Incarnation, WorkerId
+from tests.support.reports import hello
+
+LEASE_S, GRACE_S = 3.0, 0.5
+W = WorkerId("w")
+
+
+def membership() -> Membership:
+    return Membership(lease_s=LEASE_S, grace_s=GRACE_S)
+
+
+def heard(worker: str, *, incarnation: str | None = None, progress: int | None = None) -> Heard:
+    return Heard(
+        worker=WorkerId(worker), incarnation=Incarnation(incarnation or f"{worker}-1"), progress=progress
+    )
+
+
+def broke(worker: str, *, incarnation: str | None = None) -> StreamBroke:
+    return StreamBroke(
+        worker=WorkerId(worker), incarnation=Incarnation(incarnation or f"{worker}-1"), reason="reset"
+    )
+
+
+def with_one(*, at: float = 0.0) -> Membership:
+    machine = membership()
+    machine.handle(HelloHeard(hello=hello("w")), now=at)
+    return machine
+
+
+def lost(changes: list[MembershipChange]) -> list[str]:
+    return [change.worker for change in changes if isinstance(change, Lost)]
+
+
+def test_a_hello_joins() -> None:
+    machine = membership()
+    assert machine.deadline() is None
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [Joined(worker=W)]
+    assert list(machine.live) == ["w"]
+    assert machine.deadline() == 1.0 + LEASE_S
+
+
+def test_silence_beyond_the_lease_is_a_loss_and_not_before() -> None:
+    machine = with_one()
+    assert machine.handle(LeaseTime(), now=LEASE_S - 0.001) == []
+    [change] = machine.handle(LeaseTime(), now=LEASE_S)
+    assert change == Lost(
+        worker=W, incarnation=Incarnation("w-1"), reason="lease, silent for 3.0 s", is_final=False
+    )
+    assert machine.live == {}
+    assert machine.deadline() is None
+
+
+def test_any_report_renews_the_lease() -> None:
+    machine = with_one()
+    machine.handle(heard("w"), now=2.0)
+    assert machine.handle(LeaseTime(), now=4.9) == []
+    assert machine.deadline() == 5.0
+
+
+def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=1.0)
+    assert machine.deadline() == 1.0 + GRACE_S
+    [change] = machine.handle(LeaseTime(), now=1.5)
+    assert isinstance(change, Lost)
+    assert change.reason.startswith("stream broke")
+
+
+def test_a_broken_stream_never_lengthens_a_lease() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=LEASE_S - 0.1)
+    assert machine.deadline() == LEASE_S
+
+
+def test_what_still_arrives_from_a_broken_stream_renews_nothing() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=1.0)
+    machine.handle(heard("w"), now=1.2)
+    assert lost(machine.handle(LeaseTime(), now=1.5)) == ["w"]
+
+
+def test_the_same_incarnation_may_return_within_the_grace() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=1.0)
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.4) == [Returned(worker=W)]
+    assert machine.handle(LeaseTime(), now=4.3) == []
+    assert machine.deadline() == 1.4 + LEASE_S
+
+
+def test_a_new_incarnation_means_that_the_old_one_died() -> None:
+    machine = with_one()
+    gone, come = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=0.1)
+    assert isinstance(gone, Lost)
+    assert (gone.incarnation, gone.is_final) == ("w-1", True)
+    assert come == Joined(worker=W)
+    assert machine.is_current(W, Incarnation("w-2"))
+
+
+def test_of_two_processes_with_one_name_the_older_is_refused_for_good() -> None:
+    machine = with_one()
+    machine.handle(HelloHeard(hello=hello("w", "w-2")), now=0.1)
+    [change] = machine.handle(HelloHeard(hello=hello("w", "w-1")), now=0.2)
+    assert isinstance(change, Rejected)
+    assert "give each worker its own" in change.reason
+    assert machine.is_current(W, Incarnation("w-2"))
+
+
+def test_what_the_old_incarnation_still_says_or_loses_changes_nothing() -> None:
+    machine = with_one()
+    machine.handle(HelloHeard(hello=hello("w", "w-2")), now=0.0)
+    assert machine.handle(heard("w", incarnation="w-1"), now=2.0) == []
+    assert machine.handle(broke("w", incarnation="w-1"), now=2.1) == []
+    assert machine.deadline() == LEASE_S
+
+
+def test_who_was_only_silent_joins_again_on_the_stream_it_has() -> None:
+    machine = with_one()
+    machine.handle(LeaveHeard(worker=W), now=0.1)
+    machine.handle(LeaseTime(), now=LEASE_S)
+    assert machine.handle(heard("w", progress=7), now=5.0) == [Joined(worker=W)]
+    entry = machine.live[W]
+    assert (entry.lease_until, entry.progress, entry.is_leaving) == (8.0, 7, True)
+    assert machine.deadline() == 8.0
+
+
+def test_who_was_silent_and_then_lost_its_stream_must_say_hello() -> None:
+    machine = with_one()
+    machine.handle(LeaseTime(), now=LEASE_S)
+    machine.handle(broke("w"), now=4.0)
+    assert machine.handle(heard("w"), now=5.0) == []
+    assert machine.handle(HelloHeard(hello=hello("w")), now=6.0) == [Joined(worker=W)]
+
+
+def test_another_protocol_version_is_rejected_with_the_cure() -> None:
+    machine = membership()
+    [change] = machine.handle(HelloHeard(hello=hello("w", version=999)), now=0.0)
+    assert isinstance(change, Rejected)
+    assert "999" in change.reason
+    assert "install the same release" in change.reason
+    assert machine.live == {}
+
+
+def test_leaving_is_told_once() -> None:
+    machine = with_one()
+    assert machine.handle(LeaveHeard(worker=W), now=0.0) == [IsLeaving(worker=W)]
+    assert machine.handle(LeaveHeard(worker=W), now=0.1) == []
+    assert machine.handle(LeaveHeard(worker=WorkerId("unknown")), now=0.1) == []
+    assert machine.live[W].is_leaving
+
+
+def test_who_was_evicted_is_not_admitted_again() -> None:
+    machine = with_one()
+    [change] = machine.handle(Evicted(worker=W, reason="stuck"), now=0.0)
+    assert isinstance(change, Lost)
+    assert change.is_final
+    assert machine.handle(heard("w"), now=0.1) == []
+    [change] = machine.handle(HelloHeard(hello=hello("w")), now=0.2)
+    assert change == Rejected(worker=W, incarnation=Incarnation("w-1"), reason="stuck")
+    assert machine.handle(Evicted(worker=W, reason="again"), now=0.3) == []
+
+
+def test_progress_moves_only_when_the_count_does() -> None:
+    machine = with_one()
+    machine.handle(heard("w", progress=1), now=1.0)
+    machine.handle(heard("w", progress=1), now=2.0)
+    machine.handle(heard("w"), now=2.5)
+    assert (machine.live[W].progressed_at, machine.live[W].heard_at) == (1.0, 2.5)
+
+
+def test_those_who_are_late_together_are_lost_in_order() -> None:
+    machine = membership()
+    for name in ("c", "a", "b"):
+        machine.handle(HelloHeard(hello=hello(name)), now=0.0)
+    assert lost(machine.handle(LeaseTime(), now=9.0)) == ["a", "b", "c"]
+
+
+def test_a_worker_tells_its_story() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=1.0)
+    machine.handle(LeaseTime(), now=2.0)
+    assert machine.story(W) == (
+        "0.000 joined as w-1",
+        "1.000 stream broke: reset",
+        "2.000 lost: stream broke, silent for 2.0 s",
+    )
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+TURNS = st.integers(1, 3)
+
+
+class LeasesAgainstAModel(RuleBasedStateMachine):
+    """Compares the machine with a dictionary that is searched from end to end every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = membership()
+        self.now = 0.0
+        self.leases: dict[str, tuple[str, float, bool]] = {}
+        self.silent: dict[str, str] = {}
+        self.refused: set[str] = set()
+
+    def join(self, name: str, incarnation: str) -> None:
+        self.leases[name] = (incarnation, self.now + LEASE_S, True)
+        self.silent.pop(name, None)
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.9, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        changes = self.machine.handle(LeaseTime(), now=self.now)
+        expired = sorted(name for name, (_, until, _) in self.leases.items() if until <= self.now)
+        assert lost(changes) == expired
+        for name in expired:
+            incarnation, _, is_connected = self.leases.pop(name)
+            if is_connected:
+                self.silent[name] = incarnation
+
+    @rule(name=NAMES, turn=TURNS)
+    def says_hello(self, name: str, turn: int) -> None:
+        incarnation = f"{name}-{turn}"
+        changes = self.machine.handle(HelloHeard(hello=hello(name, incarnation)), now=self.now)
+        held = self.leases.get(name)
+        if incarnation in self.refused:
+            assert [type(change) for change in changes] == [Rejected]
+        elif held is not None and held[0] == incarnation:
+            assert changes == [Returned(worker=WorkerId(name))]
+            self.leases[name] = (incarnation, self.now + LEASE_S, True)
+        else:
+            assert [type(change) for change in changes] == ([Lost] if held else []) + [Joined]
+            if held is not None:
+                self.refused.add(held[0])
+            self.join(name, incarnation)
+
+    @rule(name=NAMES, turn=TURNS)
+    def says_something(self, name: str, turn: int) -> None:
+        incarnation = f"{name}-{turn}"
+        changes = self.machine.handle(heard(name, incarnation=incarnation), now=self.now)
+        if self.silent.get(name) == incarnation:
+            assert changes == [Joined(worker=WorkerId(name))]
+            self.join(name, incarnation)
+            return
+        assert changes == []
+        held = self.leases.get(name)
+        if held is not None and held[0] == incarnation and held[2]:
+            self.leases[name] = (incarnation, self.now + LEASE_S, True)
+
+    @rule(name=NAMES, turn=TURNS)
+    def loses_its_stream(self, name: str, turn: int) -> None:
+        incarnation = f"{name}-{turn}"
+        assert self.machine.handle(broke(name, incarnation=incarnation), now=self.now) == []
+        if self.silent.get(name) == incarnation:
+            del self.silent[name]
+        held = self.leases.get(name)
+        if held is not None and held[0] == incarnation:
+            self.leases[name] = (incarnation, min(held[1], self.now + GRACE_S), False)
+
+    @rule(name=NAMES)
+    def is_evicted(self, name: str) -> None:
+        changes = self.machine.handle(Evicted(worker=WorkerId(name), reason="stuck"), now=self.now)
+        assert len(changes) == (name in self.leases)
+        if name in self.leases:
+            self.refused.add(self.leases.pop(name)[0])
+
+    @invariant()
+    def the_deadline_is_the_end_of_the_next_lease(self) -> None:
+        expected = min((until for _, until, _ in self.leases.values()), default=None)
+        assert self.machine.deadline() == expected
+
+    @invariant()
+    def the_same_workers_are_live(self) -> None:
+        found = {name: entry.hello.incarnation for name, entry in self.machine.live.items()}
+        assert found == {name: incarnation for name, (incarnation, _, _) in self.leases.items()}
+
+
+TestLeasesAgainstAModel = LeasesAgainstAModel.TestCase
+
+
+@pytest.mark.parametrize("num_flaps", [1000])
+def test_a_stream_that_flaps_costs_no_memory(num_flaps: int) -> None:
+    machine = with_one()
+    for flap in range(num_flaps):
+        machine.handle(broke("w"), now=0.1 * flap)
+        machine.handle(HelloHeard(hello=hello("w")), now=0.1 * flap + 0.05)
+        machine.deadline()
+    assert len(machine._leases) < 10

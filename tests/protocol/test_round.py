@@ -1,0 +1,293 @@
+"""The Round machine: from finished ledgers to the numbers of a decision."""
+
+from math import inf, isfinite, nan, sqrt
+
+import pytest
+
+from skein.plan.plan import Plan
+from skein.protocol.messages import Decision, Ledger, StepRecord
+from skein.protocol.round import (
+    AskReduction,
+    LedgerHeard,
+    Round,
+    RoundCommand,
+    RoundFailed,
+    StepDecided,
+    StepTerms,
+    VoteHeard,
+)
+from skein.types import Epoch, Generation, GroupId, Step, WorkerId
+from tests.support.plans import chunk, grid_plan, path, plan_of
+from tests.support.reports import ledger, stage_done, vote
+
+TERMS = StepTerms(step=Step(0), learning_rate=0.01, clip_norm=1.0, batch_samples=8)
+
+
+def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
+    return Round(terms, plan, expected=plan.microbatches_by_chunk(), epoch=Epoch(1), generation=Generation(1))
+
+
+def hear_ledgers(
+    machine: Round, plan: Plan, *, loss_sum: float = 2.0, num_tokens: int = 5
+) -> list[RoundCommand]:
+    """Every chunk's complete ledger; chunks of the last stage know a loss."""
+    commands: list[RoundCommand] = []
+    for at, microbatches in plan.microbatches_by_chunk().items():
+        is_last = at.stage == len(plan.stages) - 1
+        done = stage_done(
+            Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
+            loss_sum=loss_sum if is_last else 0.0,
+            num_tokens=num_tokens if is_last else 0,
+        )
+        commands += machine.handle(LedgerHeard(worker=at.worker, done=done), now=0.0)
+    return commands
+
+
+def hear_votes(
+    machine: Round,
+    plan: Plan,
+    *,
+    number: int = 0,
+    squared_norm: float = 4.0,
+    is_finite: bool = True,
+    digests: tuple[str, ...] = ("same",),
+    groups: tuple[str, ...] = (),
+) -> list[RoundCommand]:
+    """Every holder's vote on every group; `digests` go round the holders."""
+    commands: list[RoundCommand] = []
+    for group in plan.groups:
+        for i, worker in enumerate(group.workers):
+            cast = vote(
+                group.group,
+                number=number,
+                squared_norm=squared_norm,
+                is_finite=is_finite,
+                digest=digests[i % len(digests)],
+            )
+            if not groups or group.group in groups:
+                commands += machine.handle(VoteHeard(worker=worker, vote=cast), now=0.0)
+    return commands
+
+
+def decided(commands: list[RoundCommand]) -> StepRecord:
+    [command] = commands
+    assert isinstance(command, StepDecided)
+    return command.record
+
+
+def test_a_group_is_reduced_as_soon_as_its_ledgers_are_complete() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    first = stage_done(ledger(1, "w1a", 1, 3))
+    second = stage_done(ledger(1, "w1b", 0, 2))
+    assert machine.handle(LedgerHeard(worker=WorkerId("w1a"), done=first), now=0.0) == []
+    [asked] = machine.handle(LedgerHeard(worker=WorkerId("w1b"), done=second), now=0.0)
+    assert isinstance(asked, AskReduction)
+    assert asked.group.group == "s1"
+    assert asked.parts == (first.ledger, second.ledger)
+    assert (asked.attempt.epoch, asked.attempt.generation, asked.attempt.number) == (1, 1, 0)
+    assert machine.num_done == 2
+
+
+def test_a_tied_group_waits_for_both_ends() -> None:
+    plan = grid_plan(stages=3, replicas=1, num_microbatches=2, is_tied=True)
+    machine = round_of(plan)
+    asked = []
+    for stage in (0, 1, 2):
+        done = stage_done(ledger(stage, f"w{stage}a", 0, 1))
+        asked.append(machine.handle(LedgerHeard(worker=WorkerId(f"w{stage}a"), done=done), now=0.0))
+    names = [[c.group.group for c in commands if isinstance(c, AskReduction)] for commands in asked]
+    assert names == [["s0"], ["s1"], ["s2", "tied"]]
+
+
+def test_a_repeated_ledger_asks_nothing_twice() -> None:
+    plan = grid_plan(stages=1, replicas=1)
+    machine = round_of(plan)
+    heard = LedgerHeard(worker=WorkerId("w0a"), done=stage_done(ledger(0, "w0a", 0, 1, 2, 3)))
+    assert len(machine.handle(heard, now=0.0)) == 1
+    assert machine.handle(heard, now=0.0) == []
+
+
+def test_a_ledger_of_another_step_or_of_no_chunk_of_the_plan_is_ignored() -> None:
+    machine = round_of(grid_plan())
+    of_another_step = stage_done(ledger(0, "w0a", 0, 2), step=1)
+    assert machine.handle(LedgerHeard(worker=WorkerId("w0a"), done=of_another_step), now=0.0) == []
+    foreign = stage_done(ledger(0, "w9", 0, 2))
+    assert machine.handle(LedgerHeard(worker=WorkerId("w9"), done=foreign), now=0.0) == []
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [ledger(0, "w0a", 0), ledger(0, "w0a", 0, 1, 2), ledger(0, "w0b", 0, 2), ledger(0, "w0a", 0, 0, 2)],
+)
+def test_a_ledger_that_is_not_what_was_assigned_fails_the_round_and_blames_its_worker(
+    reported: Ledger,
+) -> None:
+    machine = round_of(grid_plan())
+    [failed] = machine.handle(LedgerHeard(worker=WorkerId("w0a"), done=stage_done(reported)), now=0.0)
+    assert isinstance(failed, RoundFailed)
+    assert failed.blamed == ("w0a",)
+    assert "not what was assigned" in failed.reason
+
+
+def test_the_step_is_decided_by_the_last_vote_of_the_last_group() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    assert hear_votes(machine, plan, groups=("s0",)) == []
+    assert decided(hear_votes(machine, plan, groups=("s1",))).step == 0
+
+
+def test_all_numbers_come_from_the_reports() -> None:
+    plan = grid_plan(is_tied=True)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, loss_sum=3.0, num_tokens=5)
+    record = decided(hear_votes(machine, plan, squared_norm=4.0))
+    assert record.num_tokens == 10  # two holders of the last stage
+    assert record.weight == 1 / 10
+    assert record.loss == 6.0 / 10
+    # Three groups of squared norm 4 each, weighted once.
+    assert record.gradient_norm == 1 / 10 * sqrt(12.0)
+    assert record.clip == 1.0
+    assert (record.decision, record.reason) == (Decision.APPLY, "")
+    assert (record.learning_rate, record.samples_after) == (0.01, 8)
+    assert [result.group for result in record.results] == ["s0", "s1", "tied"]
+
+
+def test_a_norm_above_the_limit_is_clipped_to_it() -> None:
+    plan = grid_plan(stages=1, replicas=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, num_tokens=1)
+    record = decided(hear_votes(machine, plan, squared_norm=16.0))
+    assert record.gradient_norm == 4.0
+    assert record.clip == 1.0 / (4.0 + 1e-6)
+
+
+def test_without_a_limit_nothing_is_clipped() -> None:
+    plan = grid_plan(stages=1, replicas=1)
+    machine = round_of(plan, StepTerms(step=Step(0), learning_rate=0.1, clip_norm=None, batch_samples=8))
+    hear_ledgers(machine, plan, num_tokens=1)
+    assert decided(hear_votes(machine, plan, squared_norm=1e9)).clip == 1.0
+
+
+def test_a_later_step_counts_its_samples_from_the_first() -> None:
+    plan = grid_plan(stages=1, replicas=1, num_microbatches=1)
+    machine = round_of(plan, StepTerms(step=Step(6), learning_rate=0.1, clip_norm=None, batch_samples=8))
+    done = stage_done(ledger(0, "w0a", 0), step=6, num_tokens=1)
+    machine.handle(LedgerHeard(worker=WorkerId("w0a"), done=done), now=0.0)
+    cast = vote("s0", step=6)
+    assert decided(machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=cast), now=0.0)).samples_after == 56
+
+
+@pytest.mark.parametrize(
+    ("squared_norm", "is_finite", "loss_sum", "reason"),
+    [
+        (4.0, False, 1.0, "gradient not finite in s0, s1"),
+        (nan, True, 1.0, "gradient not finite in s0, s1"),
+        (inf, True, 1.0, "gradient not finite in s0, s1"),
+        (-1.0, True, 1.0, "gradient not finite in s0, s1"),
+        (1e308, True, 1.0, "gradient norm not finite"),
+        (4.0, True, nan, "loss not finite"),
+        (4.0, True, inf, "loss not finite"),
+    ],
+)
+def test_what_is_not_finite_skips_the_step_for_every_stage(
+    squared_norm: float, is_finite: bool, loss_sum: float, reason: str
+) -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, loss_sum=loss_sum)
+    record = decided(hear_votes(machine, plan, squared_norm=squared_norm, is_finite=is_finite))
+    assert (record.decision, record.reason) == (Decision.SKIP, reason)
+    assert isfinite(record.gradient_norm)
+    assert record.clip == 1.0
+    assert record.samples_after == 8
+
+
+def test_a_batch_without_a_valid_token_is_skipped() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, loss_sum=0.0, num_tokens=0)
+    record = decided(hear_votes(machine, plan))
+    assert (record.decision, record.reason) == (Decision.SKIP, "no valid token in the batch")
+    assert (record.weight, record.loss) == (0.0, 0.0)
+
+
+def test_holders_who_disagree_reduce_once_more() -> None:
+    plan = grid_plan(stages=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    [again] = hear_votes(machine, plan, digests=("this", "that"))
+    assert isinstance(again, AskReduction)
+    assert again.attempt.number == 1
+    assert decided(hear_votes(machine, plan, number=1)).results[0].attempt.number == 1
+
+
+def test_votes_of_the_first_attempt_do_not_count_for_the_second() -> None:
+    plan = grid_plan(stages=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    hear_votes(machine, plan, digests=("this", "that"))
+    assert hear_votes(machine, plan, number=0) == []
+
+
+@pytest.mark.parametrize(
+    ("digests", "blamed"),
+    [(("this", "that"), ("w0b",)), (("that", "this", "this"), ("w0a",)), (("a", "b", "c"), ("w0b", "w0c"))],
+)
+def test_holders_who_disagree_twice_fail_the_round_and_the_fewer_are_blamed(
+    digests: tuple[str, ...], blamed: tuple[str, ...]
+) -> None:
+    plan = grid_plan(stages=1, replicas=len(digests), num_microbatches=6)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    hear_votes(machine, plan, digests=digests)
+    [failed] = hear_votes(machine, plan, number=1, digests=digests)
+    assert isinstance(failed, RoundFailed)
+    assert failed.blamed == blamed
+
+
+def test_a_vote_on_a_group_that_the_worker_holds_nothing_of_fails_the_round() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    [failed] = machine.handle(VoteHeard(worker=WorkerId("w1a"), vote=vote("s0")), now=0.0)
+    assert isinstance(failed, RoundFailed)
+    assert failed.blamed == ("w1a",)
+
+
+def test_votes_on_unknown_groups_or_before_the_reduction_are_ignored() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    assert machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=vote("s0")), now=0.0) == []
+    hear_ledgers(machine, plan)
+    assert machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=vote("s9")), now=0.0) == []
+    assert machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=vote("s0", step=3)), now=0.0) == []
+
+
+def test_a_worker_that_holds_both_ends_of_a_tied_group_votes_once() -> None:
+    plan = plan_of(
+        [chunk(0, "w"), chunk(1, "w")], [path(chunk(0, "w"), chunk(1, "w"))], is_tied=True, num_shards=1
+    )
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, num_tokens=1)
+    record = decided(hear_votes(machine, plan, squared_norm=1.0))
+    assert [result.group for result in record.results] == ["s0", "s1", "tied"]
+
+
+def test_the_norm_of_a_group_is_the_first_holders() -> None:
+    plan = grid_plan(stages=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, num_tokens=1)
+    machine.handle(VoteHeard(worker=WorkerId("w0b"), vote=vote("s0", squared_norm=9.0)), now=0.0)
+    commands = machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=vote("s0", squared_norm=4.0)), now=0.0)
+    assert decided(commands).results[0].squared_norm == 4.0
+
+
+def test_a_round_waits_for_no_time_and_tells_its_attempts() -> None:
+    plan = grid_plan(stages=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    hear_votes(machine, plan, digests=("this", "that"))
+    assert machine.deadline() is None
+    assert machine.story(GroupId("s0")) == ("0.000 attempt 0", "0.000 attempt 1")

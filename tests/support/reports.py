@@ -1,0 +1,78 @@
+"""What workers say, in a line each."""
+
+from skein import PROTOCOL_VERSION
+from skein.protocol.messages import Hello, Ledger, StageDone, Vote
+from skein.topology.fleet import Profile
+from skein.types import (
+    Attempt,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    MicrobatchId,
+    SiteId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
+
+
+def profile(*, memory_bytes: int = 2**34) -> Profile:
+    return Profile(device="cpu", device_name="test", flops_per_s=1e9, memory_bytes=memory_bytes)
+
+
+def hello(
+    worker: str, incarnation: str | None = None, *, version: int = PROTOCOL_VERSION, epoch: int = 0
+) -> Hello:
+    """The first thing that a worker says; by default its first incarnation is `{worker}-1`."""
+    return Hello(
+        worker=WorkerId(worker),
+        incarnation=Incarnation(incarnation or f"{worker}-1"),
+        protocol_version=version,
+        site=SiteId("here"),
+        address=f"{worker}:1",
+        profile=profile(),
+        epoch=Epoch(epoch),
+    )
+
+
+def ledger(stage: int, worker: str, *ids: int) -> Ledger:
+    return Ledger(
+        stage=StageIndex(stage), worker=WorkerId(worker), microbatches=tuple(MicrobatchId(m) for m in ids)
+    )
+
+
+def stage_done(
+    accumulated: Ledger, *, step: int = 0, generation: int = 1, loss_sum: float = 0.0, num_tokens: int = 0
+) -> StageDone:
+    return StageDone(
+        generation=Generation(generation),
+        step=Step(step),
+        ledger=accumulated,
+        loss_sum=loss_sum,
+        num_tokens=num_tokens,
+    )
+
+
+def attempt(number: int = 0, *, generation: int = 1, epoch: int = 1) -> Attempt:
+    return Attempt(epoch=Epoch(epoch), generation=Generation(generation), number=number)
+
+
+def vote(
+    group: str,
+    *,
+    number: int = 0,
+    digest: str = "same",
+    squared_norm: float = 1.0,
+    is_finite: bool = True,
+    step: int = 0,
+) -> Vote:
+    return Vote(
+        generation=Generation(1),
+        step=Step(step),
+        group=GroupId(group),
+        attempt=attempt(number),
+        digest=digest,
+        squared_norm=squared_norm,
+        is_finite=is_finite,
+    )
