@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -68,5 +69,16 @@ def main(
     os._exit(code)
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Carries out one command line; whatever is wrong with it is one line on standard error."""
+    try:
+        main.main(args=list(arguments), prog_name="skein coordinator up", standalone_mode=False)
+    except click.ClickException as error:
+        message = error.format_message().rstrip(".")
+        print(f"error: {message} (see skein coordinator up --help)", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run(sys.argv[1:]))

@@ -164,8 +164,9 @@ def _tell(outcome: Outcome, say: Console) -> None:
         ("logs", outcome.logs),
     ):
         say.print(f"{name:<12}{path}")
-    first, *_, last = outcome.validation_losses
-    say.print(f"validation loss {first:.2f} -> {last:.2f} nats per byte in {outcome.seconds:.0f} s")
+    if outcome.validation_losses:
+        first, last = outcome.validation_losses[0], outcome.validation_losses[-1]
+        say.print(f"validation loss {first:.2f} -> {last:.2f} nats per byte in {outcome.seconds:.0f} s")
 
 
 @contextmanager

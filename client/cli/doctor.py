@@ -64,10 +64,15 @@ class Finding:
 @click.option(
     "--state-dir", type=click.Path(path_type=Path), help="Where a coordinator would keep its state."
 )
-@click.option("--metrics-port", default=7412, show_default=True, help="Of the coordinator; tells its clock.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    show_default="the one after its port",
+    help="Of the coordinator; tells its clock.",
+)
 @json_option
 @connection_options
-def doctor(*, state_dir: Path | None, metrics_port: int, is_json: bool) -> int:
+def doctor(*, state_dir: Path | None, metrics_port: int | None, is_json: bool) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
     findings = []
     for finding in _look(state_dir or Path.home(), metrics_port):
@@ -81,7 +86,7 @@ def _line(finding: Finding) -> str:
     return f"{finding.verdict:<8} {finding.check:<12} {finding.found}{cure}"
 
 
-def _look(state_dir: Path, metrics_port: int) -> Iterator[Finding]:
+def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
     yield Finding(
         check="skein",
         verdict=Verdict.OK,
@@ -156,7 +161,7 @@ def _token() -> Finding:
     return Finding(check="token", verdict=Verdict.OK, found=str(target().token_file))
 
 
-def _coordinator(metrics_port: int) -> Iterator[Finding]:
+def _coordinator(metrics_port: int | None) -> Iterator[Finding]:
     """What is at the coordinator's address; where nothing is, whether one could be started."""
     name = target().coordinator
     try:
@@ -166,13 +171,13 @@ def _coordinator(metrics_port: int) -> Iterator[Finding]:
             found = f"{name} runs release {version.release}, epoch {version.epoch}"
             yield Finding(check="coordinator", verdict=Verdict.OK, found=found)
             yield from _peers(client)
-            yield _clock(host, metrics_port)
+            yield _clock(host, metrics_port or port + 1)
     except SkeinError as error:
         if name != DEFAULT_TARGET:
             yield Finding(check="coordinator", verdict=Verdict.FAILED, found="no answer", cure=str(error))
             return
         yield Finding(check="coordinator", verdict=Verdict.WARNING, found="none here", cure=str(error))
-        for number in (port, metrics_port):
+        for number in (port, metrics_port or port + 1):
             yield _free_port(host, number)
 
 

@@ -68,8 +68,16 @@ class Progressed:
         """Seconds to the end, at the present pace."""
         return 0.0 if self.end is not None else eta_s(self.step, self.total_steps, self.step_s)
 
+    def brief(self) -> str:
+        """What stands beside a bar: loss, on validation data too if known, tokens, their rate, and time to the end."""
+        validation = "" if self.evaluation_loss is None else f"/{number(self.evaluation_loss)}"
+        return (
+            f"loss {number(self.loss)}{validation}  {count(self.num_tokens)} tokens  "
+            f"{count(self.tokens_per_s)} tokens/s  eta {duration(self.eta_s)}"
+        )
+
     def figures(self) -> str:
-        """Everything in one line but the bar."""
+        """Everything in words."""
         return (
             f"loss {number(self.loss)}  validation {number(self.evaluation_loss)}  "
             f"tokens {count(self.num_tokens)}  tokens/s {count(self.tokens_per_s)}  eta {duration(self.eta_s)}"
@@ -121,11 +129,12 @@ class BarView:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[figures]}"),
             console=console,
             refresh_per_second=4,
+            expand=True,
         )
         self._bar: TaskID | None = None
 
@@ -140,7 +149,7 @@ class BarView:
         if self._bar is None:
             self._bar = self._progress.add_task(progress.state, total=progress.total_steps, figures="")
         self._progress.update(
-            self._bar, completed=progress.step, description=progress.state, figures=progress.figures()
+            self._bar, completed=progress.step, description=progress.state, figures=progress.brief()
         )
         if _is_news(event) and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
             self._progress.console.print(Text(event_text(event)), soft_wrap=True)

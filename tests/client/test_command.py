@@ -29,6 +29,7 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
         (["submit", "/nowhere.yaml"], 2, "job file: '/nowhere.yaml': No such file or directory; give a job file, "),
         (["sumbit"], 2, "no such command: sumbit; did you mean submit? (see skein --help)"),
         (["worker", "up", "--join", "nowhere"], 2, "join: 'nowhere': give host:port, for example"),
+        (["coordinator", "up", "--prt", "1"], 2, "error: No such option '--prt'"),
         (["coordinator", "up", "--port", "0"], 1, "port: 0: give a port between 1 and 65535"),
     ],
 )  # fmt: skip
