@@ -145,7 +145,7 @@ def test_all_numbers_come_from_the_reports() -> None:
     record = decided(hear_votes(machine, plan, squared_norm=4.0))
     assert record.num_tokens == 10  # two holders of the last stage
     assert record.weight == 1 / 10
-    assert record.loss == 6.0 / 10
+    assert record.loss == 6.0 * (1 / 10)
     # Three groups of squared norm 4 each, weighted once.
     assert record.gradient_norm == 1 / 10 * sqrt(12.0)
     assert record.clip == 1.0
