@@ -149,7 +149,9 @@ def _sample(export: Path) -> str:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise NotStarted(f"transformers cannot open {export}: {lines[-1]}") from error
-    return done.stdout.decode(errors="replace")
+    text = done.stdout.decode(errors="replace")
+    # A young model writes control characters, which a terminal would obey.
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)
 
 
 def _tell(outcome: Outcome, say: Console) -> None:
