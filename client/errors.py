@@ -4,7 +4,7 @@ import grpc
 from grpc import aio
 
 import skein
-from skein.errors import RemoteError, SkeinError, UserError
+from skein.errors import SkeinError, UserError
 from skein.wire.failures import error_of
 
 
@@ -54,6 +54,3 @@ def check_version(target: str, protocol_version: int, release: str) -> None:
         f"{target}: runs release {release} (protocol {protocol_version}), here runs {skein.__version__} "
         f"(protocol {skein.PROTOCOL_VERSION}): upgrade {older}"
     )
-
-
-__all__ = ["NotFound", "NotReachable", "Refused", "RemoteError", "UserError", "VersionMismatch"]

@@ -1,6 +1,5 @@
 """Options that many commands share, and the connection they describe."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,12 +129,3 @@ def size(field: str, text: str) -> int:
     if num_bytes < 1:
         raise UserError(field, text, "give at least 1 byte")
     return num_bytes
-
-
-def environment() -> dict[str, str]:
-    """This process's environment with the connection of the running command, for programs that it starts."""
-    given = target()
-    named = {COORDINATOR_VARIABLE: given.coordinator}
-    if given.token_file is not None:
-        named[TOKEN_VARIABLE] = str(given.token_file)
-    return {**os.environ, **named}

@@ -94,9 +94,10 @@ def test_tethered_process_ends_when_its_parent_is_killed() -> None:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        # The child says where it serves, on the same pipe, once it has become the server and is tied.
-        assert "Serving" in parent.stdout.readline()
+        # Once the child has become the server, and is tied, it says on the same pipe that it serves.
+        said = sorted([parent.stdout.readline(), parent.stdout.readline()])
+        assert said[1].startswith("Serving")
+        child = psutil.Process(int(said[0]))
         parent.kill()
         child.wait(END_S)
 
