@@ -44,7 +44,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
 
 
 class Roster:
-    """Workers as clients see them; remembers the lost ones that the machine forgets."""
+    """Workers as clients see them; remembers the lost ones that the machine forgets, not those that meant to leave."""
 
     def __init__(self, machine: Coordinator) -> None:
         self._machine = machine
@@ -55,8 +55,9 @@ class Roster:
         """Notice who came and went; wanted now and then."""
         live = self._machine.membership.live
         for worker in self._seen.keys() - live.keys():
-            self._lost[worker] = self._seen[worker]
-            self._lost.move_to_end(worker)
+            if not self._seen[worker].is_leaving:
+                self._lost[worker] = self._seen[worker]
+                self._lost.move_to_end(worker)
         for worker in self._lost.keys() & live.keys():
             del self._lost[worker]
         while len(self._lost) > NUM_LOST:
