@@ -163,6 +163,7 @@ class Driver:
         self._meter = meter
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
+        self._unanswered: set[asyncio.Future[tuple[Record, ...]]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
         self._is_stopping = False
@@ -200,10 +201,14 @@ class Driver:
             LocalError: the coordinator is stopping; whether it was handled is not known.
         """
         done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
-        await self._inbox.put(_Asked(event, done))
-        if self._is_over:
-            self._turn_away()
-        return await done
+        self._unanswered.add(done)
+        try:
+            await self._inbox.put(_Asked(event, done))
+            if self._is_over:
+                self._turn_away()
+            return await done
+        finally:
+            self._unanswered.discard(done)
 
     async def settled(self) -> None:
         """Waits until all that the machine knows now is durable, so that an answer made of it stays true."""
@@ -415,10 +420,12 @@ class Driver:
         self._files.shutdown(wait=True)
 
     def _turn_away(self) -> None:
+        """Answer those who asked in vain, and make room for those who wait to."""
+        for done in self._unanswered:
+            if not done.done():
+                done.set_exception(LocalError("the coordinator is stopping"))
         while not self._inbox.empty():
-            item = self._inbox.get_nowait()
-            if isinstance(item, _Asked) and not item.done.done():
-                item.done.set_exception(LocalError("the coordinator is stopping"))
+            _ = self._inbox.get_nowait()
 
 
 def _piece(records: Iterator[Record]) -> list[Record]:

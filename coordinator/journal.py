@@ -213,9 +213,10 @@ class Journal:
         kept, seen, position = self._of(job), since, 0
         while True:
             if seen + 1 < kept.first:
-                async for event in self._older(job, since=seen, until=kept.first - 1):
-                    seen = event.sequence
+                until = kept.first - 1
+                async for event in self._older(job, since=seen, until=until):
                     yield event
+                seen = until
                 continue
             changed, entries = kept.changed, kept.since(position)
             for entry in entries:

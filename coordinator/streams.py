@@ -28,6 +28,11 @@ class Stream:
         self._waiting: deque[Directive] = deque()
         self._changed = asyncio.Event()
 
+    @property
+    def num_waiting(self) -> int:
+        """Directives that the network has not taken yet."""
+        return len(self._waiting)
+
     def offer(self, directive: Directive) -> None:
         """Have a directive sent, in order. Lost on a closed stream; closes one that is full."""
         if self.reason is not None:

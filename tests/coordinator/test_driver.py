@@ -1,0 +1,198 @@
+"""The driver: durable before said, one commit for what waits together, and no promise to a stream that is gone."""
+
+import asyncio
+import time
+
+import pytest
+
+from coordinator.driver import wall_clock
+from coordinator.store import Fenced, LogFull
+from coordinator.streams import Stream
+from skein.errors import LocalError
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
+from skein.protocol.messages import Beat, Directive, NewGeneration, Welcome
+from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
+from skein.types import Epoch, JobId, JobState, WorkerId
+from tests.coordinator.builders import MemoryLog, eventually, job_spec, lab, opened, plan_at_once, submitted
+
+
+def submit(key: str, name: str = "digits") -> SubmitAsked:
+    return SubmitAsked(key=key, spec=job_spec(name))
+
+
+async def taken(stream: Stream) -> list[Directive]:
+    """What waits on a stream."""
+    found = []
+    while stream.num_waiting:
+        directive = await stream.take()
+        assert directive is not None
+        found.append(directive)
+    return found
+
+
+async def test_nothing_is_said_before_it_is_durable() -> None:
+    async with lab() as it:
+        stream = await it.join()
+        assert [type(d) for d in await taken(stream)] == [Welcome]
+        it.log.gate.clear()
+        asked = asyncio.create_task(it.driver.ask(submit("a")))
+        await eventually(it.log.entered.is_set)
+        # The machine has decided; the disk has not answered.
+        assert it.driver.machine.history.jobs
+        assert stream.num_waiting == 0
+        assert not asked.done()
+        it.log.gate.set()
+        records = await asked
+        assert [type(r) for r in records] == [JobSubmitted, GenerationOpened]
+        assert [type(d) for d in await taken(stream)] == [NewGeneration]
+
+
+async def test_what_waits_while_the_disk_works_is_committed_together() -> None:
+    async with lab() as it:
+        it.log.gate.clear()
+        first = asyncio.create_task(it.driver.ask(submit("0")))
+        await eventually(it.log.entered.is_set)
+        others = [asyncio.create_task(it.driver.ask(submit(str(n)))) for n in range(1, 6)]
+        await asyncio.sleep(0)
+        it.log.gate.set()
+        await asyncio.gather(first, *others)
+        assert [len(records) for records in it.log.appends] == [1, 5]
+
+
+async def test_same_key_makes_one_job() -> None:
+    async with lab() as it:
+        first, again = await asyncio.gather(it.driver.ask(submit("a")), it.driver.ask(submit("a")))
+        assert [type(record) for record in (*first, *again)] == [JobSubmitted]
+        assert list(it.driver.machine.history.jobs) == ["digits-1"]
+
+
+async def test_an_answer_waits_until_what_it_says_is_durable() -> None:
+    async with lab() as it:
+        it.log.gate.clear()
+        asked = asyncio.create_task(it.driver.ask(submit("a")))
+        await eventually(it.log.entered.is_set)
+        settled = asyncio.create_task(it.driver.settled())
+        await asyncio.sleep(0)
+        assert not settled.done()
+        it.log.gate.set()
+        await settled
+        assert it.log.appends
+        await asked
+
+
+@pytest.mark.parametrize("error", [LogFull("disk full"), Fenced("epoch 1 is over")])
+async def test_a_log_that_takes_no_more_ends_the_driver_and_nobody_hears_of_it(error: Exception) -> None:
+    async with lab() as it:
+        stream = await it.join()
+        await taken(stream)
+        it.log.error = error
+        it.log.gate.clear()
+        asked = asyncio.create_task(it.driver.ask(submit("a")))
+        await eventually(it.log.entered.is_set)
+        waiting = asyncio.create_task(it.driver.ask(submit("b")))
+        await asyncio.sleep(0)
+        it.log.gate.set()
+        with pytest.raises(type(error)):
+            await it.running
+        for one in (asked, waiting, it.driver.ask(submit("c"))):
+            with pytest.raises(LocalError, match="stopping"):
+                await one
+        assert stream.reason == "the coordinator stops"
+        assert await stream.take() is None
+        assert it.log.appends == []
+
+
+async def test_the_newest_stream_of_a_worker_is_the_one_that_counts() -> None:
+    async with lab() as it:
+        older = await it.join()
+        await taken(older)
+        newer = await it.join()
+        assert older.reason == "the worker opened another stream"
+        await it.driver.closed(older, "the connection broke")
+        await it.driver.reported(older, Beat(progress=7, statistics=()))
+        await it.driver.reported(newer, Beat(progress=1, statistics=()))
+        entry = it.driver.machine.membership.live[WorkerId("w1")]
+        await eventually(lambda: entry.progress == 1)
+        assert entry.is_connected
+        assert it.driver.num_streams == 1
+
+
+async def test_a_closed_stream_shortens_the_lease() -> None:
+    async with lab() as it:
+        stream = await it.join()
+        await it.driver.closed(stream, "the connection broke")
+        entry = it.driver.machine.membership.live[WorkerId("w1")]
+        await eventually(lambda: not entry.is_connected)
+        it.clock.now += 1.0
+        await it.driver.ask(CancelAsked(job=JobId("none")))
+        assert not it.driver.machine.membership.live
+
+
+async def test_a_stream_that_is_not_read_is_closed() -> None:
+    async with lab() as it:
+        stream = await it.join(max_waiting=1)
+        await it.driver.ask(submit("a"))
+        assert stream.reason == "1 directives wait and none is taken"
+        assert await stream.take() is None
+
+
+async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
+    asked: list[int] = []
+    held = asyncio.Event()
+
+    async def plan(*args: object) -> Plan | Infeasible:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            await held.wait()
+        return Infeasible(reason=f"answer {len(asked)}")
+
+    async with lab(plan=plan) as it:
+        stream = await it.join("w1")
+        await it.driver.ask(submit("a"))
+        await it.acknowledge(stream)
+        await eventually(lambda: len(asked) == 1)
+        await it.driver.ask(CancelAsked(job=JobId("digits-1")))
+        await it.driver.ask(submit("b"))
+        await it.acknowledge(stream)
+        await eventually(lambda: it.driver.machine.reason_of(JobId("digits-2")) == "answer 2")
+
+
+async def test_a_crash_of_the_planner_ends_the_driver_with_its_error() -> None:
+    async def plan(*args: object) -> Plan | Infeasible:
+        raise ArithmeticError("no such plan")
+
+    async with lab(plan=plan) as it:
+        stream = await it.join()
+        await it.driver.ask(submit("a"))
+        await it.acknowledge(stream)
+        with pytest.raises(ArithmeticError, match="no such plan"):
+            await it.running
+
+
+async def test_a_drained_worker_without_work_is_told_to_go() -> None:
+    async with lab() as it:
+        stream = await it.join()
+        await taken(stream)
+        await it.driver.ask(DrainAsked(worker=WorkerId("w1")))
+        assert stream.num_waiting == 1
+
+
+async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
+    log = MemoryLog([opened(1), submitted("digits-1"), opened(2)])
+    async with lab(log, plan=plan_at_once) as it:
+        stream = await it.join()
+        welcome, fence = await taken(stream)
+        assert isinstance(welcome, Welcome)
+        assert isinstance(fence, NewGeneration)
+        assert (welcome.epoch, fence.epoch, fence.job) == (Epoch(2), Epoch(2), "digits-1")
+        records = await it.driver.ask(CancelAsked(job=JobId("digits-1")))
+        assert [type(record) for record in records] == [JobEnded]
+        assert it.driver.machine.state_of(JobId("digits-1")) is JobState.CANCELLED
+
+
+async def test_the_clock_never_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = wall_clock()
+    before = clock()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert clock() >= before

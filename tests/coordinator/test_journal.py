@@ -1,0 +1,164 @@
+"""What watchers are told: everything recorded, once and in order, whatever happens to them or to the coordinator."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from coordinator.journal import Fold, Journal
+from skein.protocol.records import (
+    GenerationMember,
+    GenerationOpened,
+    JobEnded,
+    PlanAdopted,
+    Record,
+    RolledBack,
+)
+from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
+from skein.wire.extra import LogLevel, LogLine
+from skein.wire.views import Ended, JobEvent, LineLogged, StateChanged, StepFinished
+from tests.coordinator.builders import WAIT_S, checkpointed, committed, one_worker_plan, opened, submitted
+
+JOB = JobId("digits-1")
+
+
+def generation(number: int) -> GenerationOpened:
+    member = GenerationMember(worker=WorkerId("w1"), incarnation=Incarnation("a"))
+    return GenerationOpened(
+        job=JOB, generation=Generation(number), members=(member,), reason="gathered", wall_s=1.0
+    )
+
+
+def adopted(number: int) -> PlanAdopted:
+    return PlanAdopted(job=JOB, generation=Generation(number), plan=one_worker_plan())
+
+
+def ended() -> JobEnded:
+    return JobEnded(job=JOB, state=JobState.FINISHED, reason="10 steps done", wall_s=99.0)
+
+
+def line(text: str) -> LogLine:
+    return LogLine(level=LogLevel.INFO, wall_s=1.0, text=text)
+
+
+LOG: tuple[Record, ...] = (
+    opened(1),
+    submitted(JOB),
+    generation(1),
+    adopted(1),
+    *(committed(JOB, step, wall_s=10.0 + 2 * step) for step in range(10)),
+    checkpointed(JOB, 10),
+    submitted("digits-2"),
+    ended(),
+)
+
+
+def journal_of(records: Sequence[Record], *, num_kept: int = 100, num_lines: int = 100) -> Journal:
+    """A journal that has seen these records, and reads them again from the same log."""
+
+    async def read() -> AsyncIterator[Sequence[Record]]:
+        for start in range(0, len(records), 3):
+            yield records[start : start + 3]
+
+    journal = Journal(read, num_kept=num_kept, num_lines=num_lines)
+    journal.recorded(records)
+    return journal
+
+
+async def all_of(journal: Journal, since: int = 0) -> list[JobEvent]:
+    async with asyncio.timeout(WAIT_S):
+        return [event async for event in journal.watch(JOB, since=since)]
+
+
+async def test_numbers_count_what_is_recorded_of_a_job() -> None:
+    events = await all_of(journal_of(LOG))
+    assert [event.sequence for event in events] == list(range(1, 15))
+    assert isinstance(events[-1].body, Ended)
+
+
+@pytest.mark.parametrize("since", [0, 1, 5, 12, 14, 99])
+async def test_watching_since_a_number_tells_what_came_after(since: int) -> None:
+    events = await all_of(journal_of(LOG), since)
+    assert [event.sequence for event in events] == list(range(since + 1, 15))
+
+
+@pytest.mark.parametrize("num_kept", [1, 2, 5, 13])
+async def test_what_is_no_longer_kept_is_read_from_the_log(num_kept: int) -> None:
+    assert await all_of(journal_of(LOG, num_kept=num_kept), 2) == await all_of(journal_of(LOG), 2)
+
+
+async def test_a_restart_changes_no_number() -> None:
+    before = await all_of(journal_of(LOG))
+    after = await all_of(journal_of((*LOG, opened(2))))
+    assert after == before
+
+
+async def test_a_watcher_is_woken_by_each_happening() -> None:
+    journal = journal_of(LOG[:3])
+    watching = asyncio.create_task(all_of(journal))
+    for record in LOG[3:]:
+        await asyncio.sleep(0)
+        journal.recorded([record])
+    assert await watching == await all_of(journal_of(LOG))
+
+
+async def test_passing_happenings_come_between_and_have_no_number_of_their_own() -> None:
+    journal = journal_of(LOG[:5])
+    journal.line(JOB, WorkerId("w1"), line("hello"))
+    journal.recorded(LOG[5:])
+    events = await all_of(journal)
+    said = [event for event in events if isinstance(event.body, LineLogged)]
+    assert [(event.sequence, events.index(event)) for event in said] == [(3, 3)]
+    assert [e.sequence for e in events if e not in said] == list(range(1, 15))
+
+
+async def test_a_slow_watcher_loses_lines_and_no_step() -> None:
+    journal = journal_of(LOG[:4], num_kept=2, num_lines=2)
+    watching = journal.watch(JOB, since=0)
+    first = await anext(watching)
+    for number, record in enumerate(LOG[4:]):
+        journal.line(JOB, None, line(f"before {number}"))
+        journal.recorded([record])
+    events = [first, *[event async for event in watching]]
+    told = [event for event in events if isinstance(event.body, LineLogged)]
+    assert len(told) == 2
+    # The journal read from its own log, which ends where the test began: what is gone is gone for it as well.
+    assert [e.sequence for e in events if e not in told][-2:] == [13, 14]
+
+
+async def test_only_another_state_is_news() -> None:
+    journal = journal_of(LOG[:2])
+    journal.state(JOB, JobState.PENDING, "submitted", wall_s=1.0)
+    journal.state(JOB, JobState.PAUSED, "waiting for workers", wall_s=2.0)
+    journal.state(JOB, JobState.PAUSED, "waiting for workers", wall_s=3.0)
+    journal.recorded([ended()])
+    states = [event.body.state for event in await all_of(journal) if isinstance(event.body, StateChanged)]
+    assert states == [JobState.PENDING, JobState.PAUSED]
+
+
+def test_rates_follow_from_the_times_of_commits() -> None:
+    fold = Fold()
+    for record in LOG[1:8]:
+        fold.take(record)
+    assert fold.step_s == 2.0
+    assert fold.tokens_per_s == 50.0
+
+
+def test_time_without_a_generation_is_no_step() -> None:
+    fold = Fold()
+    fold.take(committed(JOB, 0, wall_s=1.0))
+    fold.take(committed(JOB, 1, wall_s=2.0))
+    fold.take(generation(2))
+    event = fold.take(committed(JOB, 2, wall_s=500.0))
+    assert fold.last_step_s is None
+    assert event is not None
+    assert isinstance(event.body, StepFinished)
+    assert event.body.step_s == 1.0
+
+
+async def test_a_way_back_is_told() -> None:
+    back = RolledBack(
+        job=JOB, from_version=Step(10), to_version=Step(0), reason="nobody held it", wall_s=60.0
+    )
+    events = await all_of(journal_of((*LOG[:-1], back, ended())))
+    assert [type(event.body).__name__ for event in events[-2:]] == ["WentBack", "Ended"]
