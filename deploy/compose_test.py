@@ -36,10 +36,10 @@ JOB_FILE = "compose-text.yaml"
 NUM_WORKERS = 4
 NUM_STEPS = 40
 SERVICES = ("coordinator", "worker", "prometheus")
-USER_ID = "10001"
+OUR_USER, NOBODY = "10001", "65534"
 RATE_INTERVAL = "20s"
 """What Grafana puts for `$__rate_interval`: four scrapes."""
-BUILD_S, HEALTHY_S, JOB_S, ANSWER_S, STOP_S = 1800.0, 120.0, 180.0, 45.0, 60.0
+BUILD_S, HEALTHY_S, JOB_S, ANSWER_S, STOP_S = 1800.0, 180.0, 180.0, 45.0, 60.0
 _BEGAN = time.monotonic()
 
 
@@ -137,6 +137,7 @@ class Services:
         names = ("SKEIN_PORT", "SKEIN_METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.project = f"skein-test-{os.getpid()}"
+        self.client_name = f"{self.project}-client"
         self.address = f"127.0.0.1:{ports['SKEIN_PORT']}"
         self.metrics_url = f"http://127.0.0.1:{ports['SKEIN_METRICS_PORT']}/metrics"
         self.prometheus_url = f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"
@@ -159,6 +160,7 @@ class Services:
 
     def down(self) -> None:
         arguments = ("down", "--volumes", "--remove-orphans", "--timeout", "5")
+        attempt(["docker", "rm", "--force", self.client_name])
         done = attempt([*self._command, *arguments], limit_s=120.0, env=self._env)
         if done.returncode != 0:
             print(done.stderr, file=sys.stderr)
@@ -211,13 +213,14 @@ class Client:
     def __init__(self, services: Services, folder: Path) -> None:
         token = services.compose("exec", "-T", "coordinator", "cat", "/etc/skein/token")
         self._address = services.address
+        self._name = services.client_name
         self._image = str(at(inspect(services.containers("coordinator")[0]), "Config", "Image"))
         self._token_file = folder / "token"
         self._token_file.touch(mode=0o600)
         self._token_file.write_text(token)
 
     def command(self, *arguments: str, has_token: bool = True) -> list[str]:
-        container = ["docker", "run", "--rm", "--network", "host", "--read-only", "--tmpfs", "/tmp"]  # noqa: S108
+        container = ["docker", "run", "--rm", "--name", self._name, "--network", "host", "--read-only"]
         owner = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", f"SKEIN_COORDINATOR={self._address}"]
         jobs = ["--volume", f"{EXAMPLES}:/jobs:ro"]
         token = ["--volume", f"{self._token_file}:/token:ro", "--env", "SKEIN_TOKEN_FILE=/token"]
@@ -238,8 +241,8 @@ def check_hardening(services: Services) -> None:
         for container in services.containers(service):
             found = inspect(container)
             user = run(["docker", "exec", container, "id", "-u"]).strip()
-            wanted = {USER_ID} if service != "prometheus" else {"65534"}
-            check(user in wanted, f"{service} runs as user {user}")
+            wanted = NOBODY if service == "prometheus" else OUR_USER
+            check(user == wanted, f"{service} runs as user {user}")
             check(at(found, "HostConfig", "ReadonlyRootfs") is True, f"{service} can write its own files")
             check(at(found, "HostConfig", "CapDrop") == ["ALL"], f"{service} has capabilities")
             options = str(at(found, "HostConfig", "SecurityOpt"))
@@ -332,12 +335,19 @@ def check_alerts(services: Services) -> None:
     check(firing == [], f"alerts without a reason: {firing}")
 
 
-def check_drain(services: Services) -> None:
-    """A worker that is asked to stop hands over and ends well."""
+def check_drain(services: Services, client: Client) -> None:
+    """A worker that is asked to stop hands over, ends well, and is not taken for lost."""
     container = services.containers("worker")[-1]
-    run(["docker", "stop", "--time", f"{STOP_S:.0f}", container], limit_s=STOP_S + 10)
+    run(["docker", "stop", "-t", f"{STOP_S:.0f}", container], limit_s=STOP_S + 10)
     code = at(inspect(container), "State", "ExitCode")
     check(code == 0, f"a drained worker ended with exit code {code}")
+    is_over = partial(are_workers_idle, client, NUM_WORKERS - 1)
+    wait_until(is_over, "the others are idle, and the drained worker is no longer listed", ANSWER_S)
+
+
+def are_workers_idle(client: Client, count: int) -> bool:
+    """So many workers are known, and all of them wait for work."""
+    return [at(worker, "state") for worker in client.ask("workers")] == ["idle"] * count
 
 
 def check_restart(services: Services, client: Client, job: str) -> None:
@@ -365,7 +375,7 @@ def test(services: Services, folder: Path) -> None:
     num_queries = check_queries(services, since_s=since_s)
     say(f"{num_queries} queries of the dashboard have data")
     check_alerts(services)
-    check_drain(services)
+    check_drain(services, client)
     check_restart(services, client, job)
     say("alerts are silent, a worker drained, the coordinator came back with its memory")
 
