@@ -74,10 +74,8 @@ class Cluster:
 
     def start_coordinator(self) -> None:
         """Start it on the state directory of this cluster; at once, without waiting for it to serve."""
-        command = ["-m", "coordinator", "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
-        self._coordinator = self._start(
-            "coordinator", [*command, "--state-dir", str(self.directory / "state")]
-        )
+        ports = ["--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        self._coordinator = self._start("coordinator", [*ports, "--state-dir", str(self.directory / "state")])
 
     def start_workers(self, names: Sequence[str]) -> None:
         """Start workers; they dial until the coordinator answers."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
-from coordinator.logs import LogFormat
+from skein.wire.logs import LogFormat
 
 
 def default_state_dir() -> Path:
@@ -27,7 +27,12 @@ def default_state_dir() -> Path:
     show_default="~/.local/state/skein",
     help="Run log and checkpoints. Whoever has it is the coordinator.",
 )
-@click.option("--token-file", type=click.Path(path_type=Path), help="Calls need the token in this file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    envvar="SKEIN_TOKEN_FILE",
+    help="Calls need the token in this file.",
+)
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
 @click.option("--ray", "ray_address", help="Head of an existing Ray cluster, host:port; else one is started.")
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")

@@ -9,8 +9,8 @@ import click
 
 from skein.errors import UserError
 from skein.units import parse_bytes
+from skein.wire.logs import LogFormat
 from worker import daemon
-from worker.logs import LogFormat
 
 _PORT = click.IntRange(0, 2**16 - 1)
 
@@ -93,12 +93,12 @@ def run(arguments: Sequence[str]) -> int:
         code = up.main(args=list(arguments), prog_name="skein worker up", standalone_mode=False)
     except click.ClickException as error:
         print(
-            f"skein worker: {error.format_message().rstrip('.')} (see skein worker up --help)",
+            f"error: {error.format_message().rstrip('.')} (see skein worker up --help)",
             file=sys.stderr,
         )
         return daemon.USAGE
     except UserError as error:
-        print(f"skein worker: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return daemon.USAGE
     except click.Abort:
         return daemon.FAILED

@@ -29,7 +29,7 @@ def _logging_as_it_was() -> Iterator[None]:
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     """Standard error without the log."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skein worker: ")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, lines
     return lines[0]
 

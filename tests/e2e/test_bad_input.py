@@ -1,0 +1,127 @@
+"""What users get wrong, through the real command and real services: one line with cause and cure, and nothing left."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from bench.cluster import Cluster, free_port, running
+from skein.config.job import JobSpec
+from tests.e2e.jobs import text_job, write_text
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("bad-input"), 1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
+    text = write_text(tmp_path_factory.mktemp("text"))
+    return text_job("mistaken", text, steps=2, stages=1, replicas=1)
+
+
+def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "client.cli", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+        check=False,
+    )
+
+
+def submit(
+    cluster: Cluster, job: JobSpec, folder: Path, *overrides: str
+) -> "subprocess.CompletedProcess[str]":
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+    settings = [part for override in overrides for part in ("--set", override)]
+    return skein("submit", str(path), "--wait", "--coordinator", cluster.target, *settings)
+
+
+def only_error(ran: "subprocess.CompletedProcess[str]", code: int) -> str:
+    """The one line that says what was wrong."""
+    assert ran.returncode == code, ran.stderr
+    assert "Traceback" not in ran.stderr + ran.stdout
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ran.stderr
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.sources=[{format: text, path: /nowhere/at/all}]", ("/nowhere/at/all", "data.sources")),
+        ("data.sources=[{format: text, path: /etc, glob: '*.nothing'}]", ("*.nothing", "data.sources")),
+        ("data.sources=[{format: text, path: /etc/hostname}]", ("samples",)),
+        ("data.tokenizer=/nowhere/tokenizer.json", ("/nowhere/tokenizer.json", "tokenizer")),
+        ("data.tokenizer=/etc/hostname", ("/etc/hostname", "tokenizer")),
+        (
+            "data.sources=[{format: tokens, path: /etc/hostname, dtype: uint32}]",
+            ("data.sources[0].dtype", "uint32"),
+        ),
+        ("checkpoint.url=file:///proc/nowhere", ("/proc/nowhere",)),
+    ],
+)
+def test_a_job_that_no_worker_can_run_fails_with_the_reason(
+    cluster: Cluster, job: JobSpec, tmp_path: Path, override: str, said: tuple[str, ...]
+) -> None:
+    error = only_error(submit(cluster, job, tmp_path, override), FAILED)
+    assert all(word in error for word in said), error
+
+
+def test_the_service_goes_on_after_all_those(cluster: Cluster, job: JobSpec, tmp_path: Path) -> None:
+    ran = submit(cluster, job, tmp_path)
+    assert ran.returncode == DONE, ran.stderr
+
+
+def test_absent_initial_weights_are_refused_before_anything_is_submitted(
+    cluster: Cluster, job: JobSpec, tmp_path: Path
+) -> None:
+    error = only_error(submit(cluster, job, tmp_path, "model={family: llama, init_from: /nowhere}"), USAGE)
+    assert "init_from" in error
+    assert "/nowhere" in error
+
+
+def test_a_job_without_a_checkpoint_cannot_be_exported(cluster: Cluster, tmp_path: Path) -> None:
+    ran = skein("export", "mistaken-1", "--to", str(tmp_path / "out"), "--coordinator", cluster.target)
+    assert "checkpoint" in only_error(ran, FAILED)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_port_in_use_ends_a_coordinator_with_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    ports = ["--port", str(cluster.port), "--metrics-port", "0"]
+    error = only_error(skein("coordinator", "up", *ports, "--state-dir", str(tmp_path / "state")), FAILED)
+    assert str(cluster.port) in error
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_state_directory_in_use_ends_a_second_coordinator(cluster: Cluster) -> None:
+    state = str(cluster.directory / "state")
+    error = only_error(
+        skein("coordinator", "up", "--port", str(free_port()), "--metrics-port", "0", "--state-dir", state),
+        FAILED,
+    )
+    assert state in error
+
+
+def test_a_coordinator_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    assert "127.0.0.1:9" in only_error(skein("jobs", "--coordinator", "127.0.0.1:9"), FAILED)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "::"])
+def test_listening_to_the_world_without_a_token_is_refused(tmp_path: Path, listen: str) -> None:
+    ran = skein("coordinator", "up", "--host", listen, "--state-dir", str(tmp_path / "state"))
+    assert "token" in only_error(ran, FAILED)
+    ran = skein("worker", "up", "--join", "127.0.0.1:9", "--listen", listen)
+    assert "token" in only_error(ran, USAGE)
