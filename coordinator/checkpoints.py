@@ -25,6 +25,7 @@ from typing import BinaryIO, Protocol, Self
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from coordinator.store import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
@@ -222,7 +223,7 @@ class Upload:
         self._file.close()
         self._file = None
         self._part.replace(self._target)
-        _sync(self._target.parent)
+        sync_directory(self._target.parent)
 
 
 class CheckpointStore:
@@ -329,15 +330,6 @@ def _checked(pattern: re.Pattern[str], name: str) -> str:
     if len(name) > 128 or pattern.fullmatch(name) is None:
         raise RemoteError(f"{name[:128]!r} is no name of a checkpoint's file or job")
     return name
-
-
-def _sync(directory: Path) -> None:
-    """A new name is durable only when its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from coordinator.launch.guard import GIVE_UP_S, MARK
-from coordinator.logs import LogFollower, LogFormat
+from coordinator.logs import LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.wire.channel import join_address, require_safe_bind
+from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
 
 if TYPE_CHECKING:

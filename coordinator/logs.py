@@ -1,39 +1,24 @@
 """The coordinator's own log: a file in the state directory, which the launcher shows as it grows."""
 
-import json
 import logging
 import os
 import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
-LogFormat = Literal["text", "json"]
+from skein.wire.logs import LogFormat, formatter
 
 LOG_FILE = "coordinator.log"
 _MAX_BYTES = 10 << 20
 _NUM_OLDER = 3
-_TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 _POLL_S = 0.1
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def begin_logging(directory: Path, log_format: LogFormat) -> None:
     """Sends what this process logs to the file in `directory`."""
     file = RotatingFileHandler(directory / LOG_FILE, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
-    file.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    file.setFormatter(formatter(log_format))
     for name in ("coordinator", "skein", "grpc"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

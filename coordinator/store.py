@@ -19,7 +19,7 @@ from typing import Self
 from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.records import EpochOpened, Record
 from skein.types import Epoch
-from skein.wire.codec import record_from_bytes, record_to_bytes
+from skein.wire.codec import RECORD
 
 LOG_FILE = "run.sqlite3"
 LOCK_FILE = "lock"
@@ -76,7 +76,7 @@ class RunLog:
             undo.callback(os.close, lock)
             connection = _connect(directory / LOG_FILE)
             undo.callback(connection.close)
-            _sync_directory(directory)
+            sync_directory(directory)
             log = cls(connection, lock, directory)
             log._drop_torn_tail()
             log._take_epoch(wall_s)
@@ -143,7 +143,7 @@ class RunLog:
 
     def _record(self, number: int, payload: bytes) -> Record:
         try:
-            return record_from_bytes(payload)
+            return RECORD.from_bytes(payload)
         except RemoteError as error:
             hint = (
                 f"entry {number} was written by another release ({error}); start that release or a newer one"
@@ -172,7 +172,7 @@ class RunLog:
         ((last,),) = self._connection.execute("SELECT coalesce(max(number), 0) FROM entries").fetchall()
         rows = [
             (number, self._epoch, payload, checksum(number, self._epoch, payload))
-            for number, payload in enumerate(map(record_to_bytes, records), start=last + 1)
+            for number, payload in enumerate(map(RECORD.to_bytes, records), start=last + 1)
         ]
         self._connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
 
@@ -231,7 +231,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """A new file's name is durable only when its directory is."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

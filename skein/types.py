@@ -6,6 +6,8 @@ from typing import NewType
 
 JobId = NewType("JobId", str)
 WorkerId = NewType("WorkerId", str)
+WORKER_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""Worker names are labels of metrics and parts of log lines."""
 SiteId = NewType("SiteId", str)
 Incarnation = NewType("Incarnation", str)
 """Random name of one worker process. Same worker, other incarnation: the old one died."""

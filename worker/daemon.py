@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Literal
 
 from skein.errors import UserError
 from skein.protocol.worker_io import StopRequested, WorkerEvent
-from skein.types import Incarnation, SiteId, WorkerId
+from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
-from worker.logs import LogFormat, LogTail, begin_logging
+from worker.logs import LogTail, begin_logging
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ _log = logging.getLogger(__name__)
 DONE, FAILED, USAGE = 0, 1, 2
 _SWITCH_S = 0.0005
 """How long the event loop waits for the interpreter while torch's thread runs Python between two operations."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 -- only compared with
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +94,13 @@ async def run_worker(options: WorkerOptions) -> int:
         _log.log(logging.INFO if end.is_clean else logging.ERROR, "exit: %s", end.reason)
     except* UserError as errors:
         _fail(_first(errors), FAILED)
-    except* Exception:  # noqa: BLE001 -- the outermost loop: it records, and ends the run
+    except* Exception:  # noqa: BLE001 - the outermost loop: it records, and ends the run
         _log.critical("exit: an error of our own", exc_info=True)
     return code
 
 
 def _fail(error: BaseException, code: int) -> int:
-    print(f"skein worker: {error}", file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr)
     return code
 
 
@@ -143,7 +143,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
     """
     split_address("join", options.join)
     for field, name in (("name", options.name), ("site", options.site)):
-        if name is not None and _NAME.fullmatch(name) is None:
+        if name is not None and re.fullmatch(WORKER_NAME_PATTERN, name) is None:
             raise UserError(field, name, "use up to 64 letters, digits, dots, dashes and underscores")
     if options.advertise is not None:
         _advertised(options, 1)

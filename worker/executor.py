@@ -88,7 +88,7 @@ class Executor:
             return self.compute.run(op, operands)
         except UserError as error:
             return Done(outcome=OpFailed(is_fatal=True, reason=one_line(error)))
-        except Exception as error:  # noqa: BLE001 -- the outermost loop of this thread: reports, and works on
+        except Exception as error:  # noqa: BLE001 - the outermost loop of this thread: reports, and works on
             _log.error("op=%s failed", type(op).__name__, exc_info=True)
             return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error)))
 
@@ -98,7 +98,7 @@ def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
         return
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 -- whoever asked gets it
+    except BaseException as error:  # noqa: BLE001 - whoever asked gets it
         future.set_exception(error)
 
 

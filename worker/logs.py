@@ -1,21 +1,17 @@
 """The worker's own log: to standard error, and its last lines on their way up the control stream."""
 
-import json
 import logging
 import sys
 import time
 from collections import deque
-from typing import Literal
 
 from skein.wire.extra import LogLevel, LogLine
-
-LogFormat = Literal["text", "json"]
+from skein.wire.logs import LogFormat, formatter
 
 _MAX_LINES = 500
 _MAX_LINES_AT_ONCE = 100
 _MAX_CHARACTERS = 2000
 _ROOTS = ("worker", "skein")
-_TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class LogTail(logging.Handler):
@@ -54,23 +50,10 @@ def _level(number: int) -> LogLevel:
     return LogLevel.DEBUG
 
 
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
 def begin_logging(log_format: LogFormat) -> LogTail:
     """Sends this process's log to standard error; gives the tail that also gets it."""
     stream = logging.StreamHandler(sys.stderr)
-    stream.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    stream.setFormatter(formatter(log_format))
     tail = LogTail()
     for name in _ROOTS:
         logger = logging.getLogger(name)

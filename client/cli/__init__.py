@@ -16,6 +16,7 @@ from client.cli.verbs import Group, Program, Verb
 from skein.errors import SkeinError, UserError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
 
 _COORDINATOR = Group(
     "coordinator",

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from client.api import Client, Job
+from client.cli import DONE, INTERRUPTED
 from client.cli.files import outline
 from client.cli.follow import Progressed, follow, view
 from client.cli.jobs import JobFailed
@@ -31,7 +32,6 @@ from skein.errors import UserError
 from skein.types import JobState
 from skein.wire.views import EvaluationFinished, JobEvent
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
 NUM_WORKERS = 4
 PROMPT = "def "
 _SAMPLE_S = 120.0

@@ -20,6 +20,7 @@ import click
 
 import skein
 from client.api import Client
+from client.cli import DONE, FAILED
 from client.cli.options import connect, connection_options, json_option, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
@@ -28,7 +29,6 @@ from skein.units import format_bytes
 from skein.wire.channel import join_address, split_address
 from skein.wire.views import WorkerState
 
-DONE, FAILED = 0, 1
 MIN_FILES = 4096
 MIN_SHM_BYTES = 256 << 20
 MIN_DISK_BYTES = 1 << 30

@@ -9,14 +9,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
 from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
 from skein.model.parameters import parameter_shapes
-
-DONE = 0
 
 
 def outline(job: JobSpec) -> str:

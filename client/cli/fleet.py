@@ -2,11 +2,10 @@
 
 import click
 
+from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option
 from client.cli.show import WORKER_COLUMNS, print_json, print_table, worker_row
 from skein.units import format_bytes
-
-DONE = 0
 
 
 @click.command()

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from client.api import Job
+from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.files import outline
 from client.cli.follow import LINE_S, follow, view
 from client.cli.options import connect, connection_options, json_option, overrides_option
@@ -26,8 +27,6 @@ from client.jobfile import read_job
 from skein.errors import SkeinError
 from skein.types import JobState
 from skein.wire.views import Ended, JobEvent, StepFinished
-
-DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 
 class JobFailed(SkeinError):

@@ -10,8 +10,8 @@ from coordinator.service.context import Context
 from coordinator.streams import Stream
 from skein.errors import RemoteError
 from skein.protocol.messages import Hello, Refused
-from skein.types import WorkerId
-from skein.wire.codec import decode_report, encode_directive
+from skein.types import WORKER_NAME_PATTERN, WorkerId
+from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 
@@ -21,8 +21,6 @@ CUT_S = 5.0
 """What a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
 MAX_LINES = 200
 MAX_LINE_CHARACTERS = 2000
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Worker names are labels of metrics and parts of log lines."""
 
 
 class Control(control_pb2_grpc.ControlServicer):
@@ -41,7 +39,7 @@ class Control(control_pb2_grpc.ControlServicer):
         cutting = asyncio.create_task(_cut(stream, asyncio.current_task()))
         try:
             while (directive := await stream.take()) is not None:
-                yield encode_directive(directive)
+                yield DIRECTIVE.encode(directive)
                 if isinstance(directive, Refused):
                     stream.close("refused")
             if reading.done():
@@ -60,7 +58,7 @@ class Control(control_pb2_grpc.ControlServicer):
         reason = "the worker sent what nobody understands"
         try:
             async for message in reports:
-                report = decode_report(message)
+                report = REPORT.decode(message)
                 if isinstance(report, Hello):
                     raise RemoteError("a second Hello on one stream")
                 if isinstance(report, LogLines):
@@ -75,7 +73,7 @@ class Control(control_pb2_grpc.ControlServicer):
 async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
     try:
         async with asyncio.timeout(HELLO_S):
-            first = decode_report(await anext(reports))
+            first = REPORT.decode(await anext(reports))
     except TimeoutError as error:
         raise RemoteError(f"no Hello within {HELLO_S:.0f} s") from error
     except StopAsyncIteration as error:
@@ -88,7 +86,7 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
 
 
 def _check_name(field: str, name: WorkerId | str) -> None:
-    if _NAME.fullmatch(name) is None:
+    if re.fullmatch(WORKER_NAME_PATTERN, name) is None:
         raise RemoteError(
             f"{field} {name[:64]!r}: use up to 64 letters, digits, dots, dashes and underscores"
         )

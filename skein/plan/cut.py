@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
 from skein.plan.load import job_layers
+from skein.topology.links import F64
 from skein.types import Layout, StageIndex, StageSpec
-
-F64 = npt.NDArray[np.float64]
 
 # Sums of equal layers may differ by rounding; 1e-9 is far above that and far below one layer in 512.
 _MARGIN = 1 + 1e-9

@@ -4,14 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from skein.plan.place import Pool
 from skein.plan.plan import Path
+from skein.topology.links import F64, Mask
 from skein.types import ChunkRef, Layout, StageIndex, StageSpec
-
-F64 = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 def shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:

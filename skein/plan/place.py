@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from skein.plan.plan import Infeasible
-from skein.topology.links import LinkMatrices
+from skein.topology.links import F64, LinkMatrices, Mask
 from skein.types import WorkerId
 from skein.units import format_bytes
 
-F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 _ABOUT_AS_FAST = 0.8
 """Of the fastest candidate's speed; who is above may be chosen for being near."""

@@ -73,7 +73,7 @@ class Codec(Generic[D, M]):
         return read(message)  # type: ignore[return-value]
 
     def to_bytes(self, value: D) -> bytes:
-        """`value` in proto's binary form."""
+        """`value` in proto's binary form; equal values give equal bytes within one build."""
         return self.encode(value).SerializeToString(deterministic=True)
 
     def from_bytes(self, data: bytes) -> D:

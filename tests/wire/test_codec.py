@@ -97,7 +97,7 @@ def test_every_report_is_a_member_of_the_oneof() -> None:
 
 def test_report_without_body_is_refused() -> None:
     with pytest.raises(RemoteError, match=r"Report\.body is missing"):
-        codec.decode_report(control_pb2.Report())
+        codec.REPORT.decode(control_pb2.Report())
 
 
 def test_report_of_a_newer_release_is_refused() -> None:
@@ -116,35 +116,35 @@ def test_enum_value_that_nobody_sends_is_refused(number: int) -> None:
 
 def test_missing_message_is_refused_by_name() -> None:
     with pytest.raises(RemoteError, match=r"Hello\.profile is missing"):
-        codec.decode_report(control_pb2.Report(hello=control_pb2.Hello(worker="w1")))
+        codec.REPORT.decode(control_pb2.Report(hello=control_pb2.Hello(worker="w1")))
 
 
 def test_missing_message_inside_a_list_is_refused() -> None:
     ack = control_pb2.Ack(generation=1, chunks=[control_pb2.ChunkVersion(version=3)])
     with pytest.raises(RemoteError, match=r"ChunkVersion\.stage is missing"):
-        codec.decode_report(control_pb2.Report(ack=ack))
+        codec.REPORT.decode(control_pb2.Report(ack=ack))
 
 
 def test_integer_above_what_databases_hold_is_refused() -> None:
     start = control_pb2.Start(epoch=1, generation=MAX_INTEGER + 1, step=0)
     with pytest.raises(RemoteError, match=r"Start\.generation"):
-        codec.decode_directive(control_pb2.Directive(start=start))
+        codec.DIRECTIVE.decode(control_pb2.Directive(start=start))
 
 
 def test_largest_integer_passes() -> None:
     start = Start(epoch=Epoch(1), generation=Generation(MAX_INTEGER), step=Step(0))
-    assert codec.decode_directive(codec.encode_directive(start)) == start
+    assert codec.DIRECTIVE.decode(codec.DIRECTIVE.encode(start)) == start
 
 
 def test_negative_integer_is_not_sent() -> None:
     with pytest.raises(ValueError, match="out of range"):
-        codec.encode_report(Beat(progress=-1, statistics=()))
+        codec.REPORT.encode(Beat(progress=-1, statistics=()))
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05a", b"\x0a\x02\x0a\xff"])
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteError):
-        codec.record_from_bytes(data)
+        codec.RECORD.from_bytes(data)
 
 
 def test_absent_optional_differs_from_zero() -> None:
@@ -179,11 +179,11 @@ class _WrongKind:
 
 
 def test_log_entries_of_the_first_release_are_still_read() -> None:
-    assert codec.record_from_bytes(bytes.fromhex("0a0b080311000000000000f83f")) == EpochOpened(
+    assert codec.RECORD.from_bytes(bytes.fromhex("0a0b080311000000000000f83f")) == EpochOpened(
         epoch=Epoch(3), wall_s=1.5
     )
     assert (
-        codec.record_to_bytes(EpochOpened(epoch=Epoch(3), wall_s=1.5)).hex() == "0a0b080311000000000000f83f"
+        codec.RECORD.to_bytes(EpochOpened(epoch=Epoch(3), wall_s=1.5)).hex() == "0a0b080311000000000000f83f"
     )
 
 
