@@ -407,7 +407,7 @@ class Driver:
                 self._files, self._checkpoints.prune, command.job, command.url, command.keep
             )
         except UserError as cause:
-            _log.warning(f"job={command.job} old checkpoints stay: {cause}")
+            _log.warning("job=%s old checkpoints stay: %s", command.job, cause)
 
     def _end(self) -> None:
         """Nobody waits for ever on a driver that has ended."""

@@ -59,9 +59,9 @@ class RayPlanner:
                 # It would fail here too.
                 return Infeasible(reason=f"the planner failed: {_last_line(error)}")
             except TimeoutError:
-                _log.warning(f"job={job.name} no plan within {self._limit_s:.0f} s, trying again")
+                _log.warning("job=%s no plan within %.0f s, trying again", job.name, self._limit_s)
             except RayError as error:
-                _log.warning(f"job={job.name} planning was lost ({_last_line(error)}), trying again")
+                _log.warning("job=%s planning was lost (%s), trying again", job.name, _last_line(error))
             finally:
                 ray.cancel(asked)
         return await plan_in_thread(job, fleet, previous)

@@ -127,7 +127,7 @@ class Serving:
             raise
         if log.warning is not None:
             _log.warning(log.warning)
-        _log.info(f"epoch={log.epoch} serving on {service.address}, {len(records)} records replayed")
+        _log.info("epoch=%d serving on %s, %d records replayed", log.epoch, service.address, len(records))
         return cls(log, driver, service, exposition, metrics)
 
     def where(self) -> Serves:
@@ -147,7 +147,7 @@ class Serving:
         try:
             await asyncio.shield(self._running)
         except SkeinError as error:
-            _log.critical(f"stops: {error}")
+            _log.critical("stops: %s", error)
             await self._close()
             return str(error)
         return ""

@@ -87,7 +87,7 @@ class Host:
             serving = replace(options.serving, token=token)
             self._serving = await Serving.start(serving, RayPlanner())
         except SkeinError as error:
-            _log.critical(f"cannot serve: {error}")
+            _log.critical("cannot serve: %s", error)
             return Failed(line=str(error))
         return self._serving.where()
 
