@@ -431,6 +431,7 @@ class Run:
         self._evaluations.clear()
         self._round = self._paused_for = self._pardon_at = None
         self._saving_version = Step(0)
+        self._request += 1  # a plan that is still being made is for other members
         self._has_newcomer = False
         self.phase = RunPhase.FENCING
         self.reason = reason
@@ -569,6 +570,7 @@ class Run:
         version = self.job.version
         if sources.version == version:
             return
+        self._savings = Savings(self.job.job, self.job.spec.checkpoint.url)
         stages = ", ".join(str(stage.index) for stage in sources.unheld)
         reason = f"no worker holds stage {stages} at version {version}"
         self._out.record(

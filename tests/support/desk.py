@@ -1,0 +1,269 @@
+"""Driving a Coordinator machine by hand: workers, planner and disk are played by the test."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from skein.config.job import JobSpec
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import (
+    Append,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    Log,
+    MakePlan,
+    ManifestWritten,
+    PlanMade,
+    ReportArrived,
+    Send,
+    StreamBroken,
+    SubmitAsked,
+    TimePassed,
+    WriteManifest,
+)
+from skein.protocol.messages import (
+    Ack,
+    Assign,
+    CheckpointWritten,
+    ChunksReady,
+    ChunkVersion,
+    Directive,
+    EvaluationDone,
+    Hello,
+    Ledger,
+    Report,
+    Save,
+    StageDone,
+    Vote,
+)
+from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
+from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
+from tests.support.reports import attempt, hello
+
+D = TypeVar("D")
+R = TypeVar("R")
+
+
+def checkpoint(
+    job: JobId, version: int, *, num_stages: int = 2, url: str | None = None
+) -> CheckpointCommitted:
+    stages = tuple(StageFiles(stage=StageIndex(s), files=()) for s in range(num_stages))
+    return CheckpointCommitted(job=job, version=Step(version), url=url, stages=stages, wall_s=0.0)
+
+
+class Desk:
+    """One coordinator, from the first record on or after a restart. Time passes when it is told to."""
+
+    def __init__(self, log: Sequence[Record] = ()) -> None:
+        self.log: list[Record] = list(log)
+        self.now = 100.0 * sum(isinstance(record, EpochOpened) for record in log)
+        epoch = Epoch(1 + sum(isinstance(record, EpochOpened) for record in log))
+        self.log.append(EpochOpened(epoch=epoch, wall_s=self.now))
+        self.machine = Coordinator()
+        self.machine.replay(self.log)
+        self.commands: list[CoordinatorCommand] = []
+        self.incarnations: dict[WorkerId, Incarnation] = {}
+
+    # --- what happens ---
+
+    def give(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+        """Hand an event in; its records are durable at once."""
+        self.commands = self.machine.handle(event, now=self.now)
+        self.log += [command.record for command in self.commands if isinstance(command, Append)]
+        return self.commands
+
+    def report(self, worker: str, report: Report) -> list[CoordinatorCommand]:
+        name = WorkerId(worker)
+        incarnation = report.incarnation if isinstance(report, Hello) else self.incarnations[name]
+        return self.give(ReportArrived(worker=name, incarnation=incarnation, report=report))
+
+    def wait(self, seconds: float) -> list[CoordinatorCommand]:
+        """Let time pass, as much as a driver would make of it."""
+        until = self.now + seconds
+        commands: list[CoordinatorCommand] = []
+        while (deadline := self.machine.deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            commands += self.give(TimePassed())
+        self.now = until
+        self.commands = commands
+        return commands
+
+    def submit(self, spec: JobSpec, *, key: str = "key") -> JobId:
+        self.give(SubmitAsked(key=key, spec=spec))
+        return self.machine.history.job_by_key[key]
+
+    def join(self, *workers: str, incarnation: int = 1) -> list[CoordinatorCommand]:
+        commands: list[CoordinatorCommand] = []
+        for worker in workers:
+            said = hello(worker, f"{worker}-{incarnation}")
+            self.incarnations[said.worker] = said.incarnation
+            commands += self.report(worker, said)
+        self.commands = commands
+        return commands
+
+    def break_stream(self, worker: str) -> list[CoordinatorCommand]:
+        """A worker's process dies: its stream breaks and the grace passes, while the others beat on."""
+        name = WorkerId(worker)
+        self.give(StreamBroken(worker=name, incarnation=self.incarnations[name], reason="reset"))
+        return self.wait(0.5)
+
+    # --- what comes out ---
+
+    def found(self, kind: type[R]) -> list[R]:
+        """Commands of a kind among the last ones."""
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def told(self, kind: type[D]) -> dict[str, D]:
+        """Directives of a kind among the last commands, by worker; the last one each."""
+        return {
+            command.worker: command.directive
+            for command in self.found(Send)
+            if isinstance(command.directive, kind)
+        }
+
+    def recorded(self, kind: type[R]) -> list[R]:
+        """Records of a kind among the last commands."""
+        return [command.record for command in self.found(Append) if isinstance(command.record, kind)]
+
+    def lines(self) -> list[str]:
+        return [command.line for command in self.found(Log)]
+
+    def directives(self) -> list[Directive]:
+        return [command.directive for command in self.found(Send)]
+
+    @property
+    def generation(self) -> Generation:
+        return self.machine.history.generation
+
+    # --- longer stretches ---
+
+    def acknowledge(
+        self,
+        workers: Iterable[str],
+        held: Mapping[str, Sequence[tuple[StageSpec, int]]] | None = None,
+    ) -> list[CoordinatorCommand]:
+        """Acks of the present generation; `held` says which stages at which versions, by worker."""
+        commands: list[CoordinatorCommand] = []
+        for worker in workers:
+            chunks = tuple(
+                ChunkVersion(stage=stage, version=Step(version))
+                for stage, version in (held or {}).get(worker, ())
+            )
+            commands += self.report(worker, Ack(generation=self.generation, chunks=chunks, ledgers=()))
+        self.commands = commands
+        return commands
+
+    def plan(self, result: Plan | Infeasible) -> list[CoordinatorCommand]:
+        """Answer the MakePlan that is among the last commands."""
+        [asked] = self.found(MakePlan)
+        return self.give(PlanMade(request=asked.request, result=result))
+
+    def adopt(self, plan: Plan) -> list[CoordinatorCommand]:
+        """See this plan put into place: asked for now, or taken up again because nothing has changed."""
+        return self.plan(plan) if self.found(MakePlan) else self.commands
+
+    def ready(self, workers: Iterable[str], *, fingerprint: str = "data") -> list[CoordinatorCommand]:
+        commands: list[CoordinatorCommand] = []
+        for worker in workers:
+            commands += self.report(
+                worker,
+                ChunksReady(
+                    generation=self.generation,
+                    num_train_samples=100,
+                    num_validation_samples=10,
+                    data_fingerprint=fingerprint,
+                ),
+            )
+        self.commands = commands
+        return commands
+
+    def settle(self, plan: Plan) -> list[CoordinatorCommand]:
+        """From an open generation to the first directive of a step: acknowledge, plan, build."""
+        self.acknowledge(self.live)
+        self.plan(plan)
+        assert self.told(Assign)
+        return self.ready(plan.workers)
+
+    @property
+    def live(self) -> list[str]:
+        return sorted(self.machine.membership.live)
+
+    def ledgers(self, plan: Plan, *, loss_sum: float = 2.0, num_tokens: int = 4) -> list[CoordinatorCommand]:
+        """Every chunk reports what was assigned; the head knows the loss."""
+        commands: list[CoordinatorCommand] = []
+        run = self.machine.run
+        assert run is not None
+        step = run.job.version
+        for at, microbatches in plan.microbatches_by_chunk().items():
+            is_last = at.stage == len(plan.stages) - 1
+            commands += self.report(
+                at.worker,
+                StageDone(
+                    generation=self.generation,
+                    step=step,
+                    ledger=Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
+                    loss_sum=loss_sum if is_last else 0.0,
+                    num_tokens=num_tokens if is_last else 0,
+                ),
+            )
+        self.commands = commands
+        return commands
+
+    def votes(self, plan: Plan) -> list[CoordinatorCommand]:
+        """Every holder votes the same on every group; gives what the last votes caused."""
+        commands: list[CoordinatorCommand] = []
+        run = self.machine.run
+        assert run is not None
+        step = run.job.version
+        for group in plan.groups:
+            for worker in group.workers:
+                commands += self.report(
+                    worker,
+                    Vote(
+                        generation=self.generation,
+                        step=step,
+                        group=group.group,
+                        attempt=attempt(generation=self.generation, epoch=self.machine.history.epoch),
+                        digest="same",
+                        squared_norm=1.0,
+                        is_finite=True,
+                    ),
+                )
+        self.commands = commands
+        return commands
+
+    def step(self, plan: Plan) -> list[CoordinatorCommand]:
+        """One whole step under this plan."""
+        self.ledgers(plan)
+        return self.votes(plan)
+
+    def evaluate(self, plan: Plan, num_microbatches: int) -> list[CoordinatorCommand]:
+        """The heads report an evaluation of so many microbatches, each its own."""
+        commands: list[CoordinatorCommand] = []
+        run = self.machine.run
+        assert run is not None
+        version = run.job.version
+        for head in sorted({p.hops[-1].worker for p in plan.paths}):
+            mine = tuple(
+                e for e in range(num_microbatches) if plan.paths[e % len(plan.paths)].hops[-1].worker == head
+            )
+            commands += self.report(
+                head,
+                EvaluationDone(
+                    generation=self.generation,
+                    version=version,
+                    microbatches=mine,  # type: ignore[arg-type]
+                    loss_sum=2.0 * len(mine),
+                    num_tokens=len(mine),
+                ),
+            )
+        self.commands = commands
+        return commands
+
+    def save(self) -> list[CoordinatorCommand]:
+        """Write what the last commands ask to save, and the manifest; gives what that caused."""
+        for worker, asked in self.told(Save).items():
+            for stage in asked.stages:
+                self.report(worker, CheckpointWritten(version=asked.version, stage=stage, files=()))
+        [manifest] = self.found(WriteManifest)
+        return self.give(ManifestWritten(checkpoint=manifest.checkpoint, error=None))
