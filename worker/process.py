@@ -30,6 +30,7 @@ from worker.transport.statistics import Statistics
 
 _log = logging.getLogger(__name__)
 
+_SETTLE_S = 0.5
 _FLUSH_S = 1.0
 
 
@@ -87,7 +88,9 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         )
         service.attach(server)
         await server.start()
+        stack.push_async_callback(_settle)
         stack.push_async_callback(server.stop, None)
+        stack.callback(service.close)
         on_ready(inbox)
         parts = _Parts(setting=setting, machine=machine, inbox=inbox, executor=executor, service=service)
         return await parts.drive(metrics, statistics)
@@ -149,6 +152,13 @@ class _Parts:
     def _forget(self, peers: Peers, generation: Generation) -> None:
         peers.forget(generation, members=self.machine.members)
         self.service.forget(generation)
+
+
+async def _settle() -> None:
+    """Let calls that were cancelled end by themselves; gRPC would print those that the closing loop ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_SETTLE_S)
 
 
 async def _identity(setting: Setting, executor: Executor, port: int) -> Identity:

@@ -55,6 +55,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._state_of = state_of
         self._boundary_of = boundary_of
         self._num_streams = 0
+        self._is_closing = False
         self._num_transfers = 0
 
     def attach(self, server: aio.Server) -> None:
@@ -62,6 +63,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         peer_pb2_grpc.add_PeerServicer_to_server(self, server)
         checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+
+    def close(self) -> None:
+        """The server is about to stop: that ends streams without a word."""
+        self._is_closing = True
 
     def forget(self, generation: Generation) -> None:
         """Nothing of generations older than `generation` is accepted any more; forget what came of them."""
@@ -84,6 +89,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     inbox.close()
         except (RemoteError, _Overload) as error:
             await self._refuse(context, error)
+        except asyncio.CancelledError:
+            # When the server stops, gRPC would print the cancellation of every stream that is open.
+            if not self._is_closing:
+                raise
 
     async def FetchState(
         self, request: peer_pb2.FetchStateRequest, context: Context
