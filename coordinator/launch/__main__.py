@@ -32,13 +32,13 @@ def _run(workers: WorkerProcesses) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
     with workers:
-        while workers.num_running() and not asked:
-            failed = workers.failed()
-            if failed is not None:
-                print(f"error: {failed} has ended, so all end", file=sys.stderr)
-                return 1
+        while workers.num_running() and workers.failed() is None and not asked:
             time.sleep(_TICK_S)
-    return 1 if workers.failed() is not None and not asked else 0
+        failed = workers.failed()
+    if failed is None or asked:
+        return 0
+    print(f"error: {failed} has ended, so all end", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
             try:
                 reply = await _answer(behaviour(request, context), context)
                 reason = None
+                return reply
             except asyncio.CancelledError:
                 reason = None
                 raise
@@ -83,12 +84,13 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise
             except SkeinError as error:
                 code = next((code for kind, code in _CODES if isinstance(error, kind)), status_of(error))
-                reason = code.name.lower()
+                # Before the caller hears of it: who was refused may ask for the count.
+                self._count(name, code.name.lower())
+                reason = None
                 await refuse(context, error, code)
             finally:
                 if reason is not None:
                     self._count(name, reason)
-            return reply
 
         return guarded
 

@@ -1,0 +1,171 @@
+"""Checkpoints exist when their manifest does, and nothing but what was sent ever gets a name."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_url, folder_of
+from skein.errors import RemoteError, UserError
+from skein.protocol.messages import CheckpointFile
+from skein.types import JobId, Step
+from tests.coordinator.builders import checkpointed, job_spec
+
+JOB = JobId("digits-1")
+DATA = bytes(range(256)) * 40
+NAME = "stage-000.model.safetensors"
+
+
+def file_of(data: bytes = DATA, name: str = NAME) -> CheckpointFile:
+    sha256 = hashlib.sha256(data).hexdigest()
+    return CheckpointFile(name=name, num_bytes=len(data), sha256=sha256, tensors=("embed", "head"))
+
+
+def put(store: CheckpointStore, version: int, data: bytes = DATA, name: str = NAME) -> None:
+    with store.upload(JOB, Step(version), name, len(data), replaces=True) as upload:
+        upload.write(data[:100])
+        upload.write(data[100:])
+        upload.finish()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", reserved_bytes=0)
+
+
+@pytest.fixture(params=["local", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A place of each kind: a plain path, a file URL, and an object store."""
+    kinds = {"local": f"{tmp_path}/jobs", "file": f"file://{tmp_path}/jobs", "memory": "memory://jobs"}
+    yield kinds[request.param]
+    fsspec.filesystem("memory").store.clear()
+
+
+def write(url: str, version: int, data: bytes = DATA) -> None:
+    """What a worker does."""
+    files, root = fsspec.core.url_to_fs(url)
+    folder = f"{root}/{JOB}/{folder_of(Step(version))}"
+    files.makedirs(folder, exist_ok=True)
+    files.pipe_file(f"{folder}/{NAME}", data)
+
+
+def names(url: str, version: int) -> list[str]:
+    files, root = fsspec.core.url_to_fs(url)
+    folder = f"{root}/{JOB}/{folder_of(Step(version))}"
+    found = files.ls(folder, detail=False) if files.exists(folder) else []
+    return sorted(name.rpartition("/")[2] for name in found)
+
+
+def test_an_uploaded_file_comes_back_from_any_offset(store: CheckpointStore) -> None:
+    put(store, 10)
+    for offset in (0, 1, 5000, len(DATA)):
+        assert b"".join(store.pieces(JOB, Step(10), NAME, offset, 999)) == DATA[offset:]
+
+
+def test_an_upload_that_is_not_finished_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+    with store.upload(JOB, Step(10), NAME, len(DATA), replaces=True) as upload:
+        upload.write(DATA[:100])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_more_bytes_than_announced_are_refused(store: CheckpointStore) -> None:
+    with (
+        pytest.raises(RemoteError, match="1 bytes more"),
+        store.upload(JOB, Step(1), NAME, 10, replaces=True) as upload,
+    ):
+        upload.write(bytes(11))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "a/b", "/etc/passwd", ".hidden", "A", "a..b", "a\0", "manifest.json", "x" * 129, "a\n"]
+)
+def test_names_that_could_leave_the_folder_are_refused(store: CheckpointStore, name: str) -> None:
+    with pytest.raises(RemoteError):
+        store.upload(JOB, Step(1), name, 1, replaces=True)
+
+
+@pytest.mark.parametrize("job", ["", "..", "a/b", "A", "a.b"])
+def test_jobs_that_could_leave_the_folder_are_refused(store: CheckpointStore, job: str) -> None:
+    with pytest.raises(RemoteError):
+        store.upload(JobId(job), Step(1), NAME, 1, replaces=True)
+
+
+def test_a_file_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, reserved_bytes=1 << 62)
+    with pytest.raises(StoreFull, match="the disk of the coordinator"):
+        store.upload(JOB, Step(1), NAME, 1, replaces=True)
+
+
+def test_a_new_upload_ends_the_checkpoint_that_was_there(store: CheckpointStore, tmp_path: Path) -> None:
+    put(store, 10)
+    store.write_manifest(checkpointed(JOB, 10, file_of()), job_spec())
+    manifest = tmp_path / "checkpoints" / JOB / "v00000010" / MANIFEST
+    assert manifest.exists()
+    with store.upload(JOB, Step(10), NAME, 1, replaces=True):
+        assert not manifest.exists()
+
+
+def test_the_manifest_says_what_there_is(store: CheckpointStore, url: str) -> None:
+    write(url, 10)
+    store.write_manifest(checkpointed(JOB, 10, file_of(), url=url), job_spec())
+    with fsspec.open(f"{url}/{JOB}/v00000010/{MANIFEST}") as file:
+        manifest = json.load(file)
+    assert manifest == {
+        "format": 1,
+        "job": JOB,
+        "version": 10,
+        "spec": job_spec().canonical_json(),
+        "files": [
+            {
+                "name": NAME,
+                "stage": 0,
+                "num_bytes": len(DATA),
+                "sha256": file_of().sha256,
+                "tensors": ["embed", "head"],
+            }
+        ],
+    }
+
+
+def test_without_its_files_a_checkpoint_gets_no_manifest(store: CheckpointStore, url: str) -> None:
+    write(url, 10)
+    for data, reason in ((DATA + b"x", "instead of 10241"), (b"", "instead of 0")):
+        with pytest.raises(UserError, match=reason):
+            store.write_manifest(checkpointed(JOB, 10, file_of(data), url=url), job_spec())
+    with pytest.raises(UserError, match="is not there"):
+        store.write_manifest(checkpointed(JOB, 11, file_of(), url=url), job_spec())
+    assert names(url, 10) == [NAME]
+
+
+def test_pruning_keeps_what_is_wanted_and_what_may_be_in_the_making(store: CheckpointStore, url: str) -> None:
+    for version in (10, 20, 30, 40):
+        write(url, version)
+        store.write_manifest(checkpointed(JOB, version, file_of(), url=url), job_spec())
+    store.prune(JOB, url, (Step(20), Step(30)))
+    assert {v: names(url, v) for v in (10, 20, 30, 40)} == {
+        10: [],
+        20: [MANIFEST, NAME],
+        30: [MANIFEST, NAME],
+        40: [MANIFEST, NAME],
+    }
+
+
+def test_pruning_where_nothing_is_changes_nothing(store: CheckpointStore, url: str) -> None:
+    store.prune(JOB, url, (Step(5),))
+    store.prune(JOB, url, ())
+
+
+def test_a_place_that_cannot_be_written_is_named(store: CheckpointStore, tmp_path: Path) -> None:
+    url = str(tmp_path / "file" / "below")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match=r"checkpoint\.url"):
+        store.write_manifest(checkpointed(JOB, 1, url=url), job_spec())
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket", "s3a+b://x"])
+def test_a_url_of_an_unknown_kind_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.url"):
+        check_url(url)

@@ -1,0 +1,130 @@
+"""Processes that end with those who started them, whatever kills these."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coordinator.launch.guard import MARK, marked
+from coordinator.launch.leash import leashed
+from coordinator.launch.subprocesses import WorkerProcesses, worker_command
+from skein.errors import UserError
+
+WAIT_S = 20.0
+"""Far above what a process takes to start or to end; reached only when something hangs."""
+FOREVER = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"]
+LEASHES_ONE = """
+import subprocess, sys
+from coordinator.launch.leash import leashed
+child = subprocess.Popen(leashed(sys.argv[1:], number=9), stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Whatever a test starts; killed after it."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start(
+    started: list[subprocess.Popen[bytes]], command: list[str], *, mark: str | None = None
+) -> tuple[subprocess.Popen[bytes], bytes]:
+    """A process that has said its first line, and the line."""
+    environment = os.environ | ({} if mark is None else {MARK: mark})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    started.append(process)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        gone, _ = psutil.wait_procs([psutil.Process(pid)], timeout=WAIT_S)
+    except psutil.NoSuchProcess:
+        return True
+    return bool(gone) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_leashed_process_ends_with_its_parent(started: list[subprocess.Popen[bytes]]) -> None:
+    parent, line = start(started, [sys.executable, "-c", LEASHES_ONE, *FOREVER])
+    child = int(line)
+    assert psutil.pid_exists(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert has_ended(child)
+
+
+def test_a_leash_to_a_parent_that_is_gone_holds_nothing() -> None:
+    command = leashed(FOREVER, number=signal.SIGKILL)
+    command[3] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: process 1 has ended\n")
+
+
+def test_the_guard_ends_what_is_marked_and_nothing_else(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "session"
+    folder.mkdir()
+    (folder / "log").write_text("words")
+    ours, _ = start(started, FOREVER, mark="a" * 16)
+    other, _ = start(started, FOREVER, mark="a" * 15)
+    nobodys, _ = start(started, FOREVER)
+    assert list(marked("a" * 16)) == [ours.pid]
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "coordinator.launch.guard", "a" * 16, str(folder)], stdin=subprocess.PIPE
+    )
+    started.append(guard)
+    # Its standard input ends: the launcher is gone.
+    guard.communicate(timeout=WAIT_S)
+    assert guard.returncode == 0
+    assert ours.wait(timeout=WAIT_S) == -signal.SIGKILL
+    assert (other.poll(), nobodys.poll()) == (None, None)
+    assert not folder.exists()
+
+
+def test_workers_are_started_as_one_would_by_hand() -> None:
+    assert worker_command("lab:7411", ["--site", "attic"])[1:] == [
+        "-P",
+        "-m",
+        "worker",
+        "--join",
+        "lab:7411",
+        "--site",
+        "attic",
+    ]
+
+
+@pytest.mark.parametrize("number", [0, -1, 257])
+def test_no_workers_and_too_many_are_refused(number: int) -> None:
+    with pytest.raises(UserError, match="from 1 to 256"):
+        WorkerProcesses("lab:7411", number)
+
+
+def test_a_launch_that_cannot_work_ends_with_all_its_workers() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "coordinator.launch",
+        "--workers",
+        "2",
+        "--join",
+        "127.0.0.1:1",
+        "--port",
+        "-1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1
+    assert "has ended, so all end" in done.stderr

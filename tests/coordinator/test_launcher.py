@@ -1,0 +1,107 @@
+"""What a coordinator refuses before it starts anything: one line, the cause and the cure, exit code 1."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator import launcher
+from coordinator.launcher import CoordinatorOptions, ray_environment, run_coordinator
+from coordinator.store import LOCK_FILE
+
+
+def refusal(options: CoordinatorOptions, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that it ends with."""
+    assert run_coordinator(options) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def no_directory(tmp_path: Path) -> CoordinatorOptions:
+    (tmp_path / "file").write_text("")
+    return CoordinatorOptions(state_dir=tmp_path / "file" / "below")
+
+
+def no_token(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, token_file=tmp_path / "none")
+
+
+def open_to_all(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, host="0.0.0.0")
+
+
+def no_port(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, port=70_000)
+
+
+def short_lease(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, lease_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "cure"),
+    [
+        (no_directory, "state_dir", "give a directory that you can write"),
+        (no_token, "token_file", "give a file that you can read"),
+        (open_to_all, "listen", "set a token file"),
+        (no_port, "port", "between 1 and 65535"),
+        (short_lease, "lease_s", "at least 0.5 s"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    wrong: Callable[[Path], CoordinatorOptions],
+    field: str,
+    cure: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = refusal(wrong(tmp_path), capsys)
+    assert line.startswith(f"error: {field}: ")
+    assert cure in line
+
+
+@pytest.mark.parametrize("which", ["listen", "metrics_port"])
+def test_a_port_in_use_is_refused(which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        options = CoordinatorOptions(
+            state_dir=tmp_path,
+            port=port if which == "listen" else free,
+            metrics_port=port if which == "metrics_port" else free,
+        )
+        line = refusal(options, capsys)
+    assert (
+        line
+        == f"error: {which}: '127.0.0.1:{port}': Address already in use; give another one, or end what listens there"
+    )
+
+
+def test_a_state_directory_in_use_is_waited_for_and_then_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "LOCK_WAIT_S", 0.05)
+    with (tmp_path / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711\n")
+        lock.flush()
+        assert run_coordinator(CoordinatorOptions(state_dir=tmp_path)) == 1
+    waiting, line = capsys.readouterr().err.splitlines()
+    assert waiting.endswith(f"process 4711 to leave {tmp_path}")
+    assert "the coordinator with process id 4711 is using it" in line
+
+
+def test_ray_is_told_to_keep_strangers_out_and_reports_to_nobody(tmp_path: Path) -> None:
+    environment = ray_environment(tmp_path)
+    token_file = Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert token_file.stat().st_mode & 0o777 == 0o600
+    assert len(token_file.read_text()) == 64
+    assert ray_environment(tmp_path) == environment
+    assert os.environ.get("RAY_AUTH_TOKEN_PATH") != str(token_file)

@@ -1,0 +1,244 @@
+"""What Prometheus reads: counted from records, bounded in labels, and in its own format."""
+
+import json
+import math
+from collections.abc import Sequence
+from http import HTTPStatus
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.exposition import Exposition, targets
+from coordinator.metrics import MAX_JOBS, MAX_LABELS, MAX_WORKERS, Metrics
+from coordinator.status import Roster
+from skein.plan.plan import Infeasible
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import ReportArrived, TimePassed
+from skein.protocol.messages import Beat, Count
+from skein.protocol.records import Record, RolledBack
+from skein.types import JobId, Step, WorkerId
+from skein.wire.views import WorkerState
+from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted
+
+JOB = "digits-1"
+LOG: tuple[Record, ...] = (
+    opened(1),
+    submitted(JOB),
+    *(committed(JOB, step, wall_s=10.0 + step) for step in range(5)),
+    checkpointed(JOB, 5),
+)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Samples by name and labels' values, parsed as Prometheus would; worker comes before kind, src before dst."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        (sample.name, tuple(value for _, value in sorted(sample.labels.items(), reverse=True))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def with_workers(*names: str) -> Coordinator:
+    """A machine that these workers have joined at time 100."""
+    machine = Coordinator()
+    machine.replay(LOG)
+    for name in names:
+        report = hello(name)
+        event = ReportArrived(worker=report.worker, incarnation=report.incarnation, report=report)
+        machine.handle(event, now=100.0)
+    return machine
+
+
+def sampled(metrics: Metrics, machine: Coordinator, *, now: float = 101.0) -> None:
+    workers = Roster(machine).workers(now=now)
+    metrics.sample(machine, workers, num_streams=len(workers), lag_s=0.0, now=now)
+
+
+def beat(metrics: Metrics, worker: str, counts: Sequence[Count]) -> None:
+    metrics.heard(WorkerId(worker), Beat(progress=1, statistics=tuple(counts)))
+
+
+def test_numbers_of_a_job_follow_from_its_records() -> None:
+    metrics = Metrics()
+    metrics.appended(LOG, 0.002)
+    found = samples(metrics)
+    assert found["skein_committed_steps_total", (JOB,)] == 5
+    assert found["skein_trained_tokens_total", (JOB,)] == 500
+    assert found["skein_loss_nats", (JOB,)] == pytest.approx(4.6)
+    assert found["skein_throughput_tokens_per_second", (JOB,)] == 100
+    assert found["skein_step_seconds_count", (JOB,)] == 4
+    assert found["skein_checkpoints_total", (JOB,)] == 1
+    assert found["skein_rollbacks_total", (JOB,)] == 0
+    assert found["skein_run_log_append_seconds_count", ()] == 1
+
+
+def test_replay_gives_the_numbers_that_were_before() -> None:
+    live, replayed = Metrics(), Metrics()
+    for record in LOG:
+        live.appended([record], 0.001)
+    replayed.recorded(LOG)
+    of_job = [key for key in samples(live) if JOB in key[1]]
+    assert of_job
+    assert {key: samples(live)[key] for key in of_job} == {key: samples(replayed)[key] for key in of_job}
+
+
+def test_steps_that_are_rolled_back_are_counted_as_lost() -> None:
+    metrics = Metrics()
+    metrics.recorded(LOG)
+    back = RolledBack(job=JobId(JOB), from_version=Step(5), to_version=Step(2), reason="", wall_s=60.0)
+    metrics.recorded([back])
+    found = samples(metrics)
+    assert found["skein_rollbacks_total", (JOB,)] == 1
+    assert found["skein_rolled_back_steps_total", (JOB,)] == 3
+    assert found["skein_version_steps", (JOB,)] == 2
+
+
+def test_only_the_newest_jobs_have_series() -> None:
+    metrics = Metrics()
+    for number in range(MAX_JOBS + 5):
+        metrics.recorded([submitted(f"job-{number}"), committed(f"job-{number}", 0, wall_s=1.0)])
+    jobs = {labels[0] for name, labels in samples(metrics) if name == "skein_trained_tokens_total"}
+    assert jobs == {f"job-{number}" for number in range(5, MAX_JOBS + 5)}
+
+
+def test_workers_leases_and_checkpoint_age_are_sampled() -> None:
+    metrics, machine = Metrics(), with_workers("w1", "w2")
+    metrics.recorded(LOG)
+    sampled(metrics, machine)
+    found = samples(metrics)
+    assert found["skein_workers", ("idle",)] == 2
+    assert found["skein_workers", ("lost",)] == 0
+    assert found["skein_lease_remaining_seconds", ("w1",)] == pytest.approx(2.0)
+    assert found["skein_checkpoint_age_seconds", (JOB,)] == pytest.approx(51.0)
+    assert found["skein_epoch_number", ()] == 1
+
+
+def test_workers_that_are_gone_leave_no_series() -> None:
+    metrics = Metrics()
+    beat(metrics, "w1", [Count(name="skein_worker_bubble_ratio", label="", value=0.5)])
+    sampled(metrics, with_workers("w1"))
+    assert ("skein_worker_bubble_ratio", ("w1",)) in samples(metrics)
+    sampled(metrics, with_workers())
+    assert not [key for key in samples(metrics) if "w1" in key[1]]
+
+
+def test_statistics_of_workers_are_re_exported_under_their_names() -> None:
+    metrics = Metrics()
+    beat(
+        metrics,
+        "w1",
+        [
+            Count(name="skein_worker_op_seconds_sum", label="forward", value=2.5),
+            Count(name="skein_worker_op_seconds_count", label="forward", value=10),
+            Count(name="skein_worker_queued_ops", label="backward", value=3),
+            Count(name="skein_worker_in_flight_microbatches", label="", value=2),
+            Count(name="skein_worker_rpc_errors_total", label="probe", value=1),
+            Count(name="skein_worker_sent_bytes_total", label="w2", value=1e6),
+        ],
+    )
+    sampled(metrics, with_workers("w1"))
+    found = samples(metrics)
+    assert found["skein_worker_op_seconds_sum", ("w1", "forward")] == 2.5
+    assert found["skein_worker_op_seconds_count", ("w1", "forward")] == 10
+    assert found["skein_worker_queued_ops", ("w1", "backward")] == 3
+    assert found["skein_worker_in_flight_microbatches", ("w1",)] == 2
+    assert found["skein_worker_rpc_errors_total", ("w1", "probe")] == 1
+    assert found["skein_link_bytes_total", ("w1", "w2")] == 1e6
+
+
+def test_what_a_worker_makes_up_is_not_re_exported() -> None:
+    metrics = Metrics()
+    beat(
+        metrics,
+        "w1",
+        [
+            Count(name="skein_loss_nats", label="", value=0),
+            Count(name='evil{x="', label="", value=1),
+            Count(name="skein_worker_bubble_ratio", label="", value=math.nan),
+            Count(name="skein_worker_queued_ops", label='"} 1\nx', value=1),
+        ],
+    )
+    sampled(metrics, with_workers("w1"))
+    of_worker = {key: value for key, value in samples(metrics).items() if "w1" in key[1]}
+    assert set(of_worker) == {
+        ("skein_lease_remaining_seconds", ("w1",)),
+        ("skein_worker_queued_ops", ("w1", '"} 1\nx')),
+    }
+
+
+def test_labels_of_a_worker_are_bounded_and_none_of_their_values_is_lost() -> None:
+    metrics = Metrics()
+    peers = [
+        Count(name="skein_worker_sent_bytes_total", label=f"p{n:04d}", value=1) for n in range(MAX_LABELS + 9)
+    ]
+    beat(metrics, "w1", peers)
+    sampled(metrics, with_workers("w1"))
+    links = {
+        labels: value
+        for (name, labels), value in samples(metrics).items()
+        if name == "skein_link_bytes_total"
+    }
+    assert len(links) == MAX_LABELS + 1
+    assert links["w1", "other"] == 9
+    assert sum(links.values()) == MAX_LABELS + 9
+
+
+def test_workers_with_statistics_are_bounded() -> None:
+    metrics, names = Metrics(), [f"w{number:04d}" for number in range(MAX_WORKERS + 7)]
+    for name in names:
+        beat(metrics, name, [Count(name="skein_worker_bubble_ratio", label="", value=0.5)])
+    sampled(metrics, with_workers(*names))
+    found = [labels[0] for name, labels in samples(metrics) if name == "skein_worker_bubble_ratio"]
+    assert sorted(found) == names[:MAX_WORKERS]
+
+
+def test_answers_of_the_planner_and_refusals_are_counted() -> None:
+    metrics = Metrics()
+    metrics.planned(Infeasible(reason="no"), 0.1)
+    metrics.refused("Submit", "invalid_argument")
+    found = samples(metrics)
+    assert found["skein_plans_total", ("infeasible",)] == 1
+    assert found["skein_rpc_errors_total", ("invalid_argument", "Submit")] == 1
+
+
+def test_every_name_has_the_prefix_and_counters_end_in_total() -> None:
+    metrics = Metrics()
+    metrics.recorded(LOG)
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        assert family.name.startswith("skein_")
+        assert not family.name.endswith(("_created", "_ms", "_milliseconds"))
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+
+
+def test_discovery_lists_the_coordinator_and_each_worker() -> None:
+    machine = with_workers("w1", "w2")
+    workers = {worker.worker: worker for worker in Roster(machine).workers(now=101.0)}
+    found = json.loads(json.dumps(targets("lab:7412", workers)))
+    assert [entry["targets"] for entry in found] == [["lab:7412"]] * 3
+    assert [entry["labels"].get("__metrics_path__") for entry in found] == [
+        None,
+        "/metrics/worker/w1",
+        "/metrics/worker/w2",
+    ]
+
+
+def test_a_lost_worker_is_down_and_an_unknown_path_is_not_found() -> None:
+    machine = with_workers("w1")
+    roster = Roster(machine)
+    roster.look()
+    machine.handle(TimePassed(), now=200.0)
+    workers = {worker.worker: worker for worker in roster.workers(now=201.0)}
+    assert workers[WorkerId("w1")].state is WorkerState.LOST
+    page = Exposition("127.0.0.1", 0, lambda: b"all")
+    try:
+        page.show(workers)
+        assert page.answer("/metrics/worker/w1", "")[0] is HTTPStatus.SERVICE_UNAVAILABLE
+        assert page.answer("/metrics/worker/w9", "")[0] is HTTPStatus.NOT_FOUND
+        assert page.answer("/", "")[0] is HTTPStatus.NOT_FOUND
+        assert page.answer("/metrics", "")[2] == b"all"
+        assert page.address.encode() in page.answer("/sd", 'evil"host/')[2]
+        assert b"lab:1" in page.answer("/sd", "lab:1")[2]
+    finally:
+        page.close()

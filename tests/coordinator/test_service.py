@@ -1,0 +1,463 @@
+"""The coordinator's services over real connections on loopback, with a run log on disk and scripted workers."""
+
+import asyncio
+import hashlib
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode, aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator import serving
+from coordinator.serving import Serving, ServingOptions
+from coordinator.store import RunLog
+from skein import PROTOCOL_VERSION
+from skein.errors import LocalError, UserError
+from skein.protocol.messages import Beat, CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
+from skein.protocol.records import Record
+from skein.types import WorkerId
+from skein.wire import codec
+from skein.wire.channel import Lane, open_channel
+from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, LogLines, PutStart
+from skein.wire.failures import error_of
+from skein.wire.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+)
+from tests.coordinator.builders import (
+    WAIT_S,
+    checkpointed,
+    committed,
+    eventually,
+    hello,
+    job_spec,
+    plan_at_once,
+    submitted,
+)
+
+TOKEN = "correct-horse-battery"
+DATA = bytes(range(256)) * 10
+FILE = CheckpointFile(
+    name="stage-000.model.safetensors",
+    num_bytes=len(DATA),
+    sha256=hashlib.sha256(DATA).hexdigest(),
+    tensors=("w",),
+)
+
+
+@asynccontextmanager
+async def coordinator(
+    state_dir: Path, *, token: str | None = None, metrics_port: int | None = None
+) -> AsyncIterator[Serving]:
+    options = ServingOptions(state_dir=state_dir, token=token, metrics_port=metrics_port)
+    running = await Serving.start(options, plan_at_once)
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+@asynccontextmanager
+async def connected(running: Serving, *, token: str | None = None) -> AsyncIterator[aio.Channel]:
+    channel = open_channel(running.where().address, Lane.CONTROL, token=token)
+    async with channel, asyncio.timeout(WAIT_S):
+        yield channel
+
+
+def write_log(state_dir: Path, records: Sequence[Record]) -> None:
+    """A state directory with a past."""
+    with RunLog.open(state_dir, wall_s=1.0) as log:
+        log.append(records)
+
+
+class ScriptedWorker:
+    """A control stream that says what a test tells it to."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self.call = control_pb2_grpc.ControlStub(channel).Session()  # type: ignore[call-arg]
+
+    async def say(self, report: codec.Upward) -> None:
+        await self.call.write(codec.REPORT.encode(report))
+
+    async def hear(self) -> Directive:
+        message = await self.call.read()
+        assert isinstance(message, control_pb2.Directive), "the stream has ended"
+        return codec.DIRECTIVE.decode(message)
+
+
+async def submit(channel: aio.Channel, key: str = "k", spec: str | None = None) -> jobs_pb2.SubmitReply:
+    request = jobs_pb2.SubmitRequest(key=key, spec=spec or job_spec().canonical_json())
+    return await jobs_pb2_grpc.JobsStub(channel).Submit(request)
+
+
+async def status_of(call: Awaitable[object]) -> StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+def count_of(running: Serving, method: str, reason: str) -> float:
+    """Refusals of a kind, as metrics have them."""
+    wanted = f'skein_rpc_errors_total{{method="{method}",reason="{reason}"}} '
+    lines = running.metrics.render().decode().splitlines()
+    return float(next((line.removeprefix(wanted) for line in lines if line.startswith(wanted)), 0))
+
+
+# --- control streams ---
+
+
+async def test_a_worker_is_welcomed_and_fenced_into_a_job(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        welcome = await worker.hear()
+        assert isinstance(welcome, Welcome)
+        assert welcome.epoch == 1
+        reply = await submit(channel)
+        fence = await worker.hear()
+        assert isinstance(fence, NewGeneration)
+        assert (fence.epoch, fence.job) == (1, reply.job)
+
+
+async def test_a_worker_of_another_release_is_refused_and_let_go(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello(version=PROTOCOL_VERSION + 1))
+        refused = await worker.hear()
+        assert isinstance(refused, Refused)
+        assert "install the same release" in refused.reason
+        assert not isinstance(await worker.call.read(), control_pb2.Directive)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Beat(progress=0, statistics=()),
+        hello("no/slashes"),
+        hello(""),
+        hello("x" * 65),
+        hello(incarnation="ä"),
+    ],
+)
+async def test_a_stream_that_begins_with_no_proper_hello_is_refused(
+    tmp_path: Path, first: codec.Upward
+) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(first)
+        assert await worker.call.code() is StatusCode.FAILED_PRECONDITION
+        assert count_of(running, "Session", "failed_precondition") == 1
+        assert running.driver.num_streams == 0
+
+
+async def test_a_message_that_nobody_understands_ends_the_stream_and_is_counted(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        await worker.call.write(control_pb2.Report())
+        assert await worker.call.code() is StatusCode.FAILED_PRECONDITION
+        assert count_of(running, "Session", "failed_precondition") == 1
+        await eventually(lambda: running.driver.num_streams == 0)
+
+
+async def test_a_broken_stream_is_noticed(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        entry = running.driver.machine.membership.live[WorkerId("w1")]
+        worker.call.cancel()
+        await eventually(lambda: not entry.is_connected)
+
+
+async def test_log_lines_and_statistics_of_a_worker_are_passed_on(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        job = (await submit(channel)).job
+        await worker.hear()
+        count = Count(name="skein_worker_bubble_ratio", label="", value=0.25)
+        await worker.say(Beat(progress=1, statistics=(count,)))
+        await worker.say(
+            LogLines(lines=(LogLine(level=LogLevel.WARNING, wall_s=1.0, text="a \n" + "b" * 9000),))
+        )
+        async for event in jobs_pb2_grpc.JobsStub(channel).Watch(jobs_pb2.WatchRequest(job=job)):
+            if event.WhichOneof("body") == "line_logged" and event.line_logged.worker == "w1":
+                assert len(event.line_logged.line.text) <= 2000
+                break
+        workers = await jobs_pb2_grpc.JobsStub(channel).Workers(jobs_pb2.WorkersRequest())
+        assert [w.worker for w in workers.workers] == ["w1"]
+
+
+# --- jobs ---
+
+
+async def test_submitting_a_key_again_gives_the_same_job(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        first, again = await asyncio.gather(submit(channel), submit(channel))
+        assert first.job == again.job
+        assert sorted([first.is_new, again.is_new]) == [False, True]
+        assert (await submit(channel, "other")).job != first.job
+
+
+async def test_a_key_does_not_stand_for_two_jobs(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        await submit(channel)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await submit(channel, spec=job_spec("another").canonical_json())
+        assert caught.value.code() is StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ("{", "job"),
+        ("{}", "name"),
+        (job_spec().canonical_json().replace('"samples":4', '"samples":-4'), "batch.samples"),
+        (job_spec().canonical_json().replace('"seed":0', '"seed":0,"sede":1'), "sede"),
+        (job_spec().canonical_json().replace('"stages":1', '"stages":400'), "parallel.stages"),
+        (job_spec().canonical_json().replace('"url":null', '"url":"nosuch://x"'), "checkpoint.url"),
+        ('{"name":"' + "x" * (1 << 20) + '"}', "job"),
+    ],
+)
+async def test_a_job_that_nobody_can_run_is_refused_with_the_field(
+    tmp_path: Path, spec: str, field: str
+) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await submit(channel, spec=spec)
+        error = error_of(caught.value, "here")
+        assert isinstance(error, UserError)
+        assert error.field == field
+        assert caught.value.code() is StatusCode.INVALID_ARGUMENT
+        assert running.driver.machine.history.jobs == {}
+
+
+async def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        jobs = jobs_pb2_grpc.JobsStub(channel)
+        files = checkpoint_pb2_grpc.CheckpointStub(channel)
+        calls = (
+            jobs.Get(jobs_pb2.GetJobRequest(job="none")),
+            jobs.Cancel(jobs_pb2.CancelRequest(job="none")),
+            jobs.Drain(jobs_pb2.DrainRequest(worker="none")),
+            files.Manifest(checkpoint_pb2.ManifestRequest(job="none")),
+        )
+        assert [await status_of(call) for call in calls] == [StatusCode.NOT_FOUND] * 4
+        assert await jobs.Watch(jobs_pb2.WatchRequest(job="none")).code() is StatusCode.NOT_FOUND
+        assert count_of(running, "Get", "not_found") == 1
+
+
+async def test_a_cancelled_job_is_over_for_all_who_watch(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        jobs = jobs_pb2_grpc.JobsStub(channel)
+        job = (await submit(channel)).job
+        watching = jobs.Watch(jobs_pb2.WatchRequest(job=job))
+        status = codec.JOB_STATUS.decode(await jobs.Cancel(jobs_pb2.CancelRequest(job=job)))
+        assert status.state == "cancelled"
+        bodies = [event.WhichOneof("body") async for event in watching]
+        assert bodies[0] == "state_changed"
+        assert "ended" in bodies
+
+
+async def test_a_restart_keeps_jobs_and_their_numbers(tmp_path: Path) -> None:
+    steps = [committed("digits-1", step, wall_s=10.0 + step) for step in range(5)]
+    write_log(tmp_path, [submitted("digits-1"), *steps])
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        jobs = jobs_pb2_grpc.JobsStub(channel)
+        listed = await jobs.List(jobs_pb2.ListJobsRequest())
+        status = codec.JOB_STATUS.decode(listed.jobs[0])
+        assert (status.step, status.num_tokens, status.loss) == (5, 500, 4.6)
+        assert (await jobs.Version(jobs_pb2.VersionRequest())).epoch == 2
+        watching = jobs.Watch(jobs_pb2.WatchRequest(job="digits-1", since=4))
+        events = [await watching.read(), await watching.read()]
+        assert [e.step_finished.record.step for e in events if isinstance(e, jobs_pb2.JobEvent)] == [3, 4]
+    async with coordinator(tmp_path) as running:
+        assert running.where().epoch == 3
+        assert 'skein_committed_steps_total{job="digits-1"} 5.0' in running.metrics.render().decode()
+
+
+# --- checkpoint files ---
+
+
+async def put(
+    channel: aio.Channel, *, version: int = 5, sha256: str = FILE.sha256, data: bytes = DATA
+) -> None:
+    parts = (
+        PutStart(
+            job=submitted("digits-1").job,
+            version=committed("", version, wall_s=0).record.step,
+            name=FILE.name,
+            num_bytes=len(DATA),
+        ),
+        FileData(data=data[:1000]),
+        FileData(data=data[1000:]),
+        FileEnd(sha256=sha256),
+    )
+    call = checkpoint_pb2_grpc.CheckpointStub(channel).Put(codec.PUT_PART.encode(part) for part in parts)
+    reply = codec.PUT_REPLY.decode(await call)
+    assert (reply.num_bytes, reply.sha256) == (len(DATA), FILE.sha256)
+
+
+def log_with_steps(state_dir: Path, *more: Record) -> None:
+    write_log(
+        state_dir, [submitted("digits-1"), *(committed("digits-1", s, wall_s=s) for s in range(5)), *more]
+    )
+
+
+async def test_an_uploaded_file_lies_under_its_version(tmp_path: Path) -> None:
+    log_with_steps(tmp_path)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        await put(channel)
+    assert (tmp_path / "checkpoints" / "digits-1" / "v00000005" / FILE.name).read_bytes() == DATA
+
+
+async def test_a_file_that_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:
+    log_with_steps(tmp_path)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        for call in (
+            put(channel, sha256="0" * 64),
+            put(channel, data=DATA[:-1]),
+            put(channel, data=DATA + b"x"),
+            put(channel, version=6),
+        ):
+            with pytest.raises(aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is StatusCode.FAILED_PRECONDITION
+    assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
+
+
+async def test_only_files_of_checkpoints_that_exist_can_be_had(tmp_path: Path) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 5, FILE))
+    folder = tmp_path / "checkpoints" / "digits-1" / "v00000005"
+    folder.mkdir(parents=True)
+    (folder / FILE.name).write_bytes(DATA)
+    (folder / "stage-001.model.safetensors").write_bytes(DATA)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        files = checkpoint_pb2_grpc.CheckpointStub(channel)
+        manifest = codec.MANIFEST_REPLY.decode(
+            await files.Manifest(checkpoint_pb2.ManifestRequest(job="digits-1"))
+        )
+        assert (manifest.version, manifest.stages[0].files) == (5, (FILE,))
+        request = checkpoint_pb2.GetRequest(job="digits-1", version=5, name=FILE.name, offset=1500)
+        start, data, end = [codec.GET_PART.decode(part) async for part in files.Get(request)]
+        assert (start, end) == (GetStart(num_bytes=len(DATA)), FileEnd(sha256=FILE.sha256))
+        assert data == FileData(data=DATA[1500:])
+        for name in ("stage-001.model.safetensors", "../../../run.sqlite3", "manifest.json"):
+            call = files.Get(checkpoint_pb2.GetRequest(job="digits-1", version=5, name=name))
+            assert await call.code() is StatusCode.NOT_FOUND
+
+
+async def test_a_file_of_a_checkpoint_that_exists_cannot_be_replaced_by_another(tmp_path: Path) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 5, FILE))
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        await put(channel)
+        other = bytes(len(DATA))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await put(channel, data=other, sha256=hashlib.sha256(other).hexdigest())
+        assert "exists with other content" in str(caught.value.details())
+
+
+# --- who may call, and how much is told ---
+
+
+async def test_without_the_token_every_call_is_refused_and_counted(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, token=TOKEN) as running:
+        async with connected(running) as channel:
+            version = jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+            assert await status_of(version) is StatusCode.UNAUTHENTICATED
+            assert await ScriptedWorker(channel).call.code() is StatusCode.UNAUTHENTICATED
+            watch = jobs_pb2_grpc.JobsStub(channel).Watch(jobs_pb2.WatchRequest(job="x"))
+            assert await watch.code() is StatusCode.UNAUTHENTICATED
+            unknown = channel.unary_unary("/skein.wire.v1.Jobs/Nothing", None, None)(b"")
+            assert await status_of(unknown) is StatusCode.UNAUTHENTICATED
+        await eventually(lambda: count_of(running, "Version", "unauthenticated") == 1)
+        await eventually(lambda: count_of(running, "Session", "unauthenticated") == 1)
+        async with connected(running, token=TOKEN) as channel:
+            await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+
+
+async def test_health_needs_no_token(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, token=TOKEN) as running, connected(running) as channel:
+        for service in ("", "skein.wire.v1.Control", "skein.wire.v1.Jobs", "skein.wire.v1.Checkpoint"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await health_pb2_grpc.HealthStub(channel).Check(request)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_method_that_does_not_exist_is_unimplemented_and_counted(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        call = channel.unary_unary("/skein.wire.v1.Jobs/Nothing", None, None)(b"")
+        assert await status_of(call) is StatusCode.UNIMPLEMENTED
+        assert count_of(running, "unknown", "unimplemented") == 1
+
+
+# --- as a whole ---
+
+
+async def test_two_coordinators_never_share_a_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "LOCK_WAIT_S", 0.05)
+    async with coordinator(tmp_path):
+        with pytest.raises(UserError, match="is using it"):
+            await Serving.start(ServingOptions(state_dir=tmp_path), plan_at_once)
+    async with coordinator(tmp_path) as second:
+        assert second.where().epoch == 2
+
+
+async def test_a_port_in_use_is_named_and_the_directory_is_free_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for options in (
+            ServingOptions(state_dir=tmp_path, port=port, metrics_port=0),
+            ServingOptions(state_dir=tmp_path, metrics_port=port),
+        ):
+            with pytest.raises(UserError, match=f"127.0.0.1:{port}"):
+                await Serving.start(options, plan_at_once)
+    async with coordinator(tmp_path):
+        pass
+
+
+async def test_a_coordinator_that_crashes_again_and_again_stops(tmp_path: Path) -> None:
+    for _ in range(serving.MAX_OPENINGS):
+        async with coordinator(tmp_path):
+            pass
+    with pytest.raises(LocalError, match="crashes again and again"):
+        async with coordinator(tmp_path):
+            pass
+
+
+async def test_another_owner_of_the_log_ends_a_coordinator(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        (tmp_path / "lock").unlink()
+        with RunLog.open(tmp_path, wall_s=1.0):
+            with pytest.raises(aio.AioRpcError):
+                await submit(channel)
+            assert "epoch 1 is over" in await running.ended()
+
+
+async def test_metrics_are_served_with_discovery(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, metrics_port=0) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        address = running.where().metrics_address
+
+        def get(path: str) -> str:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=WAIT_S) as reply:
+                return str(reply.read().decode())
+
+        text = await asyncio.to_thread(get, "/metrics")
+        assert "skein_build_info" in text
+        assert f'"targets": ["{address}"]' in await asyncio.to_thread(get, "/sd")
