@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -12,19 +11,13 @@ from typing import Self
 
 from client.api import Client
 from client.errors import NotReachable
-from client.tether import tethered_arguments
+from client.local import free_port
+from client.tether import start_tethered
 from skein.wire.views import WorkerState
 
 START_S = 90.0
 """Within which a coordinator must serve and workers must join, on a busy machine."""
 _POLL_S = 0.1
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:
@@ -128,15 +121,8 @@ class Cluster:
 
     def _start(self, module: str, arguments: list[str], *, log: str | None = None) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
-        with (self.directory / f"{log or module}.log").open("ab") as out:
-            return subprocess.Popen(
-                tethered_arguments(module, arguments),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+        path = self.directory / f"{log or module}.log"
+        return start_tethered(module, arguments, log=path, environment=environment)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

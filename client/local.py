@@ -15,7 +15,7 @@ from typing import Self
 from client.api import Client
 from client.connection import DEFAULT_TARGET
 from client.errors import NotReachable
-from client.tether import tethered_arguments
+from client.tether import start_tethered
 from skein.errors import SkeinError
 from skein.wire.channel import split_address
 from skein.wire.views import WorkerState
@@ -138,15 +138,7 @@ class LocalFleet:
 
     def _run(self, name: str, module: str, arguments: Sequence[str]) -> None:
         log = self.logs / f"{name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                tethered_arguments(module, list(arguments)),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(self.num_workers),
-                start_new_session=True,
-            )
+        process = start_tethered(module, arguments, log=log, environment=_environment(self.num_workers))
         self.services.append(Service(name=name, process=process, log=log))
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
@@ -158,8 +150,8 @@ class LocalFleet:
             time.sleep(_TICK_S)
 
 
-def free_port(wanted: int) -> int:
-    """`wanted` if nothing listens there, else another that is free."""
+def free_port(wanted: int = 0) -> int:
+    """`wanted` if nothing listens there, else another that is free; 0: any."""
     for port in (wanted, 0):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

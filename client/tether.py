@@ -6,14 +6,32 @@ The kernel sends SIGTERM when the parent is gone, however it went; that survives
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
 
-def tethered_arguments(module: str, arguments: list[str]) -> list[str]:
+def tethered_arguments(module: str, arguments: Sequence[str]) -> list[str]:
     """How `module` is run so that it ends with this process."""
     return [sys.executable, "-P", "-m", "client.tether", str(os.getpid()), module, *arguments]
+
+
+def start_tethered(
+    module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """`module` in a process group of its own that ends with this process; what it prints is added to `log`."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            tethered_arguments(module, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 an id have no dataclass and are used as they are.
 """
 
-from skein.protocol.messages import Directive, Envelope, Report
+from skein.protocol.messages import Directive, Report
 from skein.protocol.records import Record
 from skein.topology.fleet import Link
 from skein.wire import extra, views
@@ -18,7 +18,6 @@ REPORT: Codec[Upward, control_pb2.Report] = Codec(Upward, control_pb2.Report)
 DIRECTIVE: Codec[Directive, control_pb2.Directive] = Codec(Directive, control_pb2.Directive)
 RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record)
 
-ENVELOPE: Codec[Envelope, peer_pb2.Envelope] = Codec(Envelope, peer_pb2.Envelope)
 TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)
 PART_REPLY: Codec[extra.PartReply, peer_pb2.PartReply] = Codec(extra.PartReply, peer_pb2.PartReply)
 FETCH_BOUNDARY: Codec[extra.FetchBoundaryRequest, peer_pb2.FetchBoundaryRequest] = Codec(

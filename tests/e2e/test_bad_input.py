@@ -9,7 +9,8 @@ import psutil
 import pytest
 import yaml
 
-from bench.cluster import Cluster, free_port, running
+from bench.cluster import Cluster, running
+from client.local import free_port
 from skein.config.job import JobSpec
 from tests.e2e.jobs import text_job, write_text
 

@@ -1,6 +1,5 @@
 """Checkpoints written by one cut and read by another."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,11 @@ from skein.protocol.messages import CheckpointFile
 from skein.protocol.ops import SaveOp
 from skein.protocol.records import StageFiles
 from skein.types import JobId, Layout, Precision, StageIndex, Step
-from tests.worker.lab import Lab, tiny_job, write_text
+from tests.worker.lab import Lab, tiny_job
 from worker.checkpoint import UrlArchive, check_url, file_names, folder_of, read_state, write_stage
 from worker.compute.chunk import STEP, state_names
 
 JOB = JobId("j1")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path)
-
-
-@pytest.fixture
-def labs() -> Iterator[list[Lab]]:
-    """Labs to be closed after the test."""
-    opened: list[Lab] = []
-    yield opened
-    for lab in opened:
-        lab.close()
 
 
 def save(lab: Lab, url: Path, version: int) -> tuple[StageFiles, ...]:

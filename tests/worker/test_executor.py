@@ -15,7 +15,7 @@ from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Decision, Phase
 from skein.protocol.ops import ClearOp, ForwardOp, Op, OpFailed, OpOutcome
 from skein.types import ChunkRef, Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step, WorkerId
-from tests.worker.lab import CPU, Lab, digits_job, tiny_job, write_text
+from tests.worker.lab import CPU, Lab, digits_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute
@@ -34,20 +34,6 @@ CASES = [
     for stages, replicas, layout, is_tied in product((1, 2, 4), (1, 2), Layout, (True, False))
     if (stages, replicas) != (4, 2)
 ]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path)
-
-
-@pytest.fixture
-def labs() -> Iterator[list[Lab]]:
-    """Labs to be closed after the test."""
-    opened: list[Lab] = []
-    yield opened
-    for lab in opened:
-        lab.close()
 
 
 class PlainTorch:
