@@ -124,7 +124,7 @@ async def listen(service: peer_pb2_grpc.PeerServicer) -> tuple[aio.Server, int]:
     return server, port
 
 
-# --- the other process ------------------------------------------------------------------------------------------
+# --- the other process ---
 
 
 async def answer(parent_port: int) -> None:
@@ -165,7 +165,7 @@ async def other_process(port: int) -> AsyncIterator[tuple[int, int]]:
         await process.wait()
 
 
-# --- measurements -----------------------------------------------------------------------------------------------
+# --- measurements ---
 
 
 async def bare_bytes_per_s(port: int) -> float:

@@ -41,6 +41,7 @@ def default_state_dir() -> Path:
 @click.option("--lease", "lease_s", default=3.0, help="Seconds of silence after which a worker is lost.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def main(
+    *,
     host: str,
     port: int,
     state_dir: Path,

@@ -54,6 +54,7 @@ def _memory(text: str | None) -> int | None:
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def up(
+    *,
     join: str,
     name: str | None,
     site: str,

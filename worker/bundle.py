@@ -14,7 +14,7 @@ _TORCH_BY_DTYPE = {dtype: getattr(torch, dtype) for dtype in DType}
 _DTYPE_BY_TORCH: dict[torch.dtype, DType] = {value: dtype for dtype, value in _TORCH_BY_DTYPE.items()}
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
-# --- values -----------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def num_bytes_of(bundle: Bundle) -> int:
     return sum(len(tensor.data) for tensor in bundle)
 
 
-# --- limits -----------------------------------------------------------------------------------------------------
+# --- limits ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> F
     return None
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------
+# --- buffers ---
 
 
 def allocate(num_bytes: int) -> memoryview:
@@ -116,7 +116,7 @@ def split(tensors: Iterable[TensorMeta], data: memoryview) -> Bundle:
     return tuple(bundle)
 
 
-# --- torch ------------------------------------------------------------------------------------------------------
+# --- torch ---
 
 
 def to_wire(name: str, tensor: torch.Tensor) -> WireTensor:

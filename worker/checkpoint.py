@@ -129,7 +129,7 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-# --- writing ----------------------------------------------------------------------------------------------------
+# --- writing ---
 
 
 def write_stage(
@@ -171,7 +171,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------
+# --- reading ---
 
 
 def read_state(stages: Iterable[StageFiles], names: Iterable[str], archive: Archive) -> dict[str, Tensor]:

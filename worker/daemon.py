@@ -132,7 +132,7 @@ def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
             loop.remove_signal_handler(number)
 
 
-# --- options ----------------------------------------------------------------------------------------------------
+# --- options ---
 
 
 def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":

@@ -38,7 +38,7 @@ _WORD_OF_EVENT = {
 _NONE = "-"
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------
+# --- JSON ---
 
 
 def plain(value: object) -> object:
@@ -84,7 +84,7 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(plain(value)))
 
 
-# --- text -------------------------------------------------------------------------------------------------------
+# --- text ---
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, nothing: str) -> None:

@@ -81,7 +81,7 @@ def job_schema() -> Document:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobSpec.model_json_schema()}
 
 
-# --- YAML -------------------------------------------------------------------------------------------------------
+# --- YAML ---
 
 
 def parse_document(text: str, *, origin: str) -> Document:

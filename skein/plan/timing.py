@@ -26,8 +26,9 @@ def warm_up_depths(
         hop_s: activation from hop h to h + 1 and gradient back, seconds; num_hops - 1 of them.
         period_s: seconds from one microbatch to the next at each hop; in one pipeline that is max(op_s).
 
-    Source: K_r = K_{r+1} + ceil((f_{r+1} + b_{r+1} + c_fwd + c_bwd) / P), K = 1 at the last hop. A holder that sees
-    only a part of the microbatches waits longer between two, so P is each hop's own.
+    Hop r starts what will be under way until its first gradient returns:
+    K_r = K_{r+1} + ceil((f_{r+1} + b_{r+1} + c_fwd + c_bwd) / P), K = 1 at the last hop. P is each hop's own, for a
+    holder that sees only a part of the microbatches waits longer between two.
 
     >>> warm_up_depths([3.0] * 4, [4.0] * 3, [3.0] * 4)
     (10, 7, 4, 1)

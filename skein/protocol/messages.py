@@ -26,7 +26,7 @@ from skein.types import (
     WorkerId,
 )
 
-# --- values that several messages share -------------------------------------------------------------------------
+# --- values that several messages share ---
 
 
 class Phase(StrEnum):
@@ -156,7 +156,7 @@ class Count:
     value: float
 
 
-# --- reports: worker to coordinator -----------------------------------------------------------------------------
+# --- reports: worker to coordinator ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +291,7 @@ Report = (
     | Leaving
 )
 
-# --- directives: coordinator to worker ---------------------------------------------------------------------------
+# --- directives: coordinator to worker ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +410,7 @@ Directive = (
     Welcome | Refused | NewGeneration | Assign | Start | Evaluate | Prepare | Commit | Save | Probe | Dismiss
 )
 
-# --- peer headers: worker to worker ------------------------------------------------------------------------------
+# --- peer headers: worker to worker ---
 
 
 class Direction(StrEnum):

@@ -10,7 +10,7 @@ from skein.protocol.messages import Direction, Envelope, Phase
 from skein.protocol.records import StageFiles
 from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
 
-# --- control ----------------------------------------------------------------------------------------------------
+# --- control ---
 
 
 class LogLevel(StrEnum):
@@ -38,7 +38,7 @@ class LogLines:
     lines: tuple[LogLine, ...]
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------
+# --- tensors ---
 
 
 class DType(StrEnum):
@@ -168,7 +168,7 @@ class FetchBoundaryRequest:
     direction: Direction
 
 
-# --- state of a chunk -------------------------------------------------------------------------------------------
+# --- state of a chunk ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class StateEnd:
 
 StatePart = StateTensor | StateData | StateTensorEnd | StateEnd
 
-# --- checkpoint files -------------------------------------------------------------------------------------------
+# --- checkpoint files ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ class ManifestReply:
     wall_s: float
 
 
-# --- probes -----------------------------------------------------------------------------------------------------
+# --- probes ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

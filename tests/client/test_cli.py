@@ -34,7 +34,7 @@ def lines(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-# --- verbs ------------------------------------------------------------------------------------------------------
+# --- verbs ---
 
 
 def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsys: Captured) -> None:
@@ -208,7 +208,7 @@ def test_token_file_is_used(job_file: Path, tmp_path: Path, capsys: Captured) ->
     assert "the token is missing or wrong" in capsys.readouterr().err
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------
+# --- what goes wrong ---
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_version_names_the_protocol(capsys: Captured) -> None:
     assert capsys.readouterr().out.endswith("(protocol 1)\n")
 
 
-# --- doctor -----------------------------------------------------------------------------------------------------
+# --- doctor ---
 
 
 @pytest.fixture

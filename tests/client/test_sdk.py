@@ -37,7 +37,7 @@ def free_address() -> str:
         return target
 
 
-# --- calls ------------------------------------------------------------------------------------------------------
+# --- calls ---
 
 
 def test_everything_that_can_be_asked_is_answered(coordinator: Scripted) -> None:
@@ -98,7 +98,7 @@ def test_token_is_carried(coordinator: Scripted) -> None:
             client.jobs()
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
+# --- errors ---
 
 
 def test_nobody_there_is_told_at_once() -> None:
@@ -176,7 +176,7 @@ def test_wrong_timeout_is_the_users_error() -> None:
         Client(join_address("127.0.0.1", 1), timeout_s=0)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------
+# --- streams ---
 
 
 @pytest.mark.parametrize("break_after", [[0], [2], [3, 0, 1], [4, 2]])
@@ -245,7 +245,7 @@ def test_wait_gives_the_status_at_the_end(coordinator: Scripted) -> None:
         assert client.job("first-job-1").wait() == coordinator.script.jobs["first-job-1"]
 
 
-# --- export -----------------------------------------------------------------------------------------------------
+# --- export ---
 
 
 def keep_checkpoint(script: Script) -> dict[str, np.ndarray]:

@@ -256,7 +256,7 @@ def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
     executor.stop()
 
 
-# --- what is held ---------------------------------------------------------------------------------------------------
+# --- what is held ---
 
 
 def test_a_chunk_that_is_given_up_can_be_fetched_until_a_step_begins(text: Path, labs: list[Lab]) -> None:

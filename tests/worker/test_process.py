@@ -156,7 +156,7 @@ async def test_links_are_measured_in_both_directions() -> None:
         assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in links)
 
 
-# --- building -----------------------------------------------------------------------------------------------------
+# --- building ---
 
 
 def assignment(
@@ -314,7 +314,7 @@ async def test_state_comes_from_a_peer(tmp_path: Path) -> None:
         assert (await taker.heard(ChunksReady)).num_train_samples > 0
 
 
-# --- saving -----------------------------------------------------------------------------------------------------
+# --- saving ---
 
 
 def save(url: str | None) -> Save:
