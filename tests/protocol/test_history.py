@@ -1,0 +1,143 @@
+"""The hard state, record by record."""
+
+from dataclasses import replace
+
+import pytest
+
+from skein.protocol.history import History, JobHistory
+from skein.protocol.records import (
+    EpochOpened,
+    Evaluated,
+    GenerationMember,
+    GenerationOpened,
+    JobEnded,
+    JobSubmitted,
+    PlanAdopted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
+from tests.support.desk import checkpoint
+from tests.support.hands import record
+from tests.support.jobs import small_job
+from tests.support.plans import grid_plan
+
+JOB = JobId("small-1")
+SPEC = small_job(keep=2)
+SUBMITTED = JobSubmitted(job=JOB, key="k", spec=SPEC.canonical_json(), wall_s=1.0)
+
+
+def opened(generation: int, *incarnations: str) -> GenerationOpened:
+    members = tuple(
+        GenerationMember(worker=WorkerId(name.partition("-")[0]), incarnation=Incarnation(name))
+        for name in incarnations
+    )
+    return GenerationOpened(
+        job=JOB, generation=Generation(generation), members=members, reason="test", wall_s=2.0
+    )
+
+
+def committed(step: int) -> StepCommitted:
+    return StepCommitted(job=JOB, record=record(step), wall_s=3.0)
+
+
+def rolled_back(from_version: int, to_version: int) -> RolledBack:
+    return RolledBack(
+        job=JOB, from_version=Step(from_version), to_version=Step(to_version), reason="test", wall_s=4.0
+    )
+
+
+def history_of(*records: Record) -> History:
+    history = History()
+    for entry in (EpochOpened(epoch=Epoch(1), wall_s=0.0), SUBMITTED, *records):
+        history.apply(entry)
+    return history
+
+
+def job_after(*records: Record) -> JobHistory:
+    return history_of(*records).jobs[JOB]
+
+
+def test_a_submitted_job_is_found_by_its_key_and_pends() -> None:
+    history = history_of()
+    assert history.job_by_key == {"k": JOB}
+    assert [job.job for job in history.pending()] == [JOB]
+    assert history.jobs[JOB].spec == SPEC
+    assert history.state_of(JOB) is None
+
+
+def test_epochs_and_generations_only_grow() -> None:
+    history = history_of(opened(1, "a-1"))
+    assert (history.epoch, history.generation) == (1, 1)
+    with pytest.raises(AssertionError):
+        history.apply(EpochOpened(epoch=Epoch(1), wall_s=0.0))
+    with pytest.raises(AssertionError):
+        history.apply(opened(1, "a-1"))
+
+
+def test_a_generation_and_a_plan_are_remembered() -> None:
+    plan = PlanAdopted(job=JOB, generation=Generation(1), plan=grid_plan())
+    job = job_after(opened(1, "a-1", "b-1"), plan)
+    assert [member.worker for member in job.members] == ["a", "b"]
+    assert job.plan == plan
+
+
+def test_commits_count_steps_and_tokens() -> None:
+    job = job_after(committed(0), committed(1))
+    assert (job.version, job.num_tokens) == (2, 2)
+    assert job.last_commit == record(1)
+
+
+def test_a_step_is_committed_at_its_version_only() -> None:
+    with pytest.raises(AssertionError):
+        history_of(committed(1))
+    with pytest.raises(AssertionError):
+        history_of(committed(0), committed(0))
+
+
+def test_the_newest_checkpoints_are_kept() -> None:
+    versions = [committed(step) for step in range(4)]
+    job = job_after(*versions, *(checkpoint(JOB, version) for version in (1, 2, 3)))
+    assert [kept.version for kept in job.checkpoints] == [2, 3]
+    assert job.newest_checkpoint == checkpoint(JOB, 3)
+
+
+def test_a_checkpoint_of_a_version_that_was_saved_before_replaces_it() -> None:
+    again = replace(checkpoint(JOB, 1), wall_s=9.0)
+    job = job_after(committed(0), checkpoint(JOB, 1), again)
+    assert job.checkpoints == [again]
+
+
+def test_a_job_without_a_checkpoint_has_no_newest_one() -> None:
+    assert job_after().newest_checkpoint is None
+
+
+def test_a_roll_back_takes_steps_and_their_commit_away() -> None:
+    job = job_after(committed(0), checkpoint(JOB, 1), committed(1), committed(2), rolled_back(3, 1))
+    assert (job.version, job.last_commit) == (1, None)
+    assert [kept.version for kept in job.checkpoints] == [1]
+    assert job.rollbacks == [rolled_back(3, 1)]
+
+
+def test_a_roll_back_begins_where_the_job_is() -> None:
+    with pytest.raises(AssertionError):
+        history_of(committed(0), rolled_back(2, 0))
+    with pytest.raises(AssertionError):
+        history_of(committed(0), rolled_back(1, 2))
+
+
+def test_after_a_roll_back_followers_are_outdated_until_they_take_part_in_a_commit() -> None:
+    before = (opened(1, "a-1", "b-1"), committed(0), opened(2, "a-1", "c-1"), rolled_back(1, 0))
+    assert job_after(*before).outdated == {"a-1", "b-1", "c-1"}
+    assert job_after(*before, committed(0)).outdated == {"b-1"}
+    assert job_after(*before, opened(3, "b-1"), committed(0)).outdated == {"a-1", "c-1"}
+
+
+def test_an_evaluation_is_remembered_and_an_end_is_final() -> None:
+    evaluated = Evaluated(job=JOB, version=Step(0), loss=5.5, num_tokens=8, wall_s=5.0)
+    end = JobEnded(job=JOB, state=JobState.FAILED, reason="no such file", wall_s=6.0)
+    history = history_of(evaluated, end)
+    assert history.jobs[JOB].last_evaluation == evaluated
+    assert history.state_of(JOB) is JobState.FAILED
+    assert history.pending() == []

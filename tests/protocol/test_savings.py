@@ -1,0 +1,105 @@
+"""Checkpoints in the making, strikes, and stories: small things with a memory."""
+
+from skein.protocol.messages import CheckpointFile, CheckpointWritten
+from skein.protocol.savings import Savings
+from skein.protocol.story import Story
+from skein.protocol.strikes import MAX_STRIKES, Strikes
+from skein.types import JobId, StageIndex, Step, WorkerId
+
+W, V = WorkerId("w"), WorkerId("v")
+
+
+def written(version: int, stage: int, *names: str) -> CheckpointWritten:
+    files = tuple(CheckpointFile(name=name, num_bytes=1, sha256="", tensors=()) for name in names)
+    return CheckpointWritten(version=Step(version), stage=StageIndex(stage), files=files)
+
+
+def savings(*versions: int) -> Savings:
+    found = Savings(JobId("j"), "s3://b")
+    for version in versions:
+        found.begin(Step(version), (StageIndex(0), StageIndex(1)))
+    return found
+
+
+def test_a_checkpoint_is_complete_with_its_last_stage() -> None:
+    found = savings(4)
+    assert found.written(written(4, 1, "b"), wall_s=1.0) is None
+    done = found.written(written(4, 0, "a"), wall_s=2.0)
+    assert done is not None
+    assert (done.job, done.version, done.url, done.wall_s) == ("j", 4, "s3://b", 2.0)
+    assert [(s.stage, [f.name for f in s.files]) for s in done.stages] == [(0, ["a"]), (1, ["b"])]
+
+
+def test_what_was_not_asked_for_or_came_before_is_ignored() -> None:
+    found = savings(4)
+    found.written(written(4, 0), wall_s=1.0)
+    for report in (written(4, 0), written(4, 7), written(5, 1)):
+        assert found.written(report, wall_s=1.0) is None
+
+
+def test_several_checkpoints_may_be_in_the_making() -> None:
+    found = savings(4, 6)
+    found.written(written(4, 0), wall_s=1.0)
+    found.written(written(6, 0), wall_s=1.0)
+    done = found.written(written(6, 1), wall_s=1.0)
+    assert done is not None
+    assert done.version == 6
+    late = found.written(written(4, 1), wall_s=1.0)
+    assert late is not None
+    assert late.version == 4
+
+
+def test_asking_again_forgets_what_was_written_before() -> None:
+    found = savings(4)
+    found.written(written(4, 0), wall_s=1.0)
+    found.begin(Step(4), (StageIndex(0), StageIndex(1)))
+    assert found.written(written(4, 1), wall_s=1.0) is None
+
+
+def strike_often(strikes: Strikes, worker: WorkerId, *hearsay: bool) -> list[bool]:
+    return [strikes.strike(worker, "failed", is_hearsay=is_hearsay) for is_hearsay in hearsay]
+
+
+def test_the_third_strike_excludes() -> None:
+    strikes = Strikes()
+    assert strike_often(strikes, W, *[False] * MAX_STRIKES) == [False] * (MAX_STRIKES - 1) + [True]
+    assert strikes.excluded == {"w": "failed"}
+
+
+def test_strikes_count_by_worker_and_between_commits() -> None:
+    strikes = Strikes()
+    strike_often(strikes, W, False, False)
+    strike_often(strikes, V, False, False)
+    strikes.committed()
+    strike_often(strikes, W, False, False)
+    assert strikes.excluded == {}
+
+
+def test_only_hearsay_can_be_pardoned() -> None:
+    strikes = Strikes()
+    strike_often(strikes, W, True, True, True)
+    strike_often(strikes, V, True, False, True)
+    assert strikes.may_pardon
+    assert strikes.pardon() == (W,)
+    assert strikes.excluded == {"v": "failed"}
+    assert strikes.pardon() == ()
+
+
+def test_a_new_process_begins_without_strikes() -> None:
+    strikes = Strikes()
+    strike_often(strikes, W, False, False, False)
+    strikes.forget(W)
+    assert strikes.excluded == {}
+    assert strike_often(strikes, W, False, False) == [False, False]
+
+
+def test_a_story_keeps_its_last_lines_of_the_ids_last_touched() -> None:
+    story = Story(num_lines=2, num_ids=2)
+    for line in ("one", "two", "three"):
+        story.tell("a", line, now=1.0)
+    story.tell("b", "one", now=2.0)
+    assert story.of("a") == ("1.000 two", "1.000 three")
+    story.tell("c", "one", now=3.0)
+    assert story.of("a") == ()
+    assert story.of("b") == ("2.000 one",)
+    assert story.of("nobody") == ()
