@@ -256,8 +256,8 @@ class Driver:
         _tell_report(report)
         if isinstance(report, Beat):
             pipeline = self._machine.pipeline
-            if pipeline is not None:
-                self._metrics.queues(pipeline.num_in_flight, pipeline.queue_depths, self._store.num_bytes)
+            in_flight, depths = (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
+            self._metrics.queues(in_flight, depths, self._store.num_bytes)
             report = replace(report, statistics=self._metrics.counts())
             lines = self._take_log_lines()
             if lines:

@@ -15,6 +15,7 @@ from worker.transport.statistics import Statistics
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _MAX_PEERS = 64
+_COMPUTE_KINDS = ("forward", "loss", "backward")
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
 
 
@@ -130,10 +131,10 @@ class Metrics:
         self._step_began = None
 
     def queues(self, in_flight: int, depth_by_kind: Mapping[str, int], payload_bytes: int) -> None:
-        """What waits now."""
+        """What waits now; a kind that is not named has nothing."""
         self._in_flight.set(in_flight)
-        for kind, depth in depth_by_kind.items():
-            self._queued.labels(kind).set(depth)
+        for kind in _COMPUTE_KINDS:
+            self._queued.labels(kind).set(depth_by_kind.get(kind, 0))
         self._payload_bytes.set(payload_bytes)
 
     def rpc_failed(self, reason: str) -> None:
