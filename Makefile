@@ -60,7 +60,7 @@ proto: setup ## regenerate skein/wire/v1 from protos/
 	$(BIN)/python protos/generate.py
 
 sim: setup ## SEEDS=300 simulated fault schedules
-	$(TEST_ENV) $(BIN)/python -m skein.sim --seeds $(SEEDS)
+	$(TEST_ENV) $(BIN)/python -m skein.sim --seeds $(SEEDS) --faults 8
 
 bench: setup ## every comparison under bench/, one JSON line each
 	$(BIN)/skein bench all
