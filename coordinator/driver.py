@@ -1,4 +1,4 @@
-"""The driver of the Coordinator machine: one inbox, one task that owns the machine, no locks.
+"""The driver of the Coordinator machine: all that happens waits in one inbox, and one task alone calls the machine.
 
 Rules of this file
 - Servicers and timers only post. The task takes all that waits, hands it to the machine, and carries out what comes

@@ -1,4 +1,4 @@
-"""The three kinds of failure that are exceptions; what is expected to happen is an event instead.
+"""The three kinds of failure that are exceptions. A lost peer or a plan that does not fit is none: machines tell those.
 
 `UserError` is the user's to mend, `RemoteError` a peer's fault, `LocalError` ours.
 """

@@ -8,7 +8,7 @@ from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, Sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The ordered hops of one microbatch; the backward pass walks them in reverse.
+    """Where one microbatch goes, hop by hop; its gradient comes back the same way.
 
     In the `loop` layout the last hop is the head stage, on the worker of the first hop.
     """

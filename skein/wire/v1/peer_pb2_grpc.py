@@ -75,7 +75,7 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchBoundary(self, request, context):
-        """A tensor that crossed a stage boundary in this step, from whoever still holds it; NOT_FOUND otherwise.
+        """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
