@@ -203,6 +203,8 @@ class Pipeline:
         self._seen.clear()
         for chunk in self._chunks.values():
             chunk.clear()
+            # What an evaluation of the older version has not released by now is refused as stale when it comes.
+            chunk.in_flight = 0
             chunk.evaluation_losses.clear()
 
     def ledger(self, stage: StageIndex) -> Ledger:

@@ -180,6 +180,16 @@ def test_an_evaluation_microbatch_holds_its_slot_until_it_is_released() -> None:
     assert run_ready(machine) == ["F1"]
 
 
+def test_a_release_that_a_whole_step_overtook_costs_no_slot() -> None:
+    machine = first_stage(num_microbatches=1, slots=2)
+    machine.begin(Phase.EVALUATE, [Origin(microbatch=MicrobatchId(0), path=LINE)])
+    assert run_ready(machine) == ["F0", "F0"]
+    machine.arrive(backward(0, 0))
+    assert run_ready(machine) == ["B0"]
+    machine.advance(Step(1))
+    assert machine.num_in_flight == 0
+
+
 def test_a_release_is_passed_on_to_the_hop_before() -> None:
     way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))
     machine = Pipeline(WorkerId("b"), [assigned(1, [0])], Step(0))
