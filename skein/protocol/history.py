@@ -38,7 +38,7 @@ class JobHistory:
     followers: set[Incarnation] = field(default_factory=set)
     """Everybody who was ever a member."""
     outdated: set[Incarnation] = field(default_factory=set)
-    """Followers whose chunks may be of a history that was rolled back; a commit clears who took part in it."""
+    """Followers whose chunks may be of a history that was rolled back; a commit clears who computed it."""
     plan: PlanAdopted | None = None
     rollbacks: list[RolledBack] = field(default_factory=list)
     end: JobEnded | None = None
@@ -96,8 +96,9 @@ class History:
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.num_tokens += record.record.num_tokens
-                if job.outdated:
-                    job.outdated.difference_update(member.incarnation for member in job.members)
+                if job.outdated and job.plan is not None:
+                    placed = set(job.plan.plan.workers)
+                    job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
             case Evaluated():
                 job.last_evaluation = record
             case CheckpointCommitted():
@@ -110,6 +111,8 @@ class History:
                 job.last_commit = None
                 job.rollbacks.append(record)
                 job.outdated |= job.followers
+                if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
+                    job.last_evaluation = None
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
             case JobEnded():
                 job.end = record

@@ -21,7 +21,7 @@ from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step, W
 from tests.support.desk import checkpoint
 from tests.support.hands import record
 from tests.support.jobs import small_job
-from tests.support.plans import grid_plan
+from tests.support.plans import chunk, grid_plan, path, plan_of
 
 JOB = JobId("small-1")
 SPEC = small_job(keep=2)
@@ -40,6 +40,11 @@ def opened(generation: int, *incarnations: str) -> GenerationOpened:
 
 def committed(step: int) -> StepCommitted:
     return StepCommitted(job=JOB, record=record(step), wall_s=3.0)
+
+
+def adopted(generation: int, *workers: str) -> PlanAdopted:
+    plan = plan_of([chunk(0, worker) for worker in workers], [path(chunk(0, worker)) for worker in workers])
+    return PlanAdopted(job=JOB, generation=Generation(generation), plan=plan)
 
 
 def rolled_back(from_version: int, to_version: int) -> RolledBack:
@@ -130,8 +135,22 @@ def test_a_roll_back_begins_where_the_job_is() -> None:
 def test_after_a_roll_back_followers_are_outdated_until_they_take_part_in_a_commit() -> None:
     before = (opened(1, "a-1", "b-1"), committed(0), opened(2, "a-1", "c-1"), rolled_back(1, 0))
     assert job_after(*before).outdated == {"a-1", "b-1", "c-1"}
-    assert job_after(*before, committed(0)).outdated == {"b-1"}
-    assert job_after(*before, opened(3, "b-1"), committed(0)).outdated == {"a-1", "c-1"}
+    assert job_after(*before, adopted(2, "a", "c"), committed(0)).outdated == {"b-1"}
+    assert job_after(*before, opened(3, "b-1"), adopted(3, "b"), committed(0)).outdated == {"a-1", "c-1"}
+
+
+def test_a_member_without_a_place_stays_outdated_for_it_may_not_have_heard_that_it_is_free() -> None:
+    before = (opened(1, "a-1", "b-1"), committed(0), opened(2, "a-1", "b-1"), rolled_back(1, 0))
+    assert job_after(*before, adopted(2, "a"), committed(0)).outdated == {"b-1"}
+
+
+def test_a_roll_back_takes_the_evaluations_after_it_away() -> None:
+    evaluations = [
+        Evaluated(job=JOB, version=Step(version), loss=5.5, num_tokens=8, wall_s=5.0) for version in (1, 2)
+    ]
+    steps = (committed(0), evaluations[0], committed(1))
+    assert job_after(*steps, rolled_back(2, 1)).last_evaluation == evaluations[0]
+    assert job_after(*steps, evaluations[1], rolled_back(2, 1)).last_evaluation is None
 
 
 def test_an_evaluation_is_remembered_and_an_end_is_final() -> None:
