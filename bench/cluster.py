@@ -111,14 +111,6 @@ class Cluster:
         for name in list(self.workers):
             self.kill_worker(name)
 
-    def stop_coordinator(self) -> int:
-        """SIGTERM to the launcher; its exit code."""
-        assert self._coordinator is not None
-        self._coordinator.terminate()
-        code = self._coordinator.wait(START_S)
-        self._coordinator = None
-        return code
-
     def _start(self, module: str, arguments: list[str], *, log: str | None = None) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
         path = self.directory / f"{log or module}.log"

@@ -72,6 +72,8 @@ from skein.types import Epoch, Generation, Incarnation, SiteId, StageIndex, Stag
 APPEND_S = 0.002
 """One durable append."""
 PLAN_S = 0.2
+CONTROL_S = 0.01
+"""A message on a control stream, one way."""
 DIAL_S = 0.05
 """From a broken stream to the next try."""
 RESTART_S = 1.0
@@ -229,15 +231,12 @@ class World:
             return
         if worker.machine.identity.incarnation == command.incarnation:
             event = DirectiveArrived(directive=command.directive)
-            self.clock.after(self._control_s(command.worker), partial(self._hear, worker, self._term, event))
+            self.clock.after(CONTROL_S, partial(self._hear, worker, self._term, event))
 
     def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
         if worker.is_connected and term == self._term:
             self._invariants.announced(event.directive)
             self._give(worker, event)
-
-    def _control_s(self, worker: WorkerId) -> float:
-        return 0.01
 
     # --- workers ---
 
@@ -326,7 +325,7 @@ class World:
         worker.is_connected = False
         identity = worker.machine.identity
         broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
-        self.clock.after(self._control_s(identity.worker), partial(self._tell_term, self._term, broken))
+        self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))
         self._give(worker, StreamLost(reason=reason))
 
     def break_stream(self, name: WorkerId) -> None:
@@ -378,7 +377,7 @@ class World:
             return
         identity = worker.machine.identity
         event = ReportArrived(worker=identity.worker, incarnation=identity.incarnation, report=report)
-        self.clock.after(self._control_s(identity.worker), partial(self._say, worker, self._term, event))
+        self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
 
     def _say(self, worker: SimWorker, term: int, event: ReportArrived) -> None:
         if worker.is_connected:
