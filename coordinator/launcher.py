@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-from coordinator.launch.guard import GIVE_UP_S, MARK
+from coordinator.launch.guard import GIVE_UP_S
 from coordinator.logs import LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
@@ -209,12 +209,11 @@ def ray_environment(state_dir: Path) -> dict[str, str]:
 
 def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> "Cluster":
     if options.ray_address is None:
-        temp_dir = Path(tempfile.mkdtemp(prefix="skein-"))
-        mark = secrets.token_hex(8)
-        undo.callback(_Guard(mark, temp_dir).close)
+        temp_dir = Path(tempfile.mkdtemp(prefix="skein-")).resolve()
+        undo.callback(_Guard(temp_dir).close)
         for name in [name for name in os.environ if name.startswith("RAY_AUTH")] + ["RAY_ADDRESS"]:
             os.environ.pop(name, None)
-        os.environ.update(ray_environment(state_dir), **{MARK: mark})
+        os.environ.update(ray_environment(state_dir))
     else:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Never whatever the machine has in a home directory: both sides must be told the same.
@@ -236,9 +235,9 @@ def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) ->
 class _Guard:
     """A process that ends what this one started, when this one is gone."""
 
-    def __init__(self, mark: str, temp_dir: Path) -> None:
+    def __init__(self, temp_dir: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "coordinator.launch.guard", mark, str(temp_dir)],
+            [sys.executable, "-m", "coordinator.launch.guard", str(temp_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

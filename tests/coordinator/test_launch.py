@@ -1,6 +1,5 @@
 """Processes that end with those who started them, whatever kills these."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.launch.guard import MARK, marked
+from coordinator.launch.guard import writers
 from coordinator.launch.leash import leashed
 from coordinator.launch.subprocesses import WorkerProcesses, worker_command
 from skein.errors import UserError
@@ -18,12 +17,17 @@ from skein.errors import UserError
 WAIT_S = 20.0
 """Far above what a process takes to start or to end; reached only when something hangs."""
 FOREVER = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"]
+HOLDS = [
+    sys.executable,
+    "-c",
+    "import signal, sys; f = open(*sys.argv[1:]); print('up', flush=True); signal.pause()",
+]
 LEASHES_ONE = """
 import subprocess, sys
 from coordinator.launch.leash import leashed
 child = subprocess.Popen(leashed(sys.argv[1:], number=9), stdout=subprocess.PIPE)
 child.stdout.readline()
-print(child.pid, flush=True)
+print("up", flush=True)
 child.wait()
 """
 
@@ -38,29 +42,24 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def start(
-    started: list[subprocess.Popen[bytes]], command: list[str], *, mark: str | None = None
-) -> tuple[subprocess.Popen[bytes], bytes]:
-    """A process that has said its first line, and the line."""
-    environment = os.environ | ({} if mark is None else {MARK: mark})
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+def start(started: list[subprocess.Popen[bytes]], command: list[str]) -> subprocess.Popen[bytes]:
+    """A process that has said "up"."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     started.append(process)
     assert process.stdout is not None
-    return process, process.stdout.readline()
+    assert process.stdout.readline() == b"up\n"
+    return process
 
 
-def has_ended(pid: int) -> bool:
-    try:
-        gone, _ = psutil.wait_procs([psutil.Process(pid)], timeout=WAIT_S)
-    except psutil.NoSuchProcess:
-        return True
-    return bool(gone) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or only waits for its new parent to notice."""
+    gone, _ = psutil.wait_procs([process], timeout=WAIT_S)
+    return bool(gone) or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_leashed_process_ends_with_its_parent(started: list[subprocess.Popen[bytes]]) -> None:
-    parent, line = start(started, [sys.executable, "-c", LEASHES_ONE, *FOREVER])
-    child = int(line)
-    assert psutil.pid_exists(child)
+    parent = start(started, [sys.executable, "-c", LEASHES_ONE, *FOREVER])
+    (child,) = psutil.Process(parent.pid).children()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert has_ended(child)
@@ -73,25 +72,27 @@ def test_a_leash_to_a_parent_that_is_gone_holds_nothing() -> None:
     assert (done.returncode, done.stderr) == (1, "error: process 1 has ended\n")
 
 
-def test_the_guard_ends_what_is_marked_and_nothing_else(
+def test_the_guard_ends_who_writes_into_the_folder_and_nobody_else(
     started: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "session"
-    folder.mkdir()
-    (folder / "log").write_text("words")
-    ours, _ = start(started, FOREVER, mark="a" * 16)
-    other, _ = start(started, FOREVER, mark="a" * 15)
-    nobodys, _ = start(started, FOREVER)
-    assert list(marked("a" * 16)) == [ours.pid]
+    folder, beside = tmp_path / "session", tmp_path / "session2"
+    for place in (folder, beside):
+        place.mkdir()
+        (place / "log").write_text("words")
+    ours = start(started, [*HOLDS, str(folder / "log"), "a"])
+    neighbour = start(started, [*HOLDS, str(beside / "log"), "a"])
+    reader = start(started, [*HOLDS, str(folder / "log"), "r"])
+    assert list(writers(folder)) == [ours.pid]
     guard = subprocess.Popen(
-        [sys.executable, "-m", "coordinator.launch.guard", "a" * 16, str(folder)], stdin=subprocess.PIPE
+        [sys.executable, "-m", "coordinator.launch.guard", str(folder)], stdin=subprocess.PIPE
     )
     started.append(guard)
-    # Its standard input ends: the launcher is gone.
-    guard.communicate(timeout=WAIT_S)
+    with (folder / "log").open("a"):
+        # Its standard input ends: the launcher, which is spared, is gone or has nothing more to do.
+        guard.communicate(timeout=WAIT_S)
     assert guard.returncode == 0
     assert ours.wait(timeout=WAIT_S) == -signal.SIGKILL
-    assert (other.poll(), nobodys.poll()) == (None, None)
+    assert (neighbour.poll(), reader.poll()) == (None, None)
     assert not folder.exists()
 
 
