@@ -14,8 +14,8 @@ from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-_MAX_PEERS = 64
 _COMPUTE_KINDS = ("forward", "loss", "backward")
+_MAX_PEERS = 64
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
 
 
