@@ -15,7 +15,7 @@ from skein.config.job import JobSpec
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.messages import CheckpointFile
-from skein.types import JobId, Step
+from skein.protocol.records import checkpoint_folder
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetRequest, GetStart, ManifestReply
 
@@ -103,7 +103,7 @@ def _append(target: BinaryIO, data: bytes, update: Callable[[bytes], None]) -> N
 def _from_url(
     url: str, manifest: ManifestReply, file: CheckpointFile, path: Path, told: Callable[[int], None]
 ) -> None:
-    source = f"{url.rstrip('/')}/{_place(manifest.job, manifest.version)}/{file.name}"
+    source = f"{url.rstrip('/')}/{manifest.job}/{checkpoint_folder(manifest.version)}/{file.name}"
     digest, size = hashlib.sha256(), 0
     try:
         with fsspec.open(source, "rb") as file_there, path.open("wb") as target:
@@ -116,11 +116,6 @@ def _from_url(
         hint = f"{reason}; run this where the checkpoint's URL can be read"
         raise UserError("checkpoint.url", source, hint) from error
     _check_digest(file, size, digest.hexdigest())
-
-
-def _place(job: JobId, version: Step) -> str:
-    """Where in a URL a checkpoint lies."""
-    return f"{job}/v{version:08d}"
 
 
 def _check_size(file: CheckpointFile, num_bytes: int) -> None:

@@ -29,7 +29,7 @@ from coordinator.store import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.records import CheckpointCommitted, checkpoint_folder
 from skein.types import JobId, Step
 
 MANIFEST = "manifest.json"
@@ -46,15 +46,6 @@ _VERSION = re.compile(r"v(\d{8,})")
 
 class StoreFull(LocalError):
     """The disk of the coordinator's store has no room for this file."""
-
-
-def folder_of(version: Step) -> str:
-    """The folder of a checkpoint inside its job's.
-
-    >>> folder_of(Step(1200))
-    'v00001200'
-    """
-    return f"v{version:08d}"
 
 
 def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
@@ -248,7 +239,7 @@ class CheckpointStore:
         """
         with _explained(checkpoint.url):
             files = self._folder(checkpoint.job, checkpoint.url)
-            folder = folder_of(checkpoint.version)
+            folder = checkpoint_folder(checkpoint.version)
             for file in (file for stage in checkpoint.stages for file in stage.files):
                 self._require(files, f"{folder}/{_checked(_NAME, file.name)}", file, checkpoint.url)
             files.put(f"{folder}/{MANIFEST}", manifest_bytes(checkpoint, spec))
@@ -298,7 +289,7 @@ class CheckpointStore:
     def _path(self, job: JobId, version: Step, name: str) -> Path:
         if name == MANIFEST:
             raise RemoteError("the coordinator writes the manifest itself")
-        return self._directory / _checked(_JOB, job) / folder_of(version) / _checked(_NAME, name)
+        return self._directory / _checked(_JOB, job) / checkpoint_folder(version) / _checked(_NAME, name)
 
     def _folder(self, job: JobId, url: str | None) -> Folder:
         name = _checked(_JOB, job)

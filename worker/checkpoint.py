@@ -24,22 +24,13 @@ from torch import Tensor
 
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import StageFiles
+from skein.protocol.records import StageFiles, checkpoint_folder
 from skein.types import JobId, StageIndex, Step
 from worker.compute.chunk import STEP
 
 _FIELD = "checkpoint.url"
 _MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _READ_BYTES = 1 << 22
-
-
-def folder_of(version: Step) -> str:
-    """Name of a checkpoint's folder inside its job's.
-
-    >>> folder_of(Step(40))
-    'v00000040'
-    """
-    return f"v{version:08d}"
 
 
 def file_names(stage: StageIndex) -> tuple[str, str]:
@@ -74,7 +65,7 @@ class UrlArchive:
 
     def __init__(self, url: str, job: JobId, version: Step) -> None:
         self._files, root = _open(url)
-        self._folder = f"{root}/{job}/{folder_of(version)}"
+        self._folder = f"{root}/{job}/{checkpoint_folder(version)}"
 
     def put(self, path: Path, name: str) -> None:
         target = f"{self._folder}/{name}"

@@ -95,6 +95,15 @@ class CheckpointCommitted:
     wall_s: float
 
 
+def checkpoint_folder(version: Step) -> str:
+    """Name of a checkpoint's folder inside its job's, wherever checkpoints lie.
+
+    >>> checkpoint_folder(Step(1200))
+    'v00001200'
+    """
+    return f"v{version:08d}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
     """No holder of some stage had the newest version: the job goes on from `to_version`, at a stated cost in steps."""

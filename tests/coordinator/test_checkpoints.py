@@ -8,9 +8,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_url, folder_of
+from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_url
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
+from skein.protocol.records import checkpoint_folder
 from skein.types import JobId, Step
 from tests.coordinator.builders import checkpointed, job_spec
 
@@ -47,14 +48,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def write(url: str, version: int, data: bytes = DATA) -> None:
     """What a worker does."""
     files, root = fsspec.core.url_to_fs(url)
-    folder = f"{root}/{JOB}/{folder_of(Step(version))}"
+    folder = f"{root}/{JOB}/{checkpoint_folder(Step(version))}"
     files.makedirs(folder, exist_ok=True)
     files.pipe_file(f"{folder}/{NAME}", data)
 
 
 def names(url: str, version: int) -> list[str]:
     files, root = fsspec.core.url_to_fs(url)
-    folder = f"{root}/{JOB}/{folder_of(Step(version))}"
+    folder = f"{root}/{JOB}/{checkpoint_folder(Step(version))}"
     found = files.ls(folder, detail=False) if files.exists(folder) else []
     return sorted(name.rpartition("/")[2] for name in found)
 

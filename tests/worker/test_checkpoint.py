@@ -9,10 +9,10 @@ from safetensors import safe_open
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.ops import SaveOp
-from skein.protocol.records import StageFiles
+from skein.protocol.records import StageFiles, checkpoint_folder
 from skein.types import JobId, Layout, Precision, StageIndex, Step
 from tests.worker.lab import Lab, tiny_job
-from worker.checkpoint import UrlArchive, check_url, file_names, folder_of, read_state, write_stage
+from worker.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
 from worker.compute.chunk import STEP, state_names
 
 JOB = JobId("j1")
@@ -83,7 +83,7 @@ def test_files_hold_what_they_say_under_names_that_others_know(
     labs.append(lab)
     lab.step(0)
     files = save(lab, tmp_path, 1)
-    folder = tmp_path / JOB / folder_of(Step(1))
+    folder = tmp_path / JOB / checkpoint_folder(Step(1))
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         name for stage in lab.arrangement.stages for name in file_names(stage.index)
     )
@@ -100,7 +100,7 @@ def test_a_changed_file_is_refused(text: Path, tmp_path: Path, labs: list[Lab]) 
     lab = Lab(tiny_job(text))
     labs.append(lab)
     files = save(lab, tmp_path, 0)
-    path = tmp_path / JOB / folder_of(Step(0)) / file_names(StageIndex(1))[0]
+    path = tmp_path / JOB / checkpoint_folder(Step(0)) / file_names(StageIndex(1))[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
