@@ -5,6 +5,7 @@ Rules of this file
   it live after all, it is refused, or the two would take the name from each other for ever.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
 - Who is lost for silence alone and speaks again on the stream that it still has, joins again.
+- Who is leaving stays so, however often it is lost and comes back; each time it is told again.
 - Only `handle` changes anything, and every change is told.
 """
 
@@ -155,6 +156,7 @@ class Membership:
         self._leases: list[tuple[float, WorkerId, Incarnation]] = []
         self._silent: dict[WorkerId, Entry] = {}
         self._refused: dict[Incarnation, str] = {}
+        self._leaving: set[Incarnation] = set()
         self._story = Story()
 
     @property
@@ -219,25 +221,33 @@ class Membership:
             entry.is_connected = True
             entry.lease_until = now + self.lease_s
             self._story.tell(hello.worker, "returned on a new stream", now=now)
-            return [Returned(worker=hello.worker)]
-        changes: list[MembershipChange] = []
-        if hello.worker in self._entries:
-            reason = f"another process took the name {hello.worker}: give each worker its own"
-            changes += self._refuse(hello.worker, reason, now=now)
-        silent = self._silent.pop(hello.worker, None)
-        entry = Entry(hello=hello, lease_until=now, progressed_at=now)
-        if silent is not None and silent.hello.incarnation == hello.incarnation:
-            entry.is_leaving = silent.is_leaving
-        return [*changes, self._join(entry, now=now)]
+            return [Returned(worker=hello.worker), *self._still_leaving(entry)]
+        changes = self._displace(hello, now=now)
+        return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
 
-    def _join(self, entry: Entry, *, now: float) -> Joined:
+    def _displace(self, hello: Hello, *, now: float) -> list[MembershipChange]:
+        """Refuse another process of this name, live or silent."""
+        reason = f"another process took the name {hello.worker}: give each worker its own"
+        changes = self._refuse(hello.worker, reason, now=now)
+        silent = self._silent.pop(hello.worker, None)
+        if silent is not None and silent.hello.incarnation != hello.incarnation:
+            incarnation = silent.hello.incarnation
+            self._refused[incarnation] = reason
+            changes.append(Rejected(worker=hello.worker, incarnation=incarnation, reason=reason))
+        return changes
+
+    def _still_leaving(self, entry: Entry) -> list[MembershipChange]:
+        return [IsLeaving(worker=entry.hello.worker)] if entry.is_leaving else []
+
+    def _join(self, entry: Entry, *, now: float) -> list[MembershipChange]:
         worker, incarnation = entry.hello.worker, entry.hello.incarnation
+        entry.is_leaving = incarnation in self._leaving
         entry.heard_at = now
         entry.lease_until = now + self.lease_s
         self._entries[worker] = entry
         self._queue_lease(entry)
         self._story.tell(worker, f"joined as {incarnation}", now=now)
-        return Joined(worker=worker)
+        return [Joined(worker=worker), *self._still_leaving(entry)]
 
     def _queue_lease(self, entry: Entry) -> None:
         entry.queued_at = entry.lease_until
@@ -247,7 +257,7 @@ class Membership:
         changes: list[MembershipChange] = []
         silent = self._silent.get(event.worker)
         if silent is not None and silent.hello.incarnation == event.incarnation:
-            changes.append(self._join(self._silent.pop(event.worker), now=now))
+            changes += self._join(self._silent.pop(event.worker), now=now)
         if self.is_current(event.worker, event.incarnation):
             self._renew(self._entries[event.worker], event, now=now)
         return changes
@@ -278,6 +288,7 @@ class Membership:
         if entry is None or entry.is_leaving:
             return []
         entry.is_leaving = True
+        self._leaving.add(entry.hello.incarnation)
         self._story.tell(worker, "is leaving", now=now)
         return [IsLeaving(worker=worker)]
 

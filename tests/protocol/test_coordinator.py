@@ -636,6 +636,23 @@ def test_an_idle_worker_is_let_go_at_once() -> None:
     assert desk.told(Dismiss)["a"].may_exit
 
 
+def test_a_drained_worker_that_did_not_hear_it_is_told_again_when_it_returns() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.give(DrainAsked(worker=WorkerId("a")))
+    desk.join("a")
+    assert desk.told(Dismiss)["a"].may_exit
+
+
+def test_a_process_that_was_silent_while_another_took_its_name_is_told_so() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.wait(3.0)
+    desk.report("a", hello("a", "a-2"))
+    [refused] = [c for c in desk.found(Send) if isinstance(c.directive, Refused)]
+    assert refused.incarnation == "a-1"
+
+
 def test_an_operator_drains_as_a_worker_leaves() -> None:
     desk = Desk()
     desk.join("spare", *PLAN.workers)

@@ -138,7 +138,7 @@ def test_who_was_only_silent_joins_again_on_the_stream_it_has() -> None:
     machine = with_one()
     machine.handle(LeaveHeard(worker=W), now=0.1)
     machine.handle(LeaseTime(), now=LEASE_S)
-    assert machine.handle(heard("w", progress=7), now=5.0) == [Joined(worker=W)]
+    assert machine.handle(heard("w", progress=7), now=5.0) == [Joined(worker=W), IsLeaving(worker=W)]
     entry = machine.live[W]
     assert (entry.lease_until, entry.progress, entry.is_leaving) == (8.0, 7, True)
     assert machine.deadline() == 8.0
@@ -167,6 +167,29 @@ def test_leaving_is_told_once() -> None:
     assert machine.handle(LeaveHeard(worker=W), now=0.1) == []
     assert machine.handle(LeaveHeard(worker=WorkerId("unknown")), now=0.1) == []
     assert machine.live[W].is_leaving
+
+
+def test_who_is_leaving_stays_so_through_losses_and_returns() -> None:
+    machine = with_one()
+    machine.handle(LeaveHeard(worker=W), now=0.0)
+    machine.handle(broke("w"), now=0.1)
+    returned = machine.handle(HelloHeard(hello=hello("w")), now=0.2)
+    assert returned == [Returned(worker=W), IsLeaving(worker=W)]
+    machine.handle(broke("w"), now=0.3)
+    machine.handle(LeaseTime(), now=0.9)
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [Joined(worker=W), IsLeaving(worker=W)]
+    _, again = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=1.1)
+    assert again == Joined(worker=W)
+    assert not machine.live[W].is_leaving
+
+
+def test_a_silent_process_whose_name_another_takes_is_refused_on_the_stream_it_has() -> None:
+    machine = with_one()
+    machine.handle(LeaseTime(), now=LEASE_S)
+    gone, come = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=4.0)
+    assert isinstance(gone, Rejected)
+    assert gone.incarnation == "w-1"
+    assert come == Joined(worker=W)
 
 
 def test_who_was_evicted_is_not_admitted_again() -> None:
@@ -247,9 +270,13 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
             assert changes == [Returned(worker=WorkerId(name))]
             self.leases[name] = (incarnation, self.now + LEASE_S, True)
         else:
-            assert [type(change) for change in changes] == ([Lost] if held else []) + [Joined]
+            silent = self.silent.get(name, incarnation)
+            gone = ([Lost] if held else []) + ([Rejected] if silent != incarnation else [])
+            assert [type(change) for change in changes] == [*gone, Joined]
             if held is not None:
                 self.refused.add(held[0])
+            if silent != incarnation:
+                self.refused.add(silent)
             self.join(name, incarnation)
 
     @rule(name=NAMES, turn=TURNS)
