@@ -325,6 +325,19 @@ def test_a_plan_that_a_newer_generation_overtook_is_ignored() -> None:
     assert desk.give(PlanMade(request=asked.request, result=PLAN)) == []
 
 
+def test_a_plan_for_a_job_that_was_cancelled_is_ignored_by_the_next() -> None:
+    desk = began()
+    desk.acknowledge(desk.live)
+    [asked] = desk.found(MakePlan)
+    desk.submit(SPEC, key="next")
+    desk.give(CancelAsked(job=JobId("small-1")))
+    assert desk.told(NewGeneration)
+    desk.acknowledge(desk.live)
+    [again] = desk.found(MakePlan)
+    assert again.request != asked.request
+    assert desk.give(PlanMade(request=asked.request, result=PLAN)) == []
+
+
 def test_who_beats_but_never_acknowledges_is_turned_away() -> None:
     desk = began()
     desk.acknowledge(["w0a"])
@@ -398,6 +411,28 @@ def test_workers_that_read_different_data_fail_the_job() -> None:
     assert state is JobState.FAILED
     assert "w0a and w0b" in reason
     assert "same files" in reason
+
+
+def test_a_newcomer_that_reads_other_data_is_excluded_and_the_job_goes_on() -> None:
+    one, two = grid_plan(stages=1, replicas=1), grid_plan(stages=1, replicas=2)
+    desk = Desk()
+    desk.join("w0a")
+    desk.submit(small_job(stages=1, replicas=2))
+    desk.wait(GATHER_S - 0.1)
+    desk.report("w0a", Beat(progress=0, statistics=()))
+    desk.wait(0.2)
+    desk.settle(one)
+    desk.join("w0b")
+    desk.step(one)
+    held = {"w0a": [(stage_spec(0), 1)]}
+    for _ in range(MAX_STRIKES):
+        desk.acknowledge(desk.live, held)
+        desk.adopt(two)
+        desk.ready(["w0a"])
+        desk.ready(["w0b"], fingerprint="other")
+    desk.acknowledge(desk.live, held)
+    assert [w.worker for w in desk.found(MakePlan)[0].fleet.workers] == ["w0a"]
+    assert not desk.recorded(JobEnded)
 
 
 def test_readiness_that_nobody_asked_for_is_ignored() -> None:
@@ -792,6 +827,14 @@ def test_a_fatal_failure_fails_the_job_at_once() -> None:
     desk = stepping()
     desk.report("w0a", Trouble(generation=desk.generation, is_fatal=True, reason="no such file"))
     assert ended(desk) == (JobState.FAILED, "w0a: no such file")
+
+
+def test_what_is_fatal_to_one_worker_is_not_to_a_job_that_has_made_steps() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.report("w0b", Trouble(generation=desk.generation, is_fatal=True, reason="no such file"))
+    assert not desk.recorded(JobEnded)
+    assert desk.told(NewGeneration)
 
 
 # --- time ---
