@@ -67,15 +67,21 @@ class Serving:
     """A coordinator that is up. Made by `start`."""
 
     def __init__(
-        self, log: RunLog, driver: Driver, service: Service, exposition: Exposition | None, metrics: Metrics
+        self,
+        log: RunLog,
+        driver: Driver,
+        roster: Roster,
+        service: Service,
+        exposition: Exposition | None,
+        metrics: Metrics,
     ) -> None:
         self.driver = driver
         self.metrics = metrics
+        self._roster = roster
         self._log = log
         self._service = service
         self._exposition = exposition
-        self._running = asyncio.create_task(driver.run())
-        self._sampling = asyncio.create_task(self._sample())
+        self._running = asyncio.create_task(self._run())
 
     @classmethod
     async def start(cls, options: ServingOptions, plan: MakePlanFor) -> "Serving":
@@ -109,6 +115,7 @@ class Serving:
         driver = Driver(
             machine, log, plan=plan, checkpoints=store, clock=clock, journal=journal, meter=metrics
         )
+        roster = Roster(machine)
         exposition = None
         if options.metrics_port is not None:
             exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
@@ -116,6 +123,7 @@ class Serving:
             service = await serve(
                 driver,
                 store,
+                roster,
                 host=options.host,
                 port=options.port,
                 token=options.token,
@@ -128,7 +136,7 @@ class Serving:
         if log.warning is not None:
             _log.warning(log.warning)
         _log.info("epoch=%d serving on %s, %d records replayed", log.epoch, service.address, len(records))
-        return cls(log, driver, service, exposition, metrics)
+        return cls(log, driver, roster, service, exposition, metrics)
 
     def where(self) -> Serves:
         """How to reach it."""
@@ -160,22 +168,33 @@ class Serving:
         await self._close()
 
     async def _close(self) -> None:
-        self._sampling.cancel()
         await self._service.stop()
         if self._exposition is not None:
             await asyncio.to_thread(self._exposition.close)
             self._exposition = None
         self._log.close()
 
+    async def _run(self) -> None:
+        """The driver, with samples beside it; what fails first ends both."""
+        running, sampling = asyncio.create_task(self.driver.run()), asyncio.create_task(self._sample())
+        try:
+            done, _ = await asyncio.wait({running, sampling}, return_when=asyncio.FIRST_COMPLETED)
+            self.driver.stop()
+            await running
+            if sampling in done:
+                await sampling
+        finally:
+            sampling.cancel()
+
     async def _sample(self) -> None:
         """Every second or so, put what is into the metrics; the loop's lag is how late that second was."""
-        driver, roster = self.driver, Roster(self.driver.machine)
+        driver = self.driver
         while True:
             began = time.monotonic()
             await asyncio.sleep(SAMPLE_S)
             lag_s = time.monotonic() - began - SAMPLE_S
             now = driver.now()
-            workers = roster.workers(now=now)
+            workers = self._roster.workers(now=now)
             self.metrics.sample(
                 driver.machine, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )

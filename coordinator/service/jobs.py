@@ -30,10 +30,10 @@ MAX_PENDING = 1000
 class Jobs(jobs_pb2_grpc.JobsServicer):
     """Answers from the machine's state once that is durable; wishes go through the driver's inbox."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, roster: Roster) -> None:
         self._driver = driver
         self._machine = driver.machine
-        self._roster = Roster(driver.machine)
+        self._roster = roster
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)

@@ -12,6 +12,7 @@ from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
+from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
 from skein.wire.tokens import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
@@ -49,6 +50,7 @@ class Service:
 async def serve(
     driver: Driver,
     store: CheckpointStore,
+    roster: Roster,
     *,
     host: str,
     port: int,
@@ -65,7 +67,7 @@ async def serve(
         checks.append(TokenCheck(token))
     server = aio.server(interceptors=checks, options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
     control_pb2_grpc.add_ControlServicer_to_server(Control(driver), server)
-    jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver), server)
+    jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster), server)
     checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
     checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)

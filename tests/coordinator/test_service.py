@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator import serving
+from coordinator.metrics import Metrics
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
@@ -461,3 +462,33 @@ async def test_metrics_are_served_with_discovery(tmp_path: Path) -> None:
         text = await asyncio.to_thread(get, "/metrics")
         assert "skein_build_info" in text
         assert f'"targets": ["{address}"]' in await asyncio.to_thread(get, "/sd")
+
+
+async def test_a_failure_beside_the_driver_ends_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SAMPLE_S", 0.0)
+
+    def sample(self: Metrics, *args: object, num_streams: int, lag_s: float, now: float) -> None:
+        raise ArithmeticError("no such number")
+
+    monkeypatch.setattr(Metrics, "sample", sample)
+    async with coordinator(tmp_path) as running:
+        with pytest.raises(ArithmeticError, match="no such number"):
+            await running.ended()
+
+
+async def test_a_worker_that_was_lost_is_still_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SAMPLE_S", 0.01)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        page = running.metrics
+        await eventually(lambda: 'skein_workers{state="idle"} 1.0' in page.render().decode())
+        worker.call.cancel()
+        await eventually(lambda: 'skein_workers{state="lost"} 1.0' in page.render().decode())
+        listed = await jobs_pb2_grpc.JobsStub(channel).Workers(jobs_pb2.WorkersRequest())
+        assert [codec.WORKER_STATUS.decode(w).state for w in listed.workers] == ["lost"]
