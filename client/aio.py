@@ -20,7 +20,7 @@ from typing import Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
 from client.download import OnBytes, fetch_weights
-from client.export import write_huggingface
+from client.export import require_unused, write_huggingface
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
@@ -174,7 +174,7 @@ class AsyncClient:
             UserError: `out` is in use or cannot be written.
             RemoteError: a file is not what was saved.
         """
-        _check_out(out)
+        require_unused("out", out)  # not only after the download
         manifest = await self._connection.manifest(job, None if version is None else Step(version))
         spec = job_from_json(manifest.spec)
         try:
@@ -265,9 +265,3 @@ def _spec_of(job: JobSpec | Path | str) -> JobSpec:
             return read_job(job)
         case str():
             return read_job_text(job, origin="job", base=Path())
-
-
-def _check_out(out: Path) -> None:
-    """Tells before the download what would be told after it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("out", str(out), "exists already; name a new or empty folder")

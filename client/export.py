@@ -57,8 +57,7 @@ def write_huggingface(
     """
     if max_shard_bytes < 1:
         raise UserError("max_shard_bytes", max_shard_bytes, "give at least 1")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("out", str(out), "exists already; name a new or empty folder")
+    require_unused("out", out)
     source_by_name = _sources(stage_files, model)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +72,16 @@ def write_huggingface(
             "out", str(out), f"cannot be written: {error.filename or out}: {error.strerror}"
         ) from error
     return [out / name for name in sorted(names)]
+
+
+def require_unused(field: str, folder: Path) -> None:
+    """Returns if `folder` does not exist, or is empty.
+
+    Raises:
+        UserError: something is there; the error names `field`.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(field, str(folder), "exists already; name a new or empty folder")
 
 
 def _sources(stage_files: Sequence[Path], model: ModelSpec) -> dict[str, _Source]:

@@ -25,10 +25,10 @@ from client.cli.follow import Progressed, follow, view
 from client.cli.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
+from client.export import require_unused
 from client.jobfile import read_job
 from client.local import LocalFleet, NotStarted
 from skein.config.load import apply_overrides, parse_document
-from skein.errors import UserError
 from skein.types import JobState
 from skein.wire.views import EvaluationFinished, JobEvent
 
@@ -109,8 +109,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
 
 def _folder(directory: Path | None) -> Path:
     folder = directory or Path("run") / time.strftime("demo-%Y%m%d-%H%M%S")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("--dir", str(folder), "exists already; name a new or empty folder")
+    require_unused("--dir", folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder.absolute()
 
