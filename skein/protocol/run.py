@@ -53,7 +53,14 @@ from skein.protocol.messages import (
     Trouble,
     Vote,
 )
-from skein.protocol.planning import fleet_of, held_plan, num_wanted, recorded_plan, who_disagree
+from skein.protocol.planning import (
+    fleet_of,
+    held_plan,
+    num_wanted,
+    one_for_each_print,
+    recorded_plan,
+    who_reads_other_data,
+)
 from skein.protocol.records import Evaluated, JobEnded, PlanAdopted, RolledBack, StepCommitted
 from skein.protocol.round import (
     AskReduction,
@@ -127,7 +134,6 @@ class Run:
         self._evaluation = Evaluation(job)
         self._round: Round | None = None
         self._expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
-        self._request = 0
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
         self._moved_at = now
@@ -184,7 +190,8 @@ class Run:
                 reason = f"{worker} cannot reach it: {report.reason}"
                 self._blame(report.peer, reason, is_hearsay=True, now=now)
             case Trouble():
-                if report.is_fatal:
+                # Once steps were made, the job can be run: what one worker lacks is its own trouble.
+                if report.is_fatal and self.job.version == 0:
                     self.end(JobState.FAILED, f"{worker}: {report.reason}", now=now)
                 else:
                     self._blame(worker, report.reason, is_hearsay=False, now=now)
@@ -193,7 +200,7 @@ class Run:
 
     def planned(self, event: PlanMade, *, now: float) -> None:
         """The planner answered."""
-        if event.request != self._request or self.phase is not RunPhase.FENCING:
+        if event.request != self._out.history.generation or self.phase is not RunPhase.FENCING:
             return
         if isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
@@ -381,7 +388,6 @@ class Run:
         self.reason = reason
         self._round = self._paused_for = None
         self._moved_at = now
-        self._request += 1  # a plan that is still being made is for other members
         self._gathering.opened()
         self._savings.fenced()
         generation = self._members.open_generation(reason, now=now)
@@ -401,11 +407,9 @@ class Run:
         if recorded is not None:
             self._put_into_place(recorded, now=now)
             return
-        self._request += 1
+        request, previous = self._out.history.generation, self._held() or self.plan
         self._out.commands.append(
-            MakePlan(
-                request=self._request, job=self.job.spec, fleet=fleet, previous=self._held() or self.plan
-            )
+            MakePlan(request=request, job=self.job.spec, fleet=fleet, previous=previous)
         )
 
     def _held(self) -> Plan | None:
@@ -459,15 +463,26 @@ class Run:
         members.ready[worker] = report
         if not members.is_ready:
             return
-        if who := " and ".join(who_disagree(plan, members.ready)):
-            self.end(JobState.FAILED, f"{who} read different data: give all workers the same files", now=now)
+        origins = sorted({path.hops[0].worker for path in plan.paths})
+        odd = who_reads_other_data(origins, members.ready, members.acks, version=self.job.version)
+        if odd:
+            self._other_data(odd, now=now)
             return
-        origins = {path.hops[0].worker for path in plan.paths}
         self._evaluation.num_validation_samples = min(
             members.ready[origin].num_validation_samples for origin in origins
         )
         members.free_unplaced()
         self._go_on(now=now)
+
+    def _other_data(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
+        if self.job.version == 0:
+            who = " and ".join(one_for_each_print(self._members.ready))
+            self.end(JobState.FAILED, f"{who} read different data: give all workers the same files", now=now)
+            return
+        reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
+        for worker in odd:
+            self._strike(worker, reason, is_hearsay=False, now=now)
+        self._bump(reason, now=now)
 
     # --- at a version, between steps ---
 

@@ -1,26 +1,68 @@
-"""Checkpoints that are being written: which stages of which version are durable yet."""
+"""Checkpoints: when one is due, who saves which stage, and which stages of which version are durable yet."""
 
+from skein.plan.plan import Plan
+from skein.protocol.history import JobHistory
+from skein.protocol.members import Members
 from skein.protocol.messages import CheckpointFile, CheckpointWritten
 from skein.protocol.records import CheckpointCommitted, StageFiles
-from skein.types import JobId, StageIndex, Step
+from skein.types import StageIndex, Step, WorkerId
 
 
 class Savings:
     """Collects a checkpoint's stages. What is never completed is simply never committed."""
 
-    def __init__(self, job: JobId, url: str | None) -> None:
+    def __init__(self, job: JobHistory) -> None:
         self._job = job
-        self._url = url
+        self._asked = Step(0)
         self._missing: dict[Step, set[StageIndex]] = {}
         self._files: dict[Step, dict[StageIndex, tuple[CheckpointFile, ...]]] = {}
 
-    def begin(self, version: Step, stages: tuple[StageIndex, ...]) -> None:
-        """Workers were asked to save these stages at `version`; an earlier asking is forgotten."""
+    @property
+    def newest(self) -> Step:
+        """Version of the newest checkpoint; older ones that are completed after it are of no use."""
+        checkpoint = self._job.newest_checkpoint
+        return Step(0) if checkpoint is None else checkpoint.version
+
+    def is_behind(self) -> bool:
+        """Whether workers hold what no checkpoint has."""
+        return self._job.version > self.newest
+
+    def is_due(self) -> bool:
+        """Whether the newest checkpoint is older than it should be, and none was asked for under this generation."""
+        every, version = self._job.spec.checkpoint.every_steps, self._job.version
+        if not every or version >= self._job.spec.budget.steps:
+            return False
+        return version // every * every > max(self.newest, self._asked)
+
+    def fenced(self) -> None:
+        """What was asked for under an older generation may never be done."""
+        self._asked = Step(0)
+
+    def rolled_back(self) -> None:
+        """What is being written is of a history that does not count."""
+        self._missing.clear()
+        self._files.clear()
+
+    def begin(self, plan: Plan, members: Members) -> dict[WorkerId, tuple[StageIndex, ...]]:
+        """Who is to save what of the job's version: the holder of each stage that stays and has the least to save."""
+        stages_by_worker: dict[WorkerId, tuple[StageIndex, ...]] = {}
+        for stage in plan.stages:
+            holder = min(
+                plan.holders(stage.index),
+                key=lambda w: (members.is_leaving(w), len(stages_by_worker.get(w, ()))),
+            )
+            stages_by_worker[holder] = (*stages_by_worker.get(holder, ()), stage.index)
+        self.expect(self._job.version, tuple(stage.index for stage in plan.stages))
+        return dict(sorted(stages_by_worker.items()))
+
+    def expect(self, version: Step, stages: tuple[StageIndex, ...]) -> None:
+        """These stages are being saved at `version`; an earlier asking is forgotten."""
+        self._asked = version
         self._missing[version] = set(stages)
         self._files[version] = {}
 
     def written(self, report: CheckpointWritten, *, wall_s: float) -> CheckpointCommitted | None:
-        """A stage is durable; gives the checkpoint when it was the last."""
+        """A stage is durable; gives the checkpoint when it was the last, and no newer one exists."""
         missing = self._missing.get(report.version)
         if missing is None or report.stage not in missing:
             return None
@@ -30,7 +72,12 @@ class Savings:
             return None
         files = self._files.pop(report.version)
         del self._missing[report.version]
-        stages = tuple(StageFiles(stage=stage, files=files[stage]) for stage in sorted(files))
+        if report.version <= self.newest:
+            return None
         return CheckpointCommitted(
-            job=self._job, version=report.version, url=self._url, stages=stages, wall_s=wall_s
+            job=self._job.job,
+            version=report.version,
+            url=self._job.spec.checkpoint.url,
+            stages=tuple(StageFiles(stage=stage, files=files[stage]) for stage in sorted(files)),
+            wall_s=wall_s,
         )

@@ -18,6 +18,7 @@ from skein.protocol.coordinator_io import (
     Send,
     WriteManifest,
 )
+from skein.protocol.gathering import GATHER_S, PARDON_S, RETURN_S
 from skein.protocol.messages import (
     Ack,
     Assign,
@@ -53,7 +54,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.run import GATHER_S, PARDON_S, RETURN_S, STALL_S, RunPhase
+from skein.protocol.run import STALL_S, RunPhase
 from skein.protocol.strikes import MAX_STRIKES
 from skein.topology.fleet import Link
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, StageSpec, Step, WorkerId

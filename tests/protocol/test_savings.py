@@ -1,10 +1,15 @@
 """Checkpoints in the making, strikes, and stories: small things with a memory."""
 
+import pytest
+
+from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile, CheckpointWritten
 from skein.protocol.savings import Savings
 from skein.protocol.story import Story
 from skein.protocol.strikes import MAX_STRIKES, Strikes
 from skein.types import JobId, StageIndex, Step, WorkerId
+from tests.support.desk import checkpoint
+from tests.support.jobs import small_job
 
 W, V = WorkerId("w"), WorkerId("v")
 
@@ -15,10 +20,19 @@ def written(version: int, stage: int, *names: str) -> CheckpointWritten:
 
 
 def savings(*versions: int) -> Savings:
-    found = Savings(JobId("j"), "s3://b")
+    found = Savings(job_of())
     for version in versions:
-        found.begin(Step(version), (StageIndex(0), StageIndex(1)))
+        found.expect(Step(version), (StageIndex(0), StageIndex(1)))
     return found
+
+
+def job_of(*, version: int = 0, save_every: int = 4, steps: int = 20, saved: int = 0) -> JobHistory:
+    spec = small_job(save_every=save_every, steps=steps)
+    spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"url": "s3://b"})})
+    job = JobHistory(job=JobId("j"), key="k", spec=spec, submitted_wall_s=0.0, version=Step(version))
+    if saved:
+        job.checkpoints.append(checkpoint(job.job, saved))
+    return job
 
 
 def test_a_checkpoint_is_complete_with_its_last_stage() -> None:
@@ -52,8 +66,53 @@ def test_several_checkpoints_may_be_in_the_making() -> None:
 def test_asking_again_forgets_what_was_written_before() -> None:
     found = savings(4)
     found.written(written(4, 0), wall_s=1.0)
-    found.begin(Step(4), (StageIndex(0), StageIndex(1)))
+    found.expect(Step(4), (StageIndex(0), StageIndex(1)))
     assert found.written(written(4, 1), wall_s=1.0) is None
+
+
+def test_what_is_older_than_the_newest_checkpoint_is_of_no_use() -> None:
+    found = Savings(job_of(version=8, saved=6))
+    found.expect(Step(4), (StageIndex(0),))
+    assert found.written(written(4, 0), wall_s=1.0) is None
+
+
+def test_a_roll_back_forgets_what_was_being_written() -> None:
+    found = savings(4)
+    found.written(written(4, 0), wall_s=1.0)
+    found.rolled_back()
+    assert found.written(written(4, 1), wall_s=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "is_due"),
+    [
+        (job_of(version=3), False),
+        (job_of(version=4), True),
+        (job_of(version=5), True),
+        (job_of(version=5, saved=4), False),
+        (job_of(version=9, saved=4), True),
+        (job_of(version=20), False),
+        (job_of(version=4, save_every=0), False),
+    ],
+)
+def test_a_checkpoint_is_due_when_the_newest_is_older_than_it_should_be(
+    job: JobHistory, is_due: bool
+) -> None:
+    assert Savings(job).is_due() is is_due
+
+
+def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
+    found = Savings(job_of(version=5))
+    found.expect(Step(5), (StageIndex(0),))
+    assert not found.is_due()
+    found.fenced()
+    assert found.is_due()
+
+
+def test_workers_may_hold_what_no_checkpoint_has() -> None:
+    assert Savings(job_of(version=5, saved=4)).is_behind()
+    assert not Savings(job_of(version=4, saved=4)).is_behind()
+    assert not Savings(job_of()).is_behind()
 
 
 def strike_often(strikes: Strikes, worker: WorkerId, *hearsay: bool) -> list[bool]:

@@ -1,0 +1,58 @@
+"""Before a generation is opened: how long to wait for more workers, and whether another plan is worth a try."""
+
+from collections.abc import Iterable
+
+from skein.types import WorkerId
+
+GATHER_S = 3.0
+"""How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
+RETURN_S = 10.0
+"""How long a restarted coordinator waits for the members that it had."""
+PARDON_S = 30.0
+"""How long who was excluded on the word of peers stays so when without them no plan exists."""
+
+
+class Gathering:
+    """What came since the last generation was opened, and what is waited for."""
+
+    def __init__(self, awaited: Iterable[WorkerId], *, now: float) -> None:
+        self.is_hopeless = False
+        """No plan exists for those who are here; only somebody else could help."""
+        self.has_newcomer = False
+        self.pardons_at: float | None = None
+        self._awaited = set(awaited)
+        self._gather_until = now + GATHER_S
+        self._return_until = now + RETURN_S
+
+    def met(self, worker: WorkerId) -> None:
+        """One who may have been waited for is here."""
+        self._awaited.discard(worker)
+
+    def joined(self, worker: WorkerId, *, is_member: bool, now: float) -> None:
+        """Somebody came: newcomers wait for a place, unless the generation has them already."""
+        self.met(worker)
+        self._gather_until = now + GATHER_S
+        self.is_hopeless = False
+        self.has_newcomer = self.has_newcomer or not is_member
+
+    def opened(self) -> None:
+        """A generation has everybody who is here."""
+        self._awaited.clear()
+        self.has_newcomer = False
+        self.pardons_at = None
+
+    def failed(self, *, may_pardon: bool, now: float) -> None:
+        """No plan was found for the generation's members; who came meanwhile may change that."""
+        self.is_hopeless = not self.has_newcomer
+        self.pardons_at = now + PARDON_S if may_pardon else None
+
+    def pardoned(self) -> None:
+        """Some who were excluded are candidates again."""
+        self.is_hopeless = False
+        self.pardons_at = None
+
+    def ends_at(self, *, num_here: int, num_wanted: int) -> float:
+        """From when on to go ahead with those who are here; 0: at once."""
+        if self._awaited:
+            return self._return_until
+        return 0.0 if num_here >= num_wanted else self._gather_until

@@ -1,0 +1,133 @@
+"""The workers of the newest generation: what they have said under it, and how the run speaks to them."""
+
+from collections.abc import Mapping
+
+from skein.protocol.coordinator_io import Outbox, Send
+from skein.protocol.history import JobHistory
+from skein.protocol.membership import Entry, Membership
+from skein.protocol.messages import Ack, Assign, ChunksReady, Directive, Dismiss, NewGeneration
+from skein.protocol.records import GenerationMember, GenerationOpened
+from skein.types import Generation, WorkerId
+
+
+class Members:
+    """Everybody who was live when the generation was opened, less who was lost since.
+
+    `placed` are those of them that the plan uses, sorted.
+    """
+
+    def __init__(self, job: JobHistory, membership: Membership, outbox: Outbox) -> None:
+        self.acks: dict[WorkerId, Ack] = {}
+        self.ready: dict[WorkerId, ChunksReady] = {}
+        self.placed: dict[WorkerId, None] = {}
+        self._job = job
+        self._membership = membership
+        self._out = outbox
+        self._entries: dict[WorkerId, Entry] = {}
+
+    def __contains__(self, worker: WorkerId) -> bool:
+        return worker in self._entries
+
+    def is_this(self, entry: Entry) -> bool:
+        """Whether this very process is a member, not another of its name."""
+        return self._entries.get(entry.hello.worker) is entry
+
+    def lose(self, worker: WorkerId) -> None:
+        """A worker is no more."""
+        self._entries.pop(worker, None)
+
+    # --- a generation ---
+
+    def open_generation(self, reason: str, *, now: float) -> Generation:
+        """Record a generation of all who are live, and fence whatever is older."""
+        history = self._out.history
+        self._entries = dict(sorted(self._membership.live.items()))
+        self.acks.clear()
+        self.ready.clear()
+        members = tuple(entry.member for entry in self._entries.values())
+        opened = GenerationOpened(
+            job=self._job.job,
+            generation=Generation(history.generation + 1),
+            members=tuple(GenerationMember(worker=m.worker, incarnation=m.incarnation) for m in members),
+            reason=reason,
+            wall_s=now,
+        )
+        self._out.record(opened)
+        self._out.log(f"job={self._job.job} generation={opened.generation} members={len(members)}: {reason}")
+        fence = NewGeneration(
+            epoch=history.epoch,
+            generation=opened.generation,
+            job=self._job.job,
+            members=members,
+            last_commit=self._job.last_commit,
+        )
+        for worker in self._entries:
+            self.send(worker, fence)
+        return opened.generation
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether every member has acknowledged: nobody acts on anything older any more."""
+        return len(self.acks) == len(self._entries)
+
+    def unacknowledged(self) -> tuple[WorkerId, ...]:
+        """Members that the fence still waits for."""
+        return tuple(worker for worker in self._entries if worker not in self.acks)
+
+    def assign(self, told: Mapping[WorkerId, Assign]) -> None:
+        """Tell each worker of the plan its part."""
+        self.placed = dict.fromkeys(sorted(told))
+        for worker in self.placed:
+            self.send(worker, told[worker])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker of the plan has its chunks."""
+        return len(self.ready) == len(self.placed)
+
+    # --- speaking ---
+
+    def send(self, worker: WorkerId, directive: Directive) -> None:
+        """To one member."""
+        self._say(self._entries[worker], directive)
+
+    def send_placed(self, directive: Directive) -> None:
+        """To every worker of the plan."""
+        for worker in self.placed:
+            self.send(worker, directive)
+
+    def free_unplaced(self) -> None:
+        """Members without a place may forget the job; those that are leaving may go."""
+        for worker, entry in self._entries.items():
+            if worker not in self.placed:
+                self._dismiss(entry, may_exit=entry.is_leaving)
+
+    def free_all(self) -> None:
+        """The job is over for everybody who is live, member or not."""
+        for entry in self._membership.live.values():
+            self._dismiss(entry, may_exit=entry.is_leaving)
+
+    def let_go(self, worker: WorkerId) -> None:
+        """Nothing depends on this worker."""
+        entry = self._membership.live.get(worker)
+        if entry is not None:
+            self._dismiss(entry, may_exit=True)
+
+    def let_leaving_go(self) -> None:
+        """Nothing depends on anybody."""
+        for entry in self._membership.live.values():
+            if entry.is_leaving:
+                self._dismiss(entry, may_exit=True)
+
+    def is_leaving(self, worker: WorkerId) -> bool:
+        """Whether a member wants to go."""
+        return self._entries[worker].is_leaving
+
+    def _dismiss(self, entry: Entry, *, may_exit: bool) -> None:
+        epoch = self._out.history.epoch
+        self._say(entry, Dismiss(epoch=epoch, job=self._job.job, may_exit=may_exit))
+
+    def _say(self, entry: Entry, directive: Directive) -> None:
+        hello = entry.hello
+        said = Send(worker=hello.worker, incarnation=hello.incarnation, directive=directive)
+        self._out.commands.append(said)

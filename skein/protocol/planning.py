@@ -1,0 +1,80 @@
+"""What a plan is asked for: the fleet as it is now, the plan that was recorded, and what workers hold."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from skein.config.job import ParallelSpec
+from skein.plan.check import violations
+from skein.plan.plan import ChunkPlan, Plan
+from skein.protocol.history import JobHistory
+from skein.protocol.membership import Entry
+from skein.protocol.messages import Ack, ChunksReady
+from skein.topology.fleet import Fleet, Link, rounded
+from skein.types import ChunkRef, Layout, Step, WorkerId
+
+
+def fleet_of(entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link]) -> Fleet:
+    """These workers and the measured links between them, rounded, so that noise makes no other plan."""
+    workers = tuple(entry.fleet_worker for entry in entries)
+    known = {worker.worker for worker in workers}
+    between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
+    return rounded(Fleet(workers=workers, links=between))
+
+
+def num_wanted(parallel: ParallelSpec) -> int:
+    """Workers that a job asks for: one for each chunk."""
+    return parallel.stages * parallel.replicas
+
+
+def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
+    """The recorded plan, if it is complete, all its workers are here and none could be added.
+
+    Then nothing has changed but processes, and with equal sums in equal order the curve goes on unchanged.
+    """
+    plan = None if job.plan is None else job.plan.plan
+    if plan is None or len(plan.workers) < min(num_wanted(job.spec.parallel), len(fleet.workers)):
+        return None
+    return None if violations(plan, job.spec, fleet) else plan
+
+
+def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
+    """What members hold at `version`, as a plan without paths; None if a stage is missing."""
+    held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
+    stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
+    num_stages = parallel.stages + (parallel.layout is Layout.LOOP)
+    if [stage.index for stage in stages] != list(range(num_stages)):
+        return None
+    chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
+    return Plan(
+        layout=parallel.layout,
+        stages=stages,
+        chunks=tuple(ChunkPlan(chunk=chunk, slots=1) for chunk in chunks),
+        paths=(),
+        groups=(),
+        predicted_step_s=0.0,
+        lower_bound_s=0.0,
+        reason="held",
+    )
+
+
+def who_reads_other_data(
+    origins: Sequence[WorkerId],
+    ready: Mapping[WorkerId, ChunksReady],
+    acks: Mapping[WorkerId, Ack],
+    *,
+    version: Step,
+) -> tuple[WorkerId, ...]:
+    """Those of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
+    believed = [o for o in origins if version > 0 and any(c.version == version for c in acks[o].chunks)]
+    prints = Counter(ready[origin].data_fingerprint for origin in believed or origins)
+    [(usual, _)] = prints.most_common(1)
+    return tuple(origin for origin in origins if ready[origin].data_fingerprint != usual)
+
+
+def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
+    """Of those that read data, one for each fingerprint of it."""
+    found: dict[str, WorkerId] = {}
+    for worker in sorted(ready):
+        if ready[worker].data_fingerprint:
+            found.setdefault(ready[worker].data_fingerprint, worker)
+    return tuple(found.values())
