@@ -236,6 +236,7 @@ class CheckpointStore:
 
         Raises:
             UserError: a file is missing or of another size, or the place cannot be written.
+            RemoteError: a name that no checkpoint's file has.
         """
         with _explained(checkpoint.url):
             files = self._folder(checkpoint.job, checkpoint.url)

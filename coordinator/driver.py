@@ -20,7 +20,7 @@ from typing import Protocol, assert_never
 from coordinator.journal import Journal
 from coordinator.streams import Stream
 from skein.config.job import JobSpec
-from skein.errors import LocalError, UserError
+from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
@@ -67,7 +67,7 @@ class CheckpointFiles(Protocol):
     """Where checkpoints lie. Both block; they are called one at a time."""
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
-        """Make the checkpoint exist, or raise `UserError`."""
+        """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
         ...
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
@@ -396,7 +396,7 @@ class Driver:
         error = None
         try:
             await loop.run_in_executor(self._files, self._checkpoints.write_manifest, checkpoint, spec)
-        except UserError as cause:
+        except (UserError, RemoteError) as cause:
             error = str(cause)
         await self._inbox.put(ManifestWritten(checkpoint=checkpoint, error=error))
 

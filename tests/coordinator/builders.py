@@ -120,14 +120,17 @@ class MemoryLog:
 
 
 class Files:
-    """Checkpoint files that always come out well, and what was asked of them."""
+    """Checkpoint files that come out well unless there is an `error`, and what was asked of them."""
 
     def __init__(self) -> None:
+        self.error: Exception | None = None
         self.manifests: list[CheckpointCommitted] = []
         self.pruned: list[tuple[JobId, tuple[Step, ...]]] = []
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
         self.manifests.append(checkpoint)
+        if self.error is not None:
+            raise self.error
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
         self.pruned.append((job, tuple(keep)))

@@ -8,13 +8,22 @@ import pytest
 from coordinator.driver import wall_clock
 from coordinator.store import Fenced, LogFull
 from coordinator.streams import Stream
-from skein.errors import LocalError
+from skein.errors import LocalError, RemoteError
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
+from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked, WriteManifest
 from skein.protocol.messages import Beat, Directive, NewGeneration, Welcome
 from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
 from skein.types import Epoch, JobId, JobState, WorkerId
-from tests.coordinator.builders import MemoryLog, eventually, job_spec, lab, opened, plan_at_once, submitted
+from tests.coordinator.builders import (
+    MemoryLog,
+    checkpointed,
+    eventually,
+    job_spec,
+    lab,
+    opened,
+    plan_at_once,
+    submitted,
+)
 
 
 def submit(key: str, name: str = "digits") -> SubmitAsked:
@@ -168,6 +177,16 @@ async def test_a_crash_of_the_planner_ends_the_driver_with_its_error() -> None:
         await it.acknowledge(stream)
         with pytest.raises(ArithmeticError, match="no such plan"):
             await it.running
+
+
+async def test_a_name_that_no_file_of_a_checkpoint_has_fails_the_checkpoint_not_the_coordinator() -> None:
+    async with lab() as it:
+        await it.driver.ask(submit("a"))
+        it.files.error = RemoteError("'../x' is no name of a checkpoint's file")
+        it.driver._do(WriteManifest(checkpoint=checkpointed("digits-1", 1)))
+        await eventually(lambda: it.files.manifests != [])
+        await it.driver.ask(CancelAsked(job=JobId("digits-1")))
+        assert not it.running.done()
 
 
 async def test_a_drained_worker_without_work_is_told_to_go() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import socket
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -437,6 +438,13 @@ async def test_a_coordinator_that_crashes_again_and_again_stops(tmp_path: Path) 
     with pytest.raises(LocalError, match="crashes again and again"):
         async with coordinator(tmp_path):
             pass
+
+
+async def test_a_clock_that_was_set_back_does_not_look_like_a_crash(tmp_path: Path) -> None:
+    for day in range(serving.MAX_OPENINGS + 1):
+        RunLog.open(tmp_path, wall_s=time.time() + 86400 * day + 60).close()
+    async with coordinator(tmp_path):
+        pass
 
 
 async def test_another_owner_of_the_log_ends_a_coordinator(tmp_path: Path) -> None:
