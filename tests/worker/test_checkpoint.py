@@ -1,5 +1,6 @@
 """Checkpoints written by one cut and read by another."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def restore(lab: Lab, url: Path, version: int, files: tuple[StageFiles, ...]) ->
         chunk = holding.chunks[ref.stage]
         names = state_names(lab.job, chunk.stage)
         chunk.load_state(read_state(files, names, archive), version=Step(version))
+
+
+def test_a_chunk_that_was_given_up_can_be_saved_until_somebody_computes(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    [first, *_] = lab.arrangement.chunks
+    bench = lab.benches[first.worker]
+    assert bench.compute.holding is not None
+    bench.compute.hold(replace(bench.compute.holding, chunks={}))
+    done = bench.run(SaveOp(version=Step(0), stage=first.stage, url=None))
+    assert done.saved is not None
 
 
 CUTS = [

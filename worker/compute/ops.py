@@ -300,8 +300,10 @@ class Compute:
         self._clear()
 
     def _save(self, op: SaveOp) -> Saved:
-        chunk = self._held.chunks.get(op.stage)
-        if chunk is None or chunk.version != op.version:
+        # Also one that was given up: the plan that it was given up for may never have been put into place.
+        here = self._here(self._held.job_id)
+        chunk = next((c for c in here if (c.stage.index, c.version) == (op.stage, op.version)), None)
+        if chunk is None:
             raise LocalError(f"stage {op.stage} is not here at version {op.version}")
         return Saved(version=op.version, stage=op.stage, url=op.url, state=chunk.copy_for_checkpoint())
 
