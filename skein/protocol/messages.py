@@ -237,8 +237,9 @@ class EvaluationDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
-    """A stage of a checkpoint is durable under the checkpoint's URL."""
+    """A stage of a checkpoint is durable under the checkpoint's URL; `generation` is that of the Save, perhaps over."""
 
+    generation: Generation
     version: Step
     stage: StageIndex
     files: tuple[CheckpointFile, ...]

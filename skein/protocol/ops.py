@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from skein.plan.plan import Group, Path
 from skein.protocol.messages import Direction, HopTensor, Phase, ShardTensor, StepRecord
-from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, Step
+from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step
 
 
 class HopKey(NamedTuple):
@@ -120,6 +120,7 @@ class ApplyOp:
 class SaveOp:
     """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`."""
 
+    generation: Generation
     version: Step
     stage: StageIndex
     url: str | None

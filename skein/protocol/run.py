@@ -13,16 +13,8 @@ Rules of this file
 from enum import StrEnum
 from typing import assert_never
 
-from skein.config.schedule import learning_rate
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import (
-    MakePlan,
-    ManifestWritten,
-    Outbox,
-    PlanMade,
-    PruneCheckpoints,
-    WriteManifest,
-)
+from skein.protocol.coordinator_io import ManifestWritten, Outbox, PlanMade, PruneCheckpoints, WriteManifest
 from skein.protocol.evaluation import Evaluation
 from skein.protocol.gathering import Gathering
 from skein.protocol.history import JobHistory
@@ -44,7 +36,6 @@ from skein.protocol.messages import (
     Commit,
     Evaluate,
     EvaluationDone,
-    Prepare,
     Save,
     StageDone,
     Start,
@@ -53,31 +44,16 @@ from skein.protocol.messages import (
     Trouble,
     Vote,
 )
-from skein.protocol.planning import (
-    fleet_of,
-    held_plan,
-    num_wanted,
-    one_for_each_print,
-    recorded_plan,
-    who_reads_other_data,
-)
-from skein.protocol.records import Evaluated, JobEnded, PlanAdopted, RolledBack, StepCommitted
-from skein.protocol.round import (
-    AskReduction,
-    LedgerHeard,
-    Round,
-    RoundCommand,
-    RoundFailed,
-    StepDecided,
-    StepTerms,
-    VoteHeard,
-)
+from skein.protocol.placement import Placement
+from skein.protocol.planning import num_wanted, one_for_each_print
+from skein.protocol.records import Evaluated, JobEnded, StepCommitted
+from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.savings import Savings
-from skein.protocol.sources import Sources, assignments, choose_sources
+from skein.protocol.stepping import Stepping
 from skein.protocol.story import Story
 from skein.protocol.strikes import Strikes
 from skein.topology.fleet import Link
-from skein.types import ChunkRef, Epoch, JobState, MicrobatchId, WorkerId
+from skein.types import Epoch, JobState, WorkerId
 
 STALL_S = 120.0
 """No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it.
@@ -121,8 +97,6 @@ class Run:
         self.job = job
         self.phase = RunPhase.GATHERING
         self.reason = "waiting for workers"
-        self.plan: Plan | None = None
-        self._spec_json = job.spec.canonical_json()
         self._num_wanted = num_wanted(job.spec.parallel)
         self._live = membership.live
         self._out = outbox
@@ -132,8 +106,8 @@ class Run:
         self._strikes = Strikes()
         self._savings = Savings(job)
         self._evaluation = Evaluation(job)
-        self._round: Round | None = None
-        self._expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
+        self._placement = Placement(job, self._members, self._savings, outbox)
+        self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
         self._moved_at = now
@@ -179,11 +153,9 @@ class Run:
             case ChunksReady():
                 self._chunks_ready(worker, report, now=now)
             case StageDone():
-                if self._round is not None:
-                    self._drive(self._round.handle(LedgerHeard(worker=worker, done=report), now=now), now=now)
+                self._drive(LedgerHeard(worker=worker, done=report), now=now)
             case Vote():
-                if self._round is not None:
-                    self._drive(self._round.handle(VoteHeard(worker=worker, vote=report), now=now), now=now)
+                self._drive(VoteHeard(worker=worker, vote=report), now=now)
             case EvaluationDone():
                 self._evaluation_done(worker, report, now=now)
             case Suspected():
@@ -205,7 +177,7 @@ class Run:
         if isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
         else:
-            self._put_into_place(event.result, now=now)
+            self._build(event.result, now=now)
         self.tick(now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
@@ -282,7 +254,12 @@ class Run:
     @property
     def round(self) -> Round | None:
         """The step in progress."""
-        return self._round
+        return self._stepping.round
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is in place, or was the last."""
+        return self._placement.plan
 
     @property
     def _epoch(self) -> Epoch:
@@ -351,7 +328,7 @@ class Run:
 
     def _wait(self, reason: str) -> None:
         self.phase = RunPhase.GATHERING
-        self._round = None
+        self._stepping.round = None
         self._members.let_leaving_go()
         if reason != self.reason:
             self._out.log(f"job={self.job.job} paused: {reason}")
@@ -368,7 +345,7 @@ class Run:
     def _pause(self, reason: str, *, now: float) -> None:
         """No plan exists: save what is held, then wait for more workers."""
         self._gathering.failed(may_pardon=self._strikes.may_pardon, now=now)
-        held = self._held()
+        held = self._placement.held()
         if held is None or not self._savings.is_behind():
             self._wait(reason)
             return
@@ -386,7 +363,8 @@ class Run:
             return
         self.phase = RunPhase.FENCING
         self.reason = reason
-        self._round = self._paused_for = None
+        self._stepping.round = None
+        self._paused_for = None
         self._moved_at = now
         self._gathering.opened()
         self._savings.fenced()
@@ -398,80 +376,25 @@ class Run:
         if self.phase is not RunPhase.FENCING:
             return
         self._members.acks[worker] = ack
-        if self._members.is_fenced:
-            self._ask_for_plan(now=now)
-
-    def _ask_for_plan(self, *, now: float) -> None:
-        fleet = fleet_of((e for e in self._candidates() if self._members.is_this(e)), self._links)
-        recorded = recorded_plan(self.job, fleet)
+        if not self._members.is_fenced:
+            return
+        recorded = self._placement.ask(self._candidates(), self._links)
         if recorded is not None:
-            self._put_into_place(recorded, now=now)
-            return
-        request, previous = self._out.history.generation, self._held() or self.plan
-        self._out.commands.append(
-            MakePlan(request=request, job=self.job.spec, fleet=fleet, previous=previous)
-        )
+            self._build(recorded, now=now)
 
-    def _held(self) -> Plan | None:
-        return held_plan(self._members.acks, version=self.job.version, parallel=self.job.spec.parallel)
-
-    def _put_into_place(self, plan: Plan, *, now: float) -> None:
+    def _build(self, plan: Plan, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
-        self.plan = plan
-        self._expected = plan.microbatches_by_chunk()
-        history = self._out.history
-        sources = choose_sources(
-            plan, self._members.acks, version=self.job.version, checkpoint=self.job.newest_checkpoint
-        )
-        self._roll_back_to(sources, now=now)
-        self._out.record(PlanAdopted(job=self.job.job, generation=history.generation, plan=plan))
-        self._out.log(f"job={self.job.job} generation={history.generation} plan: {plan.reason}")
-        self._members.assign(
-            assignments(
-                plan,
-                sources,
-                epoch=history.epoch,
-                generation=history.generation,
-                job=self.job.job,
-                job_spec=self._spec_json,
-                microbatches=self._expected,
-            )
-        )
-
-    def _roll_back_to(self, sources: Sources, *, now: float) -> None:
-        version = self.job.version
-        if sources.version == version:
-            return
-        self._savings.rolled_back()
-        stages = ", ".join(str(stage.index) for stage in sources.unheld)
-        reason = f"no worker holds stage {stages} at version {version}"
-        self._out.record(
-            RolledBack(
-                job=self.job.job,
-                from_version=version,
-                to_version=sources.version,
-                reason=reason,
-                wall_s=now,
-            )
-        )
-        self._out.log(f"job={self.job.job} rolled back from={version} to={sources.version}: {reason}")
+        self._placement.put(plan, now=now)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
-        members, plan = self._members, self.plan
-        if self.phase is not RunPhase.BUILDING or plan is None or worker not in members.placed:
+        if self.phase is not RunPhase.BUILDING or not self._placement.is_built(worker, report):
             return
-        members.ready[worker] = report
-        if not members.is_ready:
-            return
-        origins = sorted({path.hops[0].worker for path in plan.paths})
-        odd = who_reads_other_data(origins, members.ready, members.acks, version=self.job.version)
+        odd = self._placement.odd_readers()
         if odd:
             self._other_data(odd, now=now)
             return
-        self._evaluation.num_validation_samples = min(
-            members.ready[origin].num_validation_samples for origin in origins
-        )
-        members.free_unplaced()
+        self._evaluation.num_validation_samples = self._placement.num_validation_samples()
+        self._members.free_unplaced()
         self._go_on(now=now)
 
     def _other_data(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
@@ -537,7 +460,7 @@ class Run:
 
     def _evaluate(self) -> None:
         self.phase = RunPhase.EVALUATING
-        self._round = None
+        self._stepping.round = None
         self._members.send_placed(
             Evaluate(
                 epoch=self._epoch,
@@ -567,50 +490,24 @@ class Run:
     # --- a step ---
 
     def _begin_step(self) -> None:
-        assert self.plan is not None
-        spec = self.job.spec
         self.phase = RunPhase.STEPPING
-        terms = StepTerms(
-            step=self.job.version,
-            learning_rate=learning_rate(spec.optimizer, self.job.version, spec.budget.steps),
-            clip_norm=spec.optimizer.clip_norm,
-            batch_samples=spec.batch.samples,
-        )
-        history = self._out.history
-        self._round = Round(
-            terms, self.plan, expected=self._expected, epoch=history.epoch, generation=history.generation
-        )
+        self._stepping.begin()
 
-    def _drive(self, commands: list[RoundCommand], *, now: float) -> None:
-        history = self._out.history
-        for command in commands:
-            match command:
-                case AskReduction():
-                    prepare = Prepare(
-                        epoch=history.epoch,
-                        generation=history.generation,
-                        step=self.job.version,
-                        group=command.group.group,
-                        attempt=command.attempt,
-                        parts=command.parts,
-                    )
-                    for worker in dict.fromkeys(part.worker for part in command.parts):
-                        self._members.send(worker, prepare)
-                case StepDecided():
-                    self._commit(command.record, now=now)
-                case RoundFailed():
-                    for worker in command.blamed:
-                        self._strike(worker, command.reason, is_hearsay=False, now=now)
-                    self._bump(command.reason, now=now)
-                case _:
-                    assert_never(command)
+    def _drive(self, event: RoundEvent, *, now: float) -> None:
+        for end in self._stepping.handle(event, now=now):
+            if isinstance(end, StepDecided):
+                self._commit(end.record, now=now)
+                continue
+            for worker in end.blamed:
+                self._strike(worker, end.reason, is_hearsay=False, now=now)
+            self._bump(end.reason, now=now)
 
     def _commit(self, record: StepRecord, *, now: float) -> None:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._strikes.committed()
         self._moved_at = now
-        self._round = None
+        self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
         goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted() is None
         history = self._out.history

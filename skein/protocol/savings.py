@@ -1,11 +1,18 @@
-"""Checkpoints: when one is due, who saves which stage, and which stages of which version are durable yet."""
+"""Checkpoints: when one is due, who saves which stage, and which stages of which version are durable yet.
+
+Rules of this file
+- All stages of a checkpoint were asked for under one generation. So none has stages of two histories, though a version
+  that was rolled back is reached again, nor of another job.
+"""
 
 from skein.plan.plan import Plan
 from skein.protocol.history import JobHistory
 from skein.protocol.members import Members
 from skein.protocol.messages import CheckpointFile, CheckpointWritten
 from skein.protocol.records import CheckpointCommitted, StageFiles
-from skein.types import StageIndex, Step, WorkerId
+from skein.types import Generation, StageIndex, Step, WorkerId
+
+_Asking = tuple[Generation, Step]
 
 
 class Savings:
@@ -14,8 +21,8 @@ class Savings:
     def __init__(self, job: JobHistory) -> None:
         self._job = job
         self._asked = Step(0)
-        self._missing: dict[Step, set[StageIndex]] = {}
-        self._files: dict[Step, dict[StageIndex, tuple[CheckpointFile, ...]]] = {}
+        self._missing: dict[_Asking, set[StageIndex]] = {}
+        self._files: dict[_Asking, dict[StageIndex, tuple[CheckpointFile, ...]]] = {}
 
     @property
     def newest(self) -> Step:
@@ -52,26 +59,27 @@ class Savings:
                 key=lambda w: (members.is_leaving(w), len(stages_by_worker.get(w, ()))),
             )
             stages_by_worker[holder] = (*stages_by_worker.get(holder, ()), stage.index)
-        self.expect(self._job.version, tuple(stage.index for stage in plan.stages))
+        self.expect(members.generation, self._job.version, tuple(stage.index for stage in plan.stages))
         return dict(sorted(stages_by_worker.items()))
 
-    def expect(self, version: Step, stages: tuple[StageIndex, ...]) -> None:
-        """These stages are being saved at `version`; an earlier asking is forgotten."""
+    def expect(self, generation: Generation, version: Step, stages: tuple[StageIndex, ...]) -> None:
+        """These stages are being saved at `version`; an earlier asking under this generation is forgotten."""
         self._asked = version
-        self._missing[version] = set(stages)
-        self._files[version] = {}
+        self._missing[generation, version] = set(stages)
+        self._files[generation, version] = {}
 
     def written(self, report: CheckpointWritten, *, wall_s: float) -> CheckpointCommitted | None:
         """A stage is durable; gives the checkpoint when it was the last, and no newer one exists."""
-        missing = self._missing.get(report.version)
+        asking = report.generation, report.version
+        missing = self._missing.get(asking)
         if missing is None or report.stage not in missing:
             return None
         missing.discard(report.stage)
-        self._files[report.version][report.stage] = report.files
+        self._files[asking][report.stage] = report.files
         if missing:
             return None
-        files = self._files.pop(report.version)
-        del self._missing[report.version]
+        files = self._files.pop(asking)
+        del self._missing[asking]
         if report.version <= self.newest:
             return None
         return CheckpointCommitted(

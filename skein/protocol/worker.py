@@ -168,9 +168,11 @@ class Worker:
             case BuildFailed():
                 self._build_failed(event)
             case CheckpointSaved():
-                self._tell(CheckpointWritten(version=event.version, stage=event.stage, files=event.files))
+                self._saved(event)
             case SaveFailed():
-                self._trouble(f"checkpoint {event.version} of stage {event.stage}: {event.reason}")
+                # What an older generation asked for is asked for again where it still matters.
+                if event.generation == self.generation:
+                    self._trouble(f"checkpoint {event.version} of stage {event.stage}: {event.reason}")
             case LinksProbed():
                 self._tell(LinksMeasured(links=event.links))
             case StreamOpened():
@@ -478,7 +480,21 @@ class Worker:
         coming = self.version if self._commit is None else self._commit.record.step + 1
         if directive.version == coming:
             for stage in directive.stages:
-                self._queue.append(SaveOp(version=directive.version, stage=stage, url=directive.url))
+                self._queue.append(
+                    SaveOp(
+                        generation=directive.generation,
+                        version=directive.version,
+                        stage=stage,
+                        url=directive.url,
+                    )
+                )
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        self._tell(
+            CheckpointWritten(
+                generation=event.generation, version=event.version, stage=event.stage, files=event.files
+            )
+        )
 
     def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
         """Evaluation microbatch e takes the path of e modulo the number of paths."""

@@ -89,6 +89,7 @@ class BuildFailed:
 class CheckpointSaved:
     """A stage's files are durable at the checkpoint's URL."""
 
+    generation: Generation
     version: Step
     stage: StageIndex
     files: tuple[CheckpointFile, ...]
@@ -98,6 +99,7 @@ class CheckpointSaved:
 class SaveFailed:
     """A stage's files could not be written, however often it was tried."""
 
+    generation: Generation
     version: Step
     stage: StageIndex
     reason: str

@@ -1,0 +1,100 @@
+"""A plan, from asking for it to chunks that are ready: what every worker is to hold, and where it comes from."""
+
+from collections.abc import Iterable, Mapping
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import MakePlan, Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.members import Members
+from skein.protocol.membership import Entry
+from skein.protocol.messages import ChunksReady
+from skein.protocol.planning import fleet_of, held_plan, recorded_plan, who_reads_other_data
+from skein.protocol.records import PlanAdopted, RolledBack
+from skein.protocol.savings import Savings
+from skein.protocol.sources import Sources, assignments, choose_sources
+from skein.topology.fleet import Link
+from skein.types import ChunkRef, MicrobatchId, WorkerId
+
+
+class Placement:
+    """The plan that is in place, and how it came there. Parts of the work of a run; the run says when."""
+
+    def __init__(self, job: JobHistory, members: Members, savings: Savings, outbox: Outbox) -> None:
+        self.plan: Plan | None = None
+        self.expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
+        self._job = job
+        self._spec_json = job.spec.canonical_json()
+        self._members = members
+        self._savings = savings
+        self._out = outbox
+
+    def ask(
+        self, candidates: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link]
+    ) -> Plan | None:
+        """The recorded plan if it still fits those members that are candidates; else a plan is asked for."""
+        fleet = fleet_of((entry for entry in candidates if self._members.is_this(entry)), links)
+        recorded = recorded_plan(self._job, fleet)
+        if recorded is None:
+            request, previous = self._out.history.generation, self.held() or self.plan
+            asked = MakePlan(request=request, job=self._job.spec, fleet=fleet, previous=previous)
+            self._out.commands.append(asked)
+        return recorded
+
+    def held(self) -> Plan | None:
+        """What members hold at the job's version, if together that is the whole model."""
+        parallel = self._job.spec.parallel
+        return held_plan(self._members.acks, version=self._job.version, parallel=parallel)
+
+    def put(self, plan: Plan, *, now: float) -> None:
+        """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
+        self.plan = plan
+        self.expected = plan.microbatches_by_chunk()
+        history, job = self._out.history, self._job
+        sources = choose_sources(
+            plan, self._members.acks, version=job.version, checkpoint=job.newest_checkpoint
+        )
+        self._roll_back_to(sources, now=now)
+        self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
+        self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
+        told = assignments(
+            plan,
+            sources,
+            epoch=history.epoch,
+            generation=history.generation,
+            job=job.job,
+            job_spec=self._spec_json,
+            microbatches=self.expected,
+        )
+        self._members.assign(told)
+
+    def _roll_back_to(self, sources: Sources, *, now: float) -> None:
+        job, version = self._job.job, self._job.version
+        if sources.version == version:
+            return
+        self._savings.rolled_back()
+        stages = ", ".join(str(stage.index) for stage in sources.unheld)
+        reason = f"no worker holds stage {stages} at version {version}"
+        self._out.record(
+            RolledBack(job=job, from_version=version, to_version=sources.version, reason=reason, wall_s=now)
+        )
+        self._out.log(f"job={job} rolled back from={version} to={sources.version}: {reason}")
+
+    def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
+        """A worker has its chunks: whether all have."""
+        if worker not in self._members.placed:
+            return False
+        self._members.ready[worker] = report
+        return self._members.is_ready
+
+    def odd_readers(self) -> tuple[WorkerId, ...]:
+        """Origins that read other data than the rest."""
+        members = self._members
+        return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
+
+    def num_validation_samples(self) -> int:
+        """What every origin has."""
+        return min(self._members.ready[origin].num_validation_samples for origin in self._origins())
+
+    def _origins(self) -> list[WorkerId]:
+        assert self.plan is not None
+        return sorted({path.hops[0].worker for path in self.plan.paths})

@@ -1,0 +1,61 @@
+"""The step in progress: a Round, the reductions it asks for, and the terms it decides by."""
+
+from skein.config.schedule import learning_rate
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.members import Members
+from skein.protocol.messages import Prepare
+from skein.protocol.placement import Placement
+from skein.protocol.round import AskReduction, Round, RoundEvent, RoundFailed, StepDecided, StepTerms
+
+
+class Stepping:
+    """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
+
+    def __init__(self, job: JobHistory, placement: Placement, members: Members, outbox: Outbox) -> None:
+        self.round: Round | None = None
+        self._job = job
+        self._placement = placement
+        self._members = members
+        self._out = outbox
+
+    def begin(self) -> None:
+        """The job's version is the step that is computed now."""
+        spec, version, history = self._job.spec, self._job.version, self._out.history
+        assert self._placement.plan is not None
+        terms = StepTerms(
+            step=version,
+            learning_rate=learning_rate(spec.optimizer, version, spec.budget.steps),
+            clip_norm=spec.optimizer.clip_norm,
+            batch_samples=spec.batch.samples,
+        )
+        self.round = Round(
+            terms,
+            self._placement.plan,
+            expected=self._placement.expected,
+            epoch=history.epoch,
+            generation=history.generation,
+        )
+
+    def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | RoundFailed]:
+        """Take a report of the step, if there is one; reductions are asked for here."""
+        ends: list[StepDecided | RoundFailed] = []
+        for command in () if self.round is None else self.round.handle(event, now=now):
+            if isinstance(command, AskReduction):
+                self._ask(command)
+            else:
+                ends.append(command)
+        return ends
+
+    def _ask(self, command: AskReduction) -> None:
+        history = self._out.history
+        prepare = Prepare(
+            epoch=history.epoch,
+            generation=history.generation,
+            step=self._job.version,
+            group=command.group.group,
+            attempt=command.attempt,
+            parts=command.parts,
+        )
+        for worker in dict.fromkeys(part.worker for part in command.parts):
+            self._members.send(worker, prepare)
