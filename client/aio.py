@@ -238,7 +238,7 @@ class AsyncJob:
                 pass
         return await self.status()
 
-    async def cancel(self, reason: str = "asked by a client") -> JobStatus:
+    async def cancel(self, reason: str = "") -> JobStatus:
         """Ends the job, if it has not ended; its newest checkpoint stays."""
         request = jobs_pb2.CancelRequest(job=self.id, reason=reason)
         return codec.JOB_STATUS.decode(await self._connection.call(self._connection.jobs.Cancel, request))

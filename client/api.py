@@ -150,7 +150,7 @@ class Job:
         """The job when it has ended, well or not."""
         return self._loop.run(self._job.wait())
 
-    def cancel(self, reason: str = "asked by a client") -> JobStatus:
+    def cancel(self, reason: str = "") -> JobStatus:
         """Ends the job, if it has not ended; its newest checkpoint stays."""
         return self._loop.run(self._job.cancel(reason))
 

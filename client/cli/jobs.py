@@ -164,7 +164,7 @@ def _thinned(events: Iterator[JobEvent]) -> Iterator[JobEvent]:
 
 @click.command()
 @click.argument("job")
-@click.option("--reason", default="cancelled by a user", show_default=True, help="Told to whoever watches.")
+@click.option("--reason", default="", help="Told to whoever watches.")
 @json_option
 @connection_options
 def cancel(job: str, *, reason: str, is_json: bool) -> int:

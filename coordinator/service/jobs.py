@@ -23,6 +23,7 @@ from skein.wire.views import JobStatus, SubmitReply, VersionReply
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_KEY_CHARACTERS = 256
+MAX_REASON_CHARACTERS = 256
 MAX_PENDING = 1000
 """Jobs that may wait."""
 
@@ -71,7 +72,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
         job = self._known(request.job)
-        _ = await self._driver.ask(CancelAsked(job=job))
+        _ = await self._driver.ask(CancelAsked(job=job, reason=request.reason[:MAX_REASON_CHARACTERS]))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:

@@ -100,7 +100,7 @@ class Coordinator:
             case SubmitAsked():
                 self._submit(event, now=now)
             case CancelAsked():
-                self._cancel(event.job, now=now)
+                self._cancel(event.job, event.reason, now=now)
             case DrainAsked():
                 self._changed(self.membership.handle(LeaveHeard(worker=event.worker), now=now), now=now)
             case PlanMade():
@@ -164,11 +164,11 @@ class Coordinator:
         self._outbox.record(submitted)
         self._outbox.log(f"job={job} submitted")
 
-    def _cancel(self, job: JobId, *, now: float) -> None:
+    def _cancel(self, job: JobId, reason: str, *, now: float) -> None:
         if self.run is not None and self.run.job.job == job:
-            self.run.end(JobState.CANCELLED, "cancelled by a client", now=now)
+            self.run.end(JobState.CANCELLED, reason or "cancelled by a client", now=now)
         elif job in self.history.jobs and self.history.jobs[job].end is None:
-            reason = "cancelled before it began"
+            reason = reason or "cancelled before it began"
             self._outbox.record(JobEnded(job=job, state=JobState.CANCELLED, reason=reason, wall_s=now))
 
     def _next_job(self, *, now: float) -> None:

@@ -41,9 +41,10 @@ class SubmitAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAsked:
-    """A client wants a job to end."""
+    """A client wants a job to end, and may say why."""
 
     job: JobId
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

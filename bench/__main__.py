@@ -1,0 +1,24 @@
+"""`python -m bench NAME ...`, or `all`: run a comparison, or each in turn. Exit code 1 if a goal is missed."""
+
+import importlib
+import sys
+
+NAMES = ("overhead", "scale", "wire")
+
+
+def main() -> int:
+    """Hand the arguments after the name to that comparison."""
+    if len(sys.argv) < 2 or sys.argv[1] not in (*NAMES, "all"):
+        print(f"error: name a comparison: {', '.join(NAMES)}, or all", file=sys.stderr)
+        return 2
+    names = NAMES if sys.argv[1] == "all" else (sys.argv[1],)
+    arguments = sys.argv[2:]
+    worst = 0
+    for name in names:
+        sys.argv = [f"bench {name}", *arguments]
+        worst = max(worst, importlib.import_module(f"bench.{name}").main())
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
