@@ -1,6 +1,6 @@
 """Checkpoints on disk: the coordinator's own store, or wherever a job's URL points.
 
-Layout: `<base>/<job>/v00000100/stage-000.model.safetensors ...` and `manifest.json`, where base is the URL or the
+Layout: `<base>/<job>/v00000100/stage-000.g7.model.safetensors ...` and `manifest.json`, where base is the URL or the
 `checkpoints` folder of the state directory.
 
 Rules of this file

@@ -25,7 +25,7 @@ from torch import Tensor
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles, checkpoint_folder
-from skein.types import JobId, StageIndex, Step
+from skein.types import Generation, JobId, StageIndex, Step
 from worker.compute.chunk import STEP
 
 _FIELD = "checkpoint.url"
@@ -33,13 +33,16 @@ _MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _READ_BYTES = 1 << 22
 
 
-def file_names(stage: StageIndex) -> tuple[str, str]:
+def file_names(stage: StageIndex, generation: Generation) -> tuple[str, str]:
     """Names of the files with a stage's parameters and with its optimizer's state.
 
-    >>> file_names(StageIndex(2))
-    ('stage-002.model.safetensors', 'stage-002.optimizer.safetensors')
+    Each generation writes its own: a late writer of an older one must not touch what a manifest names.
+
+    >>> file_names(StageIndex(2), Generation(7))
+    ('stage-002.g7.model.safetensors', 'stage-002.g7.optimizer.safetensors')
     """
-    return f"stage-{stage:03d}.model.safetensors", f"stage-{stage:03d}.optimizer.safetensors"
+    base = f"stage-{stage:03d}.g{generation}"
+    return f"{base}.model.safetensors", f"{base}.optimizer.safetensors"
 
 
 class Archive(Protocol):
@@ -124,9 +127,9 @@ def _sync(path: str) -> None:
 
 
 def write_stage(
-    stage: StageIndex, state: Mapping[str, Tensor], archive: Archive
+    stage: StageIndex, generation: Generation, state: Mapping[str, Tensor], archive: Archive
 ) -> tuple[CheckpointFile, ...]:
-    """Writes a chunk's state to `archive`; what was written.
+    """Writes a chunk's state, as `generation` asked for it, to `archive`; what was written.
 
     Raises:
         OSError | RemoteError: it could not be.
@@ -136,7 +139,7 @@ def write_stage(
     with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
         return tuple(
             _write(Path(folder) / name, tensors, archive)
-            for name, tensors in zip(file_names(stage), (model, optimizer), strict=True)
+            for name, tensors in zip(file_names(stage, generation), (model, optimizer), strict=True)
         )
 
 

@@ -57,7 +57,7 @@ from skein.protocol.worker_io import (
     WorkerEvent,
 )
 from skein.topology.fleet import Link
-from skein.types import Generation, JobId, WorkerId
+from skein.types import Generation, WorkerId
 from skein.units import format_bytes
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines, Refusal
@@ -256,7 +256,9 @@ class Driver:
         _tell_report(report)
         if isinstance(report, Beat):
             pipeline = self._machine.pipeline
-            in_flight, depths = (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
+            in_flight, depths = (
+                (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
+            )
             self._metrics.queues(in_flight, depths, self._store.num_bytes)
             report = replace(report, statistics=self._metrics.counts())
             lines = self._take_log_lines()
@@ -335,41 +337,41 @@ class Driver:
             self._building.cancel()
 
     def _keep_saving(self, saved: Saved) -> None:
-        if self._machine.job is not None:
-            self._num_saving += 1
-            self._begin(self._save(self._machine.job, saved))
+        self._num_saving += 1
+        self._begin(self._save(saved))
 
-    async def _save(self, job: JobId, saved: Saved) -> None:
+    async def _save(self, saved: Saved) -> None:
         """Write a stage of a checkpoint, trying again if that fails."""
-        event: CheckpointSaved | SaveFailed = await self._write(job, saved)
+        event: CheckpointSaved | SaveFailed = await self._write(saved)
         for pause_s in _SAVE_PAUSES_S:
             if isinstance(event, CheckpointSaved):
                 break
             await asyncio.sleep(pause_s)
-            event = await self._write(job, saved)
+            event = await self._write(saved)
         self._num_saving -= 1
         self._inbox.post(event)
 
-    async def _write(self, job: JobId, saved: Saved) -> CheckpointSaved | SaveFailed:
+    async def _write(self, saved: Saved) -> CheckpointSaved | SaveFailed:
+        generation, version, stage = saved.generation, saved.version, saved.stage
         began_s = self._loop.time()
         try:
-            archive = archive_of(saved.url, self._files, job, saved.version)
-            files = await asyncio.to_thread(write_stage, saved.stage, saved.state, archive)
+            archive = archive_of(saved.url, self._files, saved.job_id, version)
+            files = await asyncio.to_thread(write_stage, stage, generation, saved.state, archive)
         except (OSError, RemoteError, UserError) as error:
             reason = one_line(error)
-            _log.warning("checkpoint=%d stage=%d not written: %s", saved.version, saved.stage, reason)
-            return SaveFailed(version=saved.version, stage=saved.stage, reason=reason)
+            _log.warning("checkpoint=%d stage=%d not written: %s", version, stage, reason)
+            return SaveFailed(generation=generation, version=version, stage=stage, reason=reason)
         num_bytes = sum(file.num_bytes for file in files)
         elapsed_s = self._loop.time() - began_s
         self._metrics.checkpoint_written(elapsed_s, num_bytes)
         _log.info(
             "checkpoint=%d stage=%d written: %s in %.1f s",
-            saved.version,
-            saved.stage,
+            version,
+            stage,
             format_bytes(num_bytes),
             elapsed_s,
         )
-        return CheckpointSaved(version=saved.version, stage=saved.stage, files=files)
+        return CheckpointSaved(generation=generation, version=version, stage=stage, files=files)
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
         """One after the other: two probes at once would measure each other."""

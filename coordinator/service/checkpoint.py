@@ -41,25 +41,24 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             job = self._job(start.job)
             if job.end is not None or start.version > job.version:
                 raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
-            reply = await self._take(
-                start, _file_of(_checkpoint(job, start.version), start.name), request_iterator
-            )
+            reply = await self._take(start, _checkpoint(job, start.version), request_iterator)
         return codec.PUT_REPLY.encode(reply)
 
     async def _take(
         self,
         start: PutStart,
-        committed: CheckpointFile | None,
+        existing: CheckpointCommitted | None,
         parts: AsyncIterator[checkpoint_pb2.PutPart],
     ) -> PutReply:
-        """Write a file. One of a checkpoint that exists stays, and must be the same."""
+        """Write a file. A checkpoint that exists stays, and a file of it must be the same."""
+        committed = _file_of(existing, start.name)
         upload = await asyncio.to_thread(
             self._store.upload,
             start.job,
             start.version,
             start.name,
             start.num_bytes,
-            replaces=committed is None,
+            replaces=existing is None,
         )
         with upload:
             sha256 = await _receive(upload, parts)

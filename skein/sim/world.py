@@ -423,7 +423,7 @@ class World:
             self._saved[chunk.stage, op.version] = chunk.lineage
             given = {op.stage: chunk.lineage}
             self._invariants.holds(worker.machine, worker.machine.generation, op.version, given)
-            saved = CheckpointSaved(version=op.version, stage=op.stage, files=())
+            saved = CheckpointSaved(generation=op.generation, version=op.version, stage=op.stage, files=())
             self.clock.after(0.5, partial(self._give, worker, saved))
         self._give(worker, OpEnded(op=op, outcome=outcome))
 

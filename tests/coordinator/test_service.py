@@ -293,13 +293,18 @@ async def test_a_restart_keeps_jobs_and_their_numbers(tmp_path: Path) -> None:
 
 
 async def put(
-    channel: aio.Channel, *, version: int = 5, sha256: str = FILE.sha256, data: bytes = DATA
+    channel: aio.Channel,
+    *,
+    version: int = 5,
+    sha256: str = FILE.sha256,
+    data: bytes = DATA,
+    name: str = FILE.name,
 ) -> None:
     parts = (
         PutStart(
             job=submitted("digits-1").job,
             version=committed("", version, wall_s=0).record.step,
-            name=FILE.name,
+            name=name,
             num_bytes=len(DATA),
         ),
         FileData(data=data[:1000]),
@@ -358,6 +363,16 @@ async def test_only_files_of_checkpoints_that_exist_can_be_had(tmp_path: Path) -
         for name in ("stage-001.model.safetensors", "../../../run.sqlite3", "manifest.json"):
             call = files.Get(checkpoint_pb2.GetRequest(job="digits-1", version=5, name=name))
             assert await call.code() is StatusCode.NOT_FOUND
+
+
+async def test_a_late_file_of_another_generation_leaves_the_checkpoint_that_exists(tmp_path: Path) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 5, FILE))
+    manifest = tmp_path / "checkpoints" / "digits-1" / "v00000005" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        await put(channel, name="stage-000.g1.model.safetensors")
+        assert manifest.exists()
 
 
 async def test_a_file_of_a_checkpoint_that_exists_cannot_be_replaced_by_another(tmp_path: Path) -> None:

@@ -506,7 +506,7 @@ def test_reports_of_another_generation_are_dropped() -> None:
             generation=Generation(1), num_train_samples=1, num_validation_samples=1, data_fingerprint="x"
         ),
         Suspected(generation=Generation(1), peer=WorkerId("stranger"), reason="?"),
-        CheckpointWritten(version=Step(9), stage=StageIndex(0), files=()),
+        CheckpointWritten(generation=Generation(1), version=Step(9), stage=StageIndex(0), files=()),
     ],
     ids=lambda report: type(report).__name__,
 )
@@ -881,6 +881,12 @@ def test_a_step_that_was_predicted_to_be_slow_may_be_slow() -> None:
 SAVING = small_job(stages=2, replicas=1, microbatches=2, steps=9, save_every=2, keep=1)
 
 
+def written(version: int, stage: int) -> CheckpointWritten:
+    return CheckpointWritten(
+        generation=Generation(1), version=Step(version), stage=StageIndex(stage), files=()
+    )
+
+
 def test_a_checkpoint_is_saved_while_the_next_step_runs() -> None:
     desk = stepping(SAVING)
     desk.step(PLAN)
@@ -894,9 +900,9 @@ def test_a_checkpoint_is_committed_after_its_manifest_and_older_ones_go() -> Non
     desk = stepping(SAVING)
     desk.step(PLAN)
     desk.step(PLAN)
-    desk.report("w0a", CheckpointWritten(version=Step(2), stage=StageIndex(0), files=()))
+    desk.report("w0a", written(2, 0))
     assert desk.commands == []
-    desk.report("w1a", CheckpointWritten(version=Step(2), stage=StageIndex(1), files=()))
+    desk.report("w1a", written(2, 1))
     [manifest] = desk.found(WriteManifest)
     assert not desk.recorded(CheckpointCommitted)
     desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error=None))
@@ -910,7 +916,7 @@ def test_a_slow_older_checkpoint_does_not_replace_a_newer_one() -> None:
         desk.step(PLAN)
     for version in (4, 2):
         for stage, worker in ((0, "w0a"), (1, "w1a")):
-            desk.report(worker, CheckpointWritten(version=Step(version), stage=StageIndex(stage), files=()))
+            desk.report(worker, written(version, stage))
         for manifest in desk.found(WriteManifest):
             desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error=None))
     desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 3), error=None))

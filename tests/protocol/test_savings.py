@@ -7,22 +7,24 @@ from skein.protocol.messages import CheckpointFile, CheckpointWritten
 from skein.protocol.savings import Savings
 from skein.protocol.story import Story
 from skein.protocol.strikes import MAX_STRIKES, Strikes
-from skein.types import JobId, StageIndex, Step, WorkerId
+from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.jobs import small_job
 
 W, V = WorkerId("w"), WorkerId("v")
 
 
-def written(version: int, stage: int, *names: str) -> CheckpointWritten:
+def written(version: int, stage: int, *names: str, generation: int = 1) -> CheckpointWritten:
     files = tuple(CheckpointFile(name=name, num_bytes=1, sha256="", tensors=()) for name in names)
-    return CheckpointWritten(version=Step(version), stage=StageIndex(stage), files=files)
+    return CheckpointWritten(
+        generation=Generation(generation), version=Step(version), stage=StageIndex(stage), files=files
+    )
 
 
 def savings(*versions: int) -> Savings:
     found = Savings(job_of())
     for version in versions:
-        found.expect(Step(version), (StageIndex(0), StageIndex(1)))
+        found.expect(Generation(1), Step(version), (StageIndex(0), StageIndex(1)))
     return found
 
 
@@ -63,16 +65,27 @@ def test_several_checkpoints_may_be_in_the_making() -> None:
     assert late.version == 4
 
 
+def test_no_checkpoint_has_stages_that_two_generations_asked_for() -> None:
+    found = savings(4)
+    found.written(written(4, 0, "old"), wall_s=1.0)
+    found.expect(Generation(2), Step(4), (StageIndex(0), StageIndex(1)))
+    assert found.written(written(4, 1, generation=2), wall_s=1.0) is None
+    assert found.written(written(4, 0, generation=3), wall_s=1.0) is None
+    done = found.written(written(4, 0, "new", generation=2), wall_s=1.0)
+    assert done is not None
+    assert [file.name for file in done.stages[0].files] == ["new"]
+
+
 def test_asking_again_forgets_what_was_written_before() -> None:
     found = savings(4)
     found.written(written(4, 0), wall_s=1.0)
-    found.expect(Step(4), (StageIndex(0), StageIndex(1)))
+    found.expect(Generation(1), Step(4), (StageIndex(0), StageIndex(1)))
     assert found.written(written(4, 1), wall_s=1.0) is None
 
 
 def test_what_is_older_than_the_newest_checkpoint_is_of_no_use() -> None:
     found = Savings(job_of(version=8, saved=6))
-    found.expect(Step(4), (StageIndex(0),))
+    found.expect(Generation(1), Step(4), (StageIndex(0),))
     assert found.written(written(4, 0), wall_s=1.0) is None
 
 
@@ -103,7 +116,7 @@ def test_a_checkpoint_is_due_when_the_newest_is_older_than_it_should_be(
 
 def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
     found = Savings(job_of(version=5))
-    found.expect(Step(5), (StageIndex(0),))
+    found.expect(Generation(1), Step(5), (StageIndex(0),))
     assert not found.is_due()
     found.fenced()
     assert found.is_due()

@@ -181,7 +181,7 @@ def test_without_a_stream_nothing_is_said_and_no_time_matters() -> None:
     hand = accumulated()
     hand.give(StreamLost(reason="reset"))
     assert hand.machine.deadline() is None
-    hand.give(CheckpointSaved(version=Step(0), stage=StageIndex(0), files=()))
+    hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
     assert hand.said() == []
 
 
@@ -753,10 +753,20 @@ def test_a_save_of_another_version_is_ignored() -> None:
 
 def test_what_was_written_is_reported_and_what_was_not_is_trouble() -> None:
     hand = ready()
-    hand.give(CheckpointSaved(version=Step(0), stage=StageIndex(0), files=()))
+    hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
     assert only(hand.said(), CheckpointWritten).stage == 0
-    hand.give(SaveFailed(version=Step(0), stage=StageIndex(0), reason="disk full"))
+    hand.give(SaveFailed(generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="disk full"))
     assert "disk full" in only(hand.said(), Trouble).reason
+
+
+def test_what_an_older_generation_could_not_save_is_no_trouble() -> None:
+    hand = ready()
+    hand.fence(PLAN, generation=2)
+    failed = SaveFailed(
+        generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="the job has ended"
+    )
+    hand.give(failed)
+    assert hand.said() == []
 
 
 # --- failures ---

@@ -264,6 +264,9 @@ class Desk:
         """Write what the last commands ask to save, and the manifest; gives what that caused."""
         for worker, asked in self.told(Save).items():
             for stage in asked.stages:
-                self.report(worker, CheckpointWritten(version=asked.version, stage=stage, files=()))
+                written = CheckpointWritten(
+                    generation=asked.generation, version=asked.version, stage=stage, files=()
+                )
+                self.report(worker, written)
         [manifest] = self.found(WriteManifest)
         return self.give(ManifestWritten(checkpoint=manifest.checkpoint, error=None))

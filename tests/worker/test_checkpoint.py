@@ -12,7 +12,7 @@ from skein.protocol.messages import CheckpointFile
 from skein.protocol.ops import SaveOp
 from skein.protocol.records import StageFiles, checkpoint_folder
 from skein.types import JobId, Layout, Precision, StageIndex, Step
-from tests.worker.lab import Lab, tiny_job
+from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
 from worker.compute.chunk import STEP, state_names
 
@@ -25,9 +25,15 @@ def save(lab: Lab, url: Path, version: int) -> tuple[StageFiles, ...]:
     saved = []
     for stage in lab.arrangement.stages:
         holder = next(ref.worker for ref in lab.arrangement.chunks if ref.stage == stage.index)
-        done = lab.benches[holder].run(SaveOp(version=Step(version), stage=stage.index, url=str(url)))
+        done = lab.benches[holder].run(
+            SaveOp(generation=GENERATION, version=Step(version), stage=stage.index, url=str(url))
+        )
         assert done.saved is not None
-        saved.append(StageFiles(stage=stage.index, files=write_stage(stage.index, done.saved.state, archive)))
+        saved.append(
+            StageFiles(
+                stage=stage.index, files=write_stage(stage.index, GENERATION, done.saved.state, archive)
+            )
+        )
     return tuple(saved)
 
 
@@ -48,7 +54,7 @@ def test_a_chunk_that_was_given_up_can_be_saved_until_somebody_computes(text: Pa
     bench = lab.benches[first.worker]
     assert bench.compute.holding is not None
     bench.compute.hold(replace(bench.compute.holding, chunks={}))
-    done = bench.run(SaveOp(version=Step(0), stage=first.stage, url=None))
+    done = bench.run(SaveOp(generation=GENERATION, version=Step(0), stage=first.stage, url=None))
     assert done.saved is not None
 
 
@@ -97,7 +103,7 @@ def test_files_hold_what_they_say_under_names_that_others_know(
     files = save(lab, tmp_path, 1)
     folder = tmp_path / JOB / checkpoint_folder(Step(1))
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        name for stage in lab.arrangement.stages for name in file_names(stage.index)
+        name for stage in lab.arrangement.stages for name in file_names(stage.index, GENERATION)
     )
     for file in (file for stage in files for file in stage.files):
         with safe_open(folder / file.name, framework="pt") as tensors:
@@ -112,17 +118,17 @@ def test_a_changed_file_is_refused(text: Path, tmp_path: Path, labs: list[Lab]) 
     lab = Lab(tiny_job(text))
     labs.append(lab)
     files = save(lab, tmp_path, 0)
-    path = tmp_path / JOB / checkpoint_folder(Step(0)) / file_names(StageIndex(1))[0]
+    path = tmp_path / JOB / checkpoint_folder(Step(0)) / file_names(StageIndex(1), GENERATION)[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(LocalError, match=r"stage-001\.model"):
+    with pytest.raises(LocalError, match=r"stage-001\.g1\.model"):
         restore(lab, tmp_path, 0, files)
 
 
 def test_a_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
     archive = UrlArchive(str(tmp_path), JOB, Step(0))
-    files = write_stage(StageIndex(0), {"a": torch.ones(2), STEP: torch.tensor(0)}, archive)
+    files = write_stage(StageIndex(0), GENERATION, {"a": torch.ones(2), STEP: torch.tensor(0)}, archive)
     with pytest.raises(LocalError, match="lacks b"):
         read_state((StageFiles(stage=StageIndex(0), files=files),), ["a", "b"], archive)
 
@@ -140,7 +146,7 @@ def test_a_failed_write_leaves_nothing_under_the_final_name(tmp_path: Path) -> N
     archive = UrlArchive(str(tmp_path / "file" / "below"), JOB, Step(0))
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(OSError, match="file"):
-        write_stage(StageIndex(0), {STEP: torch.tensor(0)}, archive)
+        write_stage(StageIndex(0), GENERATION, {STEP: torch.tensor(0)}, archive)
 
 
 @pytest.mark.parametrize(

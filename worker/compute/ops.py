@@ -37,7 +37,18 @@ from skein.protocol.ops import (
     SumOp,
     TensorKey,
 )
-from skein.types import Attempt, ChunkRef, GroupId, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Generation,
+    GroupId,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.payload import Payload, pack, unpack
@@ -50,8 +61,10 @@ Outputs = dict[TensorKey, Payload]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A chunk's state at one version, copied for a checkpoint."""
+    """A chunk's state at one version, copied for a checkpoint that `generation` asked for."""
 
+    job_id: JobId
+    generation: Generation
     version: Step
     stage: StageIndex
     url: str | None
@@ -305,7 +318,14 @@ class Compute:
         chunk = next((c for c in here if (c.stage.index, c.version) == (op.stage, op.version)), None)
         if chunk is None:
             raise LocalError(f"stage {op.stage} is not here at version {op.version}")
-        return Saved(version=op.version, stage=op.stage, url=op.url, state=chunk.copy_for_checkpoint())
+        return Saved(
+            job_id=self._held.job_id,
+            generation=op.generation,
+            version=op.version,
+            stage=op.stage,
+            url=op.url,
+            state=chunk.copy_for_checkpoint(),
+        )
 
     def _clear(self) -> None:
         self._drop_step()

@@ -641,8 +641,11 @@ class CheckpointWritten(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     stage: _builtins.int
+    generation: _builtins.int
+    """Of the Save that this answers, which may be over by now."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.CheckpointFile]: ...
     def __init__(
@@ -651,10 +654,11 @@ class CheckpointWritten(_message.Message):
         version: _builtins.int = ...,
         stage: _builtins.int = ...,
         files: _abc.Iterable[_ids_pb2.CheckpointFile] | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "generation", b"generation", "stage", b"stage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
