@@ -23,7 +23,7 @@ TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=16777216
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench e2e proto fmt compose-test sim constraints clean
+.PHONY: help setup demo test check bench e2e proto fmt compose-test docs sim constraints clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -58,6 +58,9 @@ fmt: setup ## format, and mend what ruff can
 
 proto: setup ## regenerate skein/wire/v1 from protos/
 	$(BIN)/python protos/generate.py
+
+docs: setup ## write docs/protocol.md from the machines
+	$(BIN)/python docs/generate_protocol.py
 
 sim: setup ## SEEDS=300 simulated fault schedules
 	$(TEST_ENV) $(BIN)/python -m skein.sim --seeds $(SEEDS) --faults 8
