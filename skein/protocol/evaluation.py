@@ -1,18 +1,23 @@
-"""Loss on validation data: when it is due, and the sum of what the heads report."""
+"""Loss on validation data: when it is due, and the mean of what the heads report."""
 
+from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import EvaluationDone
-from skein.protocol.ops import Loss, exact_sum
+from skein.protocol.members import Members
+from skein.protocol.messages import Evaluate, EvaluationDone
+from skein.protocol.ops import exact_sum
+from skein.protocol.records import Evaluated
 from skein.types import WorkerId
 
 
 class Evaluation:
     """The evaluation of one version at a time. `num_validation_samples` is what every origin has."""
 
-    def __init__(self, job: JobHistory) -> None:
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
         self.num_validation_samples = 0
-        self.num_microbatches = 0
+        self._num_microbatches = 0
         self._job = job
+        self._members = members
+        self._out = outbox
         self._reports: dict[tuple[WorkerId, int], EvaluationDone] = {}
 
     def is_due(self) -> bool:
@@ -23,23 +28,34 @@ class Evaluation:
         every = spec.evaluation.every_steps
         return version >= spec.budget.steps or (bool(every) and version % every == 0)
 
-    def begin(self) -> int:
-        """Forget older reports; gives how many microbatches to evaluate."""
+    def begin(self) -> None:
+        """Have the job's version evaluated."""
+        history = self._out.history
         self._reports.clear()
-        self.num_microbatches = self._available()
-        return self.num_microbatches
+        self._num_microbatches = self._available()
+        self._members.send_placed(
+            Evaluate(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=self._job.version,
+                num_microbatches=self._num_microbatches,
+            )
+        )
 
-    def take(self, worker: WorkerId, report: EvaluationDone) -> Loss | None:
-        """Take a head's share; gives the sum once every microbatch is in it."""
-        if not report.microbatches or report.version != self._job.version:
-            return None
+    def is_complete(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> bool:
+        """Take a head's share; once every microbatch is in it, the mean is recorded."""
+        job, version = self._job.job, self._job.version
+        if not report.microbatches or report.version != version:
+            return False
         self._reports[worker, report.microbatches[0]] = report
         reports = [self._reports[key] for key in sorted(self._reports)]
-        if len({m for r in reports for m in r.microbatches}) < self.num_microbatches:
-            return None
-        return Loss(
-            loss_sum=exact_sum(r.loss_sum for r in reports), num_tokens=sum(r.num_tokens for r in reports)
-        )
+        if len({m for r in reports for m in r.microbatches}) < self._num_microbatches:
+            return False
+        num_tokens = sum(r.num_tokens for r in reports)
+        loss = exact_sum(r.loss_sum for r in reports) / max(1, num_tokens)
+        self._out.record(Evaluated(job=job, version=version, loss=loss, num_tokens=num_tokens, wall_s=now))
+        self._out.log(f"job={job} step={version} validation_loss={loss:.4f}")
+        return True
 
     def _available(self) -> int:
         spec = self._job.spec

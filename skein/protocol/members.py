@@ -66,11 +66,6 @@ class Members:
         return opened.generation
 
     @property
-    def generation(self) -> Generation:
-        """The newest one."""
-        return self._out.history.generation
-
-    @property
     def is_fenced(self) -> bool:
         """Whether every member has acknowledged: nobody acts on anything older any more."""
         return len(self.acks) == len(self._entries)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import ManifestWritten, Outbox, PlanMade, PruneCheckpoints, WriteManifest
+from skein.protocol.coordinator_io import ManifestWritten, Outbox, PlanMade, WriteManifest
 from skein.protocol.evaluation import Evaluation
 from skein.protocol.gathering import Gathering
 from skein.protocol.history import JobHistory
@@ -34,9 +34,7 @@ from skein.protocol.messages import (
     CheckpointWritten,
     ChunksReady,
     Commit,
-    Evaluate,
     EvaluationDone,
-    Save,
     StageDone,
     Start,
     StepRecord,
@@ -46,7 +44,7 @@ from skein.protocol.messages import (
 )
 from skein.protocol.placement import Placement
 from skein.protocol.planning import num_wanted, one_for_each_print
-from skein.protocol.records import Evaluated, JobEnded, StepCommitted
+from skein.protocol.records import JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.savings import Savings
 from skein.protocol.stepping import Stepping
@@ -104,8 +102,8 @@ class Run:
         self._gathering = Gathering((member.worker for member in job.members), now=now)
         self._members = Members(job, membership, outbox)
         self._strikes = Strikes()
-        self._savings = Savings(job)
-        self._evaluation = Evaluation(job)
+        self._savings = Savings(job, self._members, outbox)
+        self._evaluation = Evaluation(job, self._members, outbox)
         self._placement = Placement(job, self._members, self._savings, outbox)
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._paused_for: str | None = None
@@ -195,12 +193,7 @@ class Run:
             if is_awaited:
                 self.end(JobState.FAILED, f"the last checkpoint could not be written: {event.error}", now=now)
             return
-        if not self._savings.newest < checkpoint.version <= self.job.version:
-            return
-        self._out.record(checkpoint)
-        self._out.log(f"job={self.job.job} checkpoint={checkpoint.version}")
-        keep = tuple(kept.version for kept in self.job.checkpoints)
-        self._out.commands.append(PruneCheckpoints(job=self.job.job, url=checkpoint.url, keep=keep))
+        self._savings.record(checkpoint)
         if is_awaited and self._paused_for is not None:
             self._wait(self._paused_for)
             self.tick(now=now)
@@ -352,7 +345,8 @@ class Run:
         self.reason = f"saving, for no plan exists: {reason}"
         self._paused_for = reason
         self._members.placed = dict.fromkeys(held.workers)
-        self._save_and_wait(held)
+        self.phase = RunPhase.SAVING
+        self._savings.ask(held)
 
     # --- a new generation ---
 
@@ -423,11 +417,15 @@ class Run:
         is_last = version >= self.job.spec.budget.steps
         self._moved_at = now
         change = self._change_wanted()
+        assert self.plan is not None
         if self._evaluation.is_due():
-            self._evaluate()
+            self.phase = RunPhase.EVALUATING
+            self._stepping.round = None
+            self._evaluation.begin()
         elif is_last or (change is not None and not self._candidates()):
             if self._savings.is_behind():
-                self._save_and_wait(self.plan)
+                self.phase = RunPhase.SAVING
+                self._savings.ask(self.plan)
             elif is_last:
                 self.end(JobState.FINISHED, f"{version} steps done", now=now)
             else:
@@ -436,56 +434,14 @@ class Run:
             self._bump(change, now=now)
         else:
             if self._savings.is_due():
-                self._save(self.plan)
+                self._savings.ask(self.plan)
             self._begin_step()
             start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
             self._members.send_placed(start)
 
-    def _save_and_wait(self, plan: Plan | None) -> None:
-        self.phase = RunPhase.SAVING
-        self._save(plan)
-
-    def _save(self, plan: Plan | None) -> None:
-        assert plan is not None
-        history = self._out.history
-        for worker, stages in self._savings.begin(plan, self._members).items():
-            save = Save(
-                epoch=history.epoch,
-                generation=history.generation,
-                version=self.job.version,
-                stages=stages,
-                url=self.job.spec.checkpoint.url,
-            )
-            self._members.send(worker, save)
-
-    def _evaluate(self) -> None:
-        self.phase = RunPhase.EVALUATING
-        self._stepping.round = None
-        self._members.send_placed(
-            Evaluate(
-                epoch=self._epoch,
-                generation=self._out.history.generation,
-                version=self.job.version,
-                num_microbatches=self._evaluation.begin(),
-            )
-        )
-
     def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
-        total = self._evaluation.take(worker, report) if self.phase is RunPhase.EVALUATING else None
-        if total is None:
-            return
-        loss = total.loss_sum / max(1, total.num_tokens)
-        self._out.record(
-            Evaluated(
-                job=self.job.job,
-                version=report.version,
-                loss=loss,
-                num_tokens=total.num_tokens,
-                wall_s=now,
-            )
-        )
-        self._out.log(f"job={self.job.job} step={report.version} validation_loss={loss:.4f}")
-        self._go_on(now=now)
+        if self.phase is RunPhase.EVALUATING and self._evaluation.is_complete(worker, report, now=now):
+            self._go_on(now=now)
 
     # --- a step ---
 
@@ -514,8 +470,8 @@ class Run:
         self._members.send_placed(
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
         )
-        if self._savings.is_due():
-            self._save(self.plan)
+        if self._savings.is_due() and self.plan is not None:
+            self._savings.ask(self.plan)
         if goes_on:
             self._begin_step()
         else:

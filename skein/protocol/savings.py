@@ -6,9 +6,10 @@ Rules of this file
 """
 
 from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import Outbox, PruneCheckpoints
 from skein.protocol.history import JobHistory
 from skein.protocol.members import Members
-from skein.protocol.messages import CheckpointFile, CheckpointWritten
+from skein.protocol.messages import CheckpointFile, CheckpointWritten, Save
 from skein.protocol.records import CheckpointCommitted, StageFiles
 from skein.types import Generation, StageIndex, Step, WorkerId
 
@@ -18,8 +19,10 @@ _Asking = tuple[Generation, Step]
 class Savings:
     """Collects a checkpoint's stages. What is never completed is simply never committed."""
 
-    def __init__(self, job: JobHistory) -> None:
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
         self._job = job
+        self._members = members
+        self._out = outbox
         self._asked = Step(0)
         self._missing: dict[_Asking, set[StageIndex]] = {}
         self._files: dict[_Asking, dict[StageIndex, tuple[CheckpointFile, ...]]] = {}
@@ -50,8 +53,9 @@ class Savings:
         self._missing.clear()
         self._files.clear()
 
-    def begin(self, plan: Plan, members: Members) -> dict[WorkerId, tuple[StageIndex, ...]]:
-        """Who is to save what of the job's version: the holder of each stage that stays and has the least to save."""
+    def ask(self, plan: Plan) -> None:
+        """Have the job's version saved: each stage by the holder that stays and has the least to save."""
+        history, members = self._out.history, self._members
         stages_by_worker: dict[WorkerId, tuple[StageIndex, ...]] = {}
         for stage in plan.stages:
             holder = min(
@@ -59,8 +63,16 @@ class Savings:
                 key=lambda w: (members.is_leaving(w), len(stages_by_worker.get(w, ()))),
             )
             stages_by_worker[holder] = (*stages_by_worker.get(holder, ()), stage.index)
-        self.expect(members.generation, self._job.version, tuple(stage.index for stage in plan.stages))
-        return dict(sorted(stages_by_worker.items()))
+        self.expect(history.generation, self._job.version, tuple(stage.index for stage in plan.stages))
+        for worker, stages in sorted(stages_by_worker.items()):
+            save = Save(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=self._job.version,
+                stages=stages,
+                url=self._job.spec.checkpoint.url,
+            )
+            members.send(worker, save)
 
     def expect(self, generation: Generation, version: Step, stages: tuple[StageIndex, ...]) -> None:
         """These stages are being saved at `version`; an earlier asking under this generation is forgotten."""
@@ -89,3 +101,13 @@ class Savings:
             stages=tuple(StageFiles(stage=stage, files=files[stage]) for stage in sorted(files)),
             wall_s=wall_s,
         )
+
+    def record(self, checkpoint: CheckpointCommitted) -> None:
+        """The manifest exists, and so does the checkpoint, unless it came too late; older ones may go."""
+        job = self._job
+        if not self.newest < checkpoint.version <= job.version:
+            return
+        self._out.record(checkpoint)
+        self._out.log(f"job={job.job} checkpoint={checkpoint.version}")
+        keep = tuple(kept.version for kept in job.checkpoints)
+        self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))

@@ -2,7 +2,10 @@
 
 import pytest
 
-from skein.protocol.history import JobHistory
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import History, JobHistory
+from skein.protocol.members import Members
+from skein.protocol.membership import Membership
 from skein.protocol.messages import CheckpointFile, CheckpointWritten
 from skein.protocol.savings import Savings
 from skein.protocol.story import Story
@@ -22,10 +25,15 @@ def written(version: int, stage: int, *names: str, generation: int = 1) -> Check
 
 
 def savings(*versions: int) -> Savings:
-    found = Savings(job_of())
+    found = savings_of(job_of())
     for version in versions:
         found.expect(Generation(1), Step(version), (StageIndex(0), StageIndex(1)))
     return found
+
+
+def savings_of(job: JobHistory) -> Savings:
+    outbox = Outbox(History())
+    return Savings(job, Members(job, Membership(), outbox), outbox)
 
 
 def job_of(*, version: int = 0, save_every: int = 4, steps: int = 20, saved: int = 0) -> JobHistory:
@@ -84,7 +92,7 @@ def test_asking_again_forgets_what_was_written_before() -> None:
 
 
 def test_what_is_older_than_the_newest_checkpoint_is_of_no_use() -> None:
-    found = Savings(job_of(version=8, saved=6))
+    found = savings_of(job_of(version=8, saved=6))
     found.expect(Generation(1), Step(4), (StageIndex(0),))
     assert found.written(written(4, 0), wall_s=1.0) is None
 
@@ -111,11 +119,11 @@ def test_a_roll_back_forgets_what_was_being_written() -> None:
 def test_a_checkpoint_is_due_when_the_newest_is_older_than_it_should_be(
     job: JobHistory, is_due: bool
 ) -> None:
-    assert Savings(job).is_due() is is_due
+    assert savings_of(job).is_due() is is_due
 
 
 def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
-    found = Savings(job_of(version=5))
+    found = savings_of(job_of(version=5))
     found.expect(Generation(1), Step(5), (StageIndex(0),))
     assert not found.is_due()
     found.fenced()
@@ -123,9 +131,9 @@ def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
 
 
 def test_workers_may_hold_what_no_checkpoint_has() -> None:
-    assert Savings(job_of(version=5, saved=4)).is_behind()
-    assert not Savings(job_of(version=4, saved=4)).is_behind()
-    assert not Savings(job_of()).is_behind()
+    assert savings_of(job_of(version=5, saved=4)).is_behind()
+    assert not savings_of(job_of(version=4, saved=4)).is_behind()
+    assert not savings_of(job_of()).is_behind()
 
 
 def strike_often(strikes: Strikes, worker: WorkerId, *hearsay: bool) -> list[bool]:
