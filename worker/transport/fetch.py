@@ -27,6 +27,11 @@ Message = TypeVar("Message")
 MAX_FRUITLESS = 3
 """Attempts in a row that bring no new tensor before a donor is given up."""
 _PAUSE_S = 0.1
+_BUSY_PAUSE_S = 0.5
+
+
+class _DonorBusyError(Exception):
+    """It gives to as many as it can already."""
 
 
 class Fetcher:
@@ -44,7 +49,8 @@ class Fetcher:
         """Tensors of a chunk's state by name, each checked against its hash; only `names`, if given.
 
         A broken stream is resumed: what is complete is not asked for again (without `names`, only after the first
-        stream that reached its end). A tensor that does not fit its hash is asked for again.
+        stream that reached its end). A tensor that does not fit its hash is asked for again. A peer that gives to too
+        many others is waited for, as long as it says so.
 
         Raises:
             RemoteError: the peer does not have it, breaks the protocol, or brings nothing new several times.
@@ -56,7 +62,11 @@ class Fetcher:
             wanted = tuple(sorted(missing or ()))
             assembly = StateAssembly(wanted, self._limits)
             request = FetchStateRequest(job=job, stage=stage, version=version, names=wanted)
-            reason = await self._receive_state(member, request, assembly)
+            try:
+                reason = await self._receive_state(member, request, assembly)
+            except _DonorBusyError:
+                await asyncio.sleep(_BUSY_PAUSE_S)
+                continue
             has_new = not assembly.tensors.keys() <= tensors.keys()
             tensors |= assembly.tensors
             if assembly.is_complete:
@@ -117,6 +127,8 @@ class Fetcher:
             reason = describe_rpc_error(error, member.address)
             if error.code() in FINAL or error.code() is grpc.StatusCode.NOT_FOUND:
                 raise RemoteError(reason) from error
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise _DonorBusyError from error
             return reason
         except TimeoutError:
             return f"{member.address}: silent for {self._patience_s} s"

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
@@ -22,9 +23,12 @@ from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits, WireTensor, to_torch, to_wire
 from worker.service import PeerService
+from worker.transport import fetch
 from worker.transport.fetch import MAX_FRUITLESS
 from worker.transport.state import StateAssembly, state_parts
 
+WAIT_S = 10.0
+"""Far above what anything here takes; reached only when something hangs."""
 STAGE, VERSION = StageIndex(1), Step(7)
 STATE = {
     "weight": to_wire("weight", torch.arange(400_000, dtype=torch.float32)),
@@ -117,12 +121,17 @@ async def test_state_larger_than_the_limit_is_refused() -> None:
             await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
 
 
-async def test_transfers_beyond_the_limit_are_refused_and_counted() -> None:
-    receiver = holder(Limits(max_transfers=0))
-    async with serving(receiver.service()) as member, sending() as sender:
-        with pytest.raises(RemoteError, match="limit"):
-            await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
-    assert receiver.statistics.refusals == {"too_many": MAX_FRUITLESS}
+async def test_a_donor_with_too_many_transfers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_BUSY_PAUSE_S", 0.0)
+    receiver = holder(Limits(max_transfers=1))
+    service = receiver.service()
+    async with serving(service) as member, sending() as sender:
+        with service._transfer():
+            fetching = asyncio.create_task(sender.peers.fetch_state(member, JOB, STAGE, VERSION))
+            async with asyncio.timeout(WAIT_S):
+                while receiver.statistics.refusals["too_many"] <= MAX_FRUITLESS:  # noqa: ASYNC110 - a count
+                    await asyncio.sleep(0)
+        assert bytes_of(await fetching) == bytes_of(STATE)
 
 
 class Spoiling(PeerService):
