@@ -96,7 +96,9 @@ class Exchange:
         return [SumOp(step=self.step, group=self._group, attempt=self.attempt, shard=shard) for shard in due]
 
     def _due_join(self) -> list[ReductionOp]:
-        if self._group is None or self._is_join_queued or len(self._results) < self._group.num_shards:
+        if self._group is None or self._is_join_queued:
+            return []
+        if not self._results.issuperset(range(self._group.num_shards)):
             return []
         self._is_join_queued = True
         return [JoinOp(step=self.step, group=self._group, attempt=self.attempt)]

@@ -1,6 +1,7 @@
 """One reduction as each worker sees it, and all of them together."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,14 @@ def test_the_only_member_joins_what_it_has() -> None:
     machine = exchange("a")
     assert machine.prepare(group) == [JoinOp(step=Step(3), group=group, attempt=attempt())]
     assert machine.prepare(group) == []
+
+
+def test_results_of_shards_that_do_not_exist_complete_nothing() -> None:
+    machine = exchange("a")
+    machine.prepare(PAIR)
+    for shard in (0, 7):
+        tensor = replace(part(PAIR, shard, chunk(0, "b")), kind=ShardKind.RESULT)
+        assert machine.arrive(tensor) == []
 
 
 def test_parts_go_to_the_owners_of_their_shards() -> None:
