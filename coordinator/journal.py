@@ -46,6 +46,8 @@ ReadRecords = Callable[[], AsyncIterator[Sequence[Record]]]
 
 NUM_KEPT = 4096
 """Recorded happenings of a job kept in memory; older ones are read from the run log again."""
+NUM_KEPT_ENDED = 64
+"""The same once the job has ended: most who watch have seen the rest."""
 NUM_LINES = 1024
 """Passing happenings of a job that are kept."""
 _SMOOTHING = 0.2
@@ -249,7 +251,10 @@ class Journal:
         self._position += 1
         entries = kept.recorded if is_recorded else kept.passing
         entries.append(_Entry(self._position, is_recorded, event))
-        kept.is_over |= isinstance(event.body, Ended)
+        if isinstance(event.body, Ended):
+            kept.is_over = True
+            kept.recorded = deque(kept.recorded, maxlen=NUM_KEPT_ENDED)
+            kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
         kept.wake()
 
     def _of(self, job: JobId) -> _Kept:

@@ -69,6 +69,8 @@ BEAT_S = 1.0
 """A third of the lease: one lost beat is no death."""
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
+MAX_LINKS = 1 << 16
+"""Above it those of workers that are gone are forgotten; who comes and goes has a new name each time."""
 
 
 class Coordinator:
@@ -208,8 +210,7 @@ class Coordinator:
             case Beat():
                 pass
             case LinksMeasured():
-                for link in report.links:
-                    self.links[link.sender, link.receiver] = link
+                self._measured(report)
             case Leaving():
                 self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
             case CheckpointWritten():
@@ -220,6 +221,14 @@ class Coordinator:
                     run.report(worker, report, now=now)
             case _:
                 assert_never(report)
+
+    def _measured(self, report: LinksMeasured) -> None:
+        for link in report.links:
+            self.links[link.sender, link.receiver] = link
+        if len(self.links) > MAX_LINKS:
+            live = self.membership.live
+            for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:
+                del self.links[pair]
 
     def _hello(self, hello: Hello, *, now: float) -> None:
         if hello.epoch > self.history.epoch:

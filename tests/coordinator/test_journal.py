@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from coordinator import journal
 from coordinator.journal import Fold, Journal
 from skein.protocol.records import (
     GenerationMember,
@@ -85,6 +86,19 @@ async def test_watching_since_a_number_tells_what_came_after(since: int) -> None
 @pytest.mark.parametrize("num_kept", [1, 2, 5, 13])
 async def test_what_is_no_longer_kept_is_read_from_the_log(num_kept: int) -> None:
     assert await all_of(journal_of(LOG, num_kept=num_kept), 2) == await all_of(journal_of(LOG), 2)
+
+
+async def test_an_ended_job_costs_little_memory_and_is_still_told_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal, "NUM_KEPT_ENDED", 2)
+    machine = journal_of(LOG[:-1])
+    watching = machine.watch(JOB, since=0)
+    told = [await anext(watching)]
+    machine.recorded(LOG[-1:])
+    assert len(machine._kept[JOB].recorded) == 2
+    told += [event async for event in watching]
+    assert [event.sequence for event in told] == list(range(1, 15))
 
 
 async def test_a_restart_changes_no_number() -> None:

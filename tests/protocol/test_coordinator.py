@@ -7,6 +7,7 @@ import pytest
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
+from skein.protocol import coordinator
 from skein.protocol.coordinator_io import (
     Append,
     CancelAsked,
@@ -54,8 +55,9 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.run import STALL_S, RunPhase
+from skein.protocol.run import RunPhase
 from skein.protocol.strikes import MAX_STRIKES
+from skein.protocol.watchdog import STALL_S
 from skein.topology.fleet import Link
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, StageSpec, Step, WorkerId
 from tests.support.desk import Desk, checkpoint
@@ -263,6 +265,20 @@ def test_measured_links_reach_the_planner() -> None:
     desk.acknowledge(desk.live)
     [asked] = desk.found(MakePlan)
     assert [(x.sender, x.receiver) for x in asked.fleet.links] == [("w0a", "w1a")]
+
+
+def test_links_of_workers_that_are_gone_are_forgotten_when_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "MAX_LINKS", 2)
+    desk = Desk()
+    desk.join("a", "b")
+    ends = [("a", "b"), ("a", "gone"), ("gone", "b")]
+    links = tuple(
+        Link(sender=WorkerId(s), receiver=WorkerId(r), latency_s=0.1, bytes_per_s=1e6) for s, r in ends
+    )
+    desk.report("a", LinksMeasured(links=links))
+    assert list(desk.machine.links) == [("a", "b")]
 
 
 def test_what_an_unknown_worker_says_is_nothing() -> None:
