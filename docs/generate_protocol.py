@@ -13,6 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 from skein.protocol import (
     coordinator,
     coordinator_io,
+    evaluation,
     gathering,
     history,
     members,
@@ -28,6 +29,7 @@ from skein.protocol import (
     savings,
     stepping,
     strikes,
+    watchdog,
     worker,
     worker_io,
 )
@@ -127,8 +129,10 @@ PARTS = (
     Section(title="Members", module=members),
     Section(title="Gathering", module=gathering),
     Section(title="Strikes", module=strikes),
+    Section(title="Watchdog", module=watchdog),
     Section(title="Placement", module=placement),
     Section(title="Stepping", module=stepping),
+    Section(title="Evaluation", module=evaluation),
     Section(title="Savings", module=savings),
     Section(title="Pipeline", module=pipeline),
     Section(title="Reduction", module=reduction),

@@ -50,16 +50,9 @@ from skein.protocol.savings import Savings
 from skein.protocol.stepping import Stepping
 from skein.protocol.story import Story
 from skein.protocol.strikes import Strikes
+from skein.protocol.watchdog import Watchdog
 from skein.topology.fleet import Link
 from skein.types import Epoch, JobState, WorkerId
-
-STALL_S = 120.0
-"""No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it.
-
-Steps that are predicted to take longer have `STALL_STEPS` of their own time. Who does not even acknowledge the new
-generation for so long is the stuck one, and is turned away.
-"""
-STALL_STEPS = 4.0
 
 RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | Suspected | Trouble
 """What belongs to one generation."""
@@ -108,7 +101,7 @@ class Run:
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
-        self._moved_at = now
+        self._watchdog = Watchdog(now=now)
         self._story = Story()
 
     # --- the way in ---
@@ -202,7 +195,7 @@ class Run:
 
     def progressed(self, *, now: float) -> None:
         """Some worker's op ended."""
-        self._moved_at = now
+        self._watchdog.moved(now=now)
 
     # --- time ---
 
@@ -215,7 +208,7 @@ class Run:
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
         elif self.phase in _COMPUTING and now >= self._stalls_at():
-            self._bump(f"no op ended for {now - self._moved_at:.0f} s", now=now)
+            self._bump(f"no op ended for {self._watchdog.still_for(now=now):.0f} s", now=now)
 
     def stuck(self, *, now: float) -> tuple[WorkerId, ...]:
         """Members that have not acknowledged the generation although nothing moves any more: to be turned away."""
@@ -232,8 +225,7 @@ class Run:
         return self._stalls_at() if is_fencing or self.phase in _COMPUTING else None
 
     def _stalls_at(self) -> float:
-        step_s = 0.0 if self.plan is None else self.plan.predicted_step_s
-        return self._moved_at + max(STALL_S, STALL_STEPS * step_s)
+        return self._watchdog.barks_at(self.plan)
 
     def _gathers_at(self) -> float:
         return self._gathering.ends_at(num_here=len(self._candidates()), num_wanted=self._num_wanted)
@@ -359,7 +351,7 @@ class Run:
         self.reason = reason
         self._stepping.round = None
         self._paused_for = None
-        self._moved_at = now
+        self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
         generation = self._members.open_generation(reason, now=now)
@@ -415,7 +407,7 @@ class Run:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
         version = self.job.version
         is_last = version >= self.job.spec.budget.steps
-        self._moved_at = now
+        self._watchdog.moved(now=now)
         change = self._change_wanted()
         assert self.plan is not None
         if self._evaluation.is_due():
@@ -462,7 +454,7 @@ class Run:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._strikes.committed()
-        self._moved_at = now
+        self._watchdog.moved(now=now)
         self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
         goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted() is None
