@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from coordinator.store import sync_directory
 from skein.config.job import JobSpec
-from skein.errors import LocalError, RemoteError, UserError
+from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import CheckpointCommitted, checkpoint_folder
 from skein.types import JobId, Step
@@ -328,9 +328,10 @@ def _checked(pattern: re.Pattern[str], name: str) -> str:
 def _explained(url: str | None) -> Iterator[None]:
     try:
         yield
-    except UserError:
+    except SkeinError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        # File systems raise what they like; without credentials, for instance, each has an error of its own.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         hint = f"{reason}; give a URL that workers and the coordinator can write"
         raise UserError(_FIELD, url, hint) from error

@@ -73,19 +73,21 @@ class UrlArchive:
     def put(self, path: Path, name: str) -> None:
         target = f"{self._folder}/{name}"
         draft = f"{target}.{secrets.token_hex(4)}.part"
-        self._files.makedirs(self._folder, exist_ok=True)
-        self._files.put_file(str(path), draft)
-        if isinstance(self._files, LocalFileSystem):
-            _sync(draft)
-        self._files.mv(draft, target)
-        if isinstance(self._files, LocalFileSystem):
-            _sync(self._folder)
+        with _as_os_error():
+            self._files.makedirs(self._folder, exist_ok=True)
+            self._files.put_file(str(path), draft)
+            if isinstance(self._files, LocalFileSystem):
+                _sync(draft)
+            self._files.mv(draft, target)
+            if isinstance(self._files, LocalFileSystem):
+                _sync(self._folder)
 
     def get(self, file: CheckpointFile, folder: Path) -> Path:
         source = f"{self._folder}/{file.name}"
         if isinstance(self._files, LocalFileSystem):
             return Path(source)
-        self._files.get_file(source, str(folder / file.name))
+        with _as_os_error():
+            self._files.get_file(source, str(folder / file.name))
         return folder / file.name
 
 
@@ -98,11 +100,23 @@ def check_url(url: str) -> None:
     files, root = _open(url)
     probe = f"{root}/.{secrets.token_hex(4)}.part"
     try:
-        files.makedirs(root, exist_ok=True)
-        files.pipe_file(probe, b"")
-        files.rm_file(probe)
+        with _as_os_error():
+            files.makedirs(root, exist_ok=True)
+            files.pipe_file(probe, b"")
+            files.rm_file(probe)
     except OSError as error:
         raise UserError(_FIELD, url, f"cannot be written to: {error.strerror or error}") from error
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Makes one kind of error of all that file systems raise; without credentials, for instance, each has its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

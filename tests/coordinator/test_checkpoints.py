@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_url
 from skein.errors import RemoteError, UserError
@@ -164,6 +165,21 @@ def test_a_place_that_cannot_be_written_is_named(store: CheckpointStore, tmp_pat
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"checkpoint\.url"):
         store.write_manifest(checkpointed(JOB, 1, url=url), job_spec())
+
+
+class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
+    """A store that lets nobody write, and says so in its own way."""
+
+    protocol = "locked"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        raise LookupError("no credentials")
+
+
+def test_a_store_with_errors_of_its_own_is_named_too(store: CheckpointStore) -> None:
+    fsspec.register_implementation("locked", Locked, clobber=True)
+    with pytest.raises(UserError, match="no credentials"):
+        store.write_manifest(checkpointed(JOB, 1, url="locked://bucket"), job_spec())
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "s3a+b://x"])

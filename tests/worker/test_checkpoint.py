@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import safe_open
 
 from skein.errors import LocalError, UserError
@@ -56,6 +58,26 @@ def test_a_chunk_that_was_given_up_can_be_saved_until_somebody_computes(text: Pa
     bench.compute.hold(replace(bench.compute.holding, chunks={}))
     done = bench.run(SaveOp(generation=GENERATION, version=Step(0), stage=first.stage, url=None))
     assert done.saved is not None
+
+
+class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
+    """A store that lets nobody write, and says so in its own way."""
+
+    protocol = "locked"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        raise LookupError("no credentials")
+
+    put_file = pipe_file
+
+
+def test_whatever_a_store_raises_is_one_kind_of_error(tmp_path: Path) -> None:
+    fsspec.register_implementation("locked", Locked, clobber=True)
+    with pytest.raises(UserError, match="no credentials"):
+        check_url("locked://bucket")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="no credentials"):
+        UrlArchive("locked://bucket", JOB, Step(0)).put(tmp_path / "file", "file")
 
 
 CUTS = [
