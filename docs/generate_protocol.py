@@ -32,6 +32,7 @@ from skein.protocol import (
     watchdog,
     worker,
     worker_io,
+    worker_steps,
 )
 
 PAGE = Path(__file__).with_name("protocol.md")
@@ -134,6 +135,7 @@ PARTS = (
     Section(title="Stepping", module=stepping),
     Section(title="Evaluation", module=evaluation),
     Section(title="Savings", module=savings),
+    Section(title="Steps of a worker", module=worker_steps),
     Section(title="Pipeline", module=pipeline),
     Section(title="Reduction", module=reduction),
 )

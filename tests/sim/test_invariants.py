@@ -14,8 +14,9 @@ from skein.protocol.records import (
 from skein.protocol.worker import Worker
 from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after
 from skein.types import Epoch, Generation, JobId, StageIndex, Step
-from tests.support.hands import identity, record
+from tests.support.hands import Hand, record
 from tests.support.jobs import small_job
+from tests.support.plans import grid_plan
 
 JOB = JobId("small-1")
 FIRST, SECOND = record(0), record(1)
@@ -49,10 +50,11 @@ def followed(*records: Record) -> Invariants:
 
 
 def worker(*, version: int = 0, generation: int = 1, epoch: int = 1) -> Worker:
-    machine = Worker(identity("w"))
-    machine.job, machine.version = JOB, Step(version)
-    machine.generation, machine.epoch = Generation(generation), Epoch(epoch)
-    return machine
+    """A worker of one stage that says of itself to be there."""
+    hand = Hand("w0a")
+    hand.connect(epoch=epoch)
+    hand.settle(grid_plan(stages=1, replicas=1), generation=generation, epoch=epoch, version=version)
+    return hand.machine
 
 
 def announcement(decided: StepRecord) -> Commit:

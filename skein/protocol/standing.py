@@ -1,0 +1,55 @@
+"""Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
+
+from skein.protocol.messages import Envelope, Member, Report, Suspected, TensorHeader, Trouble
+from skein.protocol.worker_io import Identity, SendReport, SendTensor, WorkerCommand
+from skein.types import Epoch, Generation, JobId, WorkerId
+
+
+class Standing:
+    """Shared by the parts of one Worker machine; `commands` are what the event in hand has caused so far."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.epoch = Epoch(0)
+        self.generation = Generation(0)
+        self.job: JobId | None = None
+        self.members: dict[WorkerId, Member] = {}
+        self.is_connected = False
+        self.commands: list[WorkerCommand] = []
+
+    @property
+    def place(self) -> tuple[Epoch, Generation]:
+        """What every directive and tensor is compared with."""
+        return self.epoch, self.generation
+
+    def drain(self) -> list[WorkerCommand]:
+        """All commands since the last call."""
+        commands, self.commands = self.commands, []
+        return commands
+
+    def tell(self, report: Report) -> None:
+        """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""
+        if self.is_connected:
+            self.commands.append(SendReport(report=report))
+
+    def trouble(self, reason: str) -> None:
+        """Something here went wrong that another try may mend."""
+        self.tell(Trouble(generation=self.generation, is_fatal=False, reason=reason))
+
+    def send(self, to: WorkerId, header: TensorHeader) -> None:
+        """Send a tensor to a member of the generation."""
+        assert self.job is not None
+        member = self.members.get(to)
+        if member is None:
+            reason = "not a member of the generation"
+            self.tell(Suspected(generation=self.generation, peer=to, reason=reason))
+            return
+        envelope = Envelope(
+            job=self.job,
+            epoch=self.epoch,
+            generation=self.generation,
+            sender=self.identity.worker,
+            incarnation=self.identity.incarnation,
+            header=header,
+        )
+        self.commands.append(SendTensor(to=member, envelope=envelope))

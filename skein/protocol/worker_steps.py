@@ -1,0 +1,363 @@
+"""A worker's part in steps and evaluations: what it holds, which op is next, and what it makes of each that ends.
+
+Rules of this file
+- Nothing computes while `pipeline` is None: between adopting a generation and having what it assigns.
+- A tensor of an older generation or step is dropped; one of a newer waits in `_parked`. Neither is a failure.
+- Parameters change in ApplyOp alone, from results of the very attempts that the record names.
+- A chunk that the plan takes away stays until a step begins: till then a peer may need it, or the next generation.
+"""
+
+from collections import deque
+from typing import assert_never
+
+from skein.plan.plan import Group
+from skein.protocol.messages import (
+    Assign,
+    ChunkVersion,
+    Commit,
+    Decision,
+    Envelope,
+    Evaluate,
+    EvaluationDone,
+    HopTensor,
+    Origin,
+    Phase,
+    Prepare,
+    Save,
+    ShardTensor,
+    StageDone,
+    Start,
+    StepRecord,
+    TensorHeader,
+    Vote,
+)
+from skein.protocol.ops import (
+    ApplyOp,
+    BackwardOp,
+    ClearOp,
+    ForwardOp,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SaveOp,
+    SumOp,
+)
+from skein.protocol.pipeline import Pipeline
+from skein.protocol.reduction import Exchange
+from skein.protocol.standing import Standing
+from skein.protocol.worker_io import DropTensor
+from skein.types import Attempt, GroupId, MicrobatchId, StageIndex, StageSpec, Step
+
+StepDirective = Start | Evaluate | Prepare | Commit | Save
+
+
+class Steps:
+    """What a worker holds and computes. The Worker machine says when; commands go to `standing`."""
+
+    def __init__(self, standing: Standing) -> None:
+        self.version = Step(0)
+        self.chunks: tuple[StageSpec, ...] = ()
+        self.pipeline: Pipeline | None = None
+        self._standing = standing
+        self._me = standing.identity.worker
+        self._given_up: tuple[StageSpec, ...] = ()
+        self._assign: Assign | None = None
+        self._groups: dict[GroupId, Group] = {}
+        self._exchanges: dict[tuple[GroupId, Attempt], Exchange] = {}
+        self._commit: Commit | None = None
+        self._to_begin: Start | Evaluate | None = None
+        self._num_evaluation = 0
+        self._reported: set[tuple[Phase, StageIndex]] = set()
+        self._queue: deque[Op] = deque()
+        self._parked: list[Envelope] = []
+
+    # --- generations ---
+
+    def stop(self) -> None:
+        """A new generation: nothing more is computed under the older one. What is held stays."""
+        self.pipeline = None
+        self._commit = None
+        self._to_begin = None
+        self._queue.clear()
+
+    def forget(self) -> None:
+        """The job is over: nothing is held."""
+        self.stop()
+        self.version = Step(0)
+        self.chunks = self._given_up = ()
+        self._assign = None
+        self._groups.clear()
+        self._exchanges.clear()
+        self._parked.clear()
+
+    def adopt(self, record: StepRecord | None) -> None:
+        """Finish the recorded step if its results are here, clear the rest."""
+        if record is not None and self.chunks and record.step == self.version and self._has_results(record):
+            self._queue.append(ApplyOp(record=record))
+        self._queue.append(ClearOp())
+
+    def cleared(self) -> tuple[ChunkVersion, ...]:
+        """Nothing of the running step is left; gives what is held."""
+        self._exchanges.clear()
+        held = (*self.chunks, *self._given_up)
+        return tuple(ChunkVersion(stage=stage, version=self.version) for stage in held)
+
+    def hold(self, assign: Assign) -> None:
+        """What was built is here, whatever generation asked for it."""
+        held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
+        self.version = assign.version
+        self.chunks = tuple(chunk.stage for chunk in assign.chunks)
+        self._given_up = tuple(stage for stage in held if stage not in self.chunks)
+
+    def settle(self, assign: Assign) -> None:
+        """The generation's own chunks are here: ready to begin."""
+        self._assign = assign
+        self._groups = {g.group: g for g in assign.groups if any(m.worker == self._me for m in g.members)}
+        self.pipeline = Pipeline(self._me, assign.chunks, self.version)
+        self._reported.clear()
+
+    # --- directives ---
+
+    def take(self, directive: StepDirective) -> None:
+        """A directive of this generation."""
+        match directive:
+            case Start() | Evaluate():
+                self._to_begin = directive
+                self._begin_when_due()
+            case Save():
+                self._save(directive)
+            case Prepare():
+                self._prepare(directive)
+            case Commit():
+                self._commit_step(directive)
+            case _:
+                assert_never(directive)
+
+    def _begin_when_due(self) -> None:
+        """Begin what was asked for as soon as the parameters are at its version."""
+        asked = self._to_begin
+        if asked is None or self.pipeline is None or self._assign is None:
+            return
+        if isinstance(asked, Start) and asked.step == self.version:
+            self._to_begin = None
+            self._given_up = ()
+            self.pipeline.begin(Phase.TRAIN, self._assign.origins)
+        elif isinstance(asked, Evaluate) and asked.version == self.version:
+            self._to_begin = None
+            self._given_up = ()
+            self._num_evaluation = asked.num_microbatches
+            self.pipeline.begin(Phase.EVALUATE, self._evaluation_origins(self._assign))
+            self._report_evaluated()
+
+    def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
+        """Evaluation microbatch e takes the path of e modulo the number of paths."""
+        return tuple(
+            Origin(microbatch=MicrobatchId(e), path=origin.path)
+            for origin in assign.origins
+            for e in range(origin.microbatch, self._num_evaluation, assign.num_paths)
+        )
+
+    def _save(self, directive: Save) -> None:
+        """Queue behind the update that makes the version, if that is still to come."""
+        coming = self.version if self._commit is None else self._commit.record.step + 1
+        if directive.version == coming:
+            for stage in directive.stages:
+                self._queue.append(
+                    SaveOp(
+                        generation=directive.generation,
+                        version=directive.version,
+                        stage=stage,
+                        url=directive.url,
+                    )
+                )
+
+    def _prepare(self, directive: Prepare) -> None:
+        group = self._groups.get(directive.group)
+        if group is None or self.pipeline is None or directive.step != self.version:
+            return
+        for part in directive.parts:
+            if part.worker == self._me and self.pipeline.ledger(part.stage) != part:
+                ledger = self.pipeline.ledger(part.stage)
+                self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
+                return
+        self._queue.extend(self._exchange(directive.group, directive.attempt).prepare(group))
+
+    def _commit_step(self, directive: Commit) -> None:
+        record = directive.record
+        if record.step != self.version or self.pipeline is None or self._commit is not None:
+            return
+        if not self._has_results(record):
+            self._standing.trouble(f"step {record.step} is committed, but a result it names is not here")
+            return
+        self._commit = directive
+        self._queue.append(ApplyOp(record=record))
+
+    def _has_results(self, record: StepRecord) -> bool:
+        if record.decision is Decision.SKIP:
+            return True
+        attempts = {result.group: result.attempt for result in record.results}
+        return all(
+            group in attempts
+            and (group, attempts[group]) in self._exchanges
+            and self._exchanges[group, attempts[group]].is_joined
+            for group in self._groups
+        )
+
+    def _exchange(self, group: GroupId, attempt: Attempt) -> Exchange:
+        key = (group, attempt)
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self._me, self.version, attempt)
+        return self._exchanges[key]
+
+    # --- tensors ---
+
+    def tensor_arrived(self, envelope: Envelope) -> None:
+        """Use a peer's tensor, keep it for later, or drop it."""
+        standing, step = self._standing, envelope.header.step
+        place = (envelope.epoch, envelope.generation)
+        is_now = place == standing.place
+        if place > standing.place or (is_now and (self.pipeline is None or step > self.version)):
+            self._parked.append(envelope)
+            return
+        is_wanted = is_now and envelope.job == standing.job and step == self.version
+        if not is_wanted or not self._use(envelope.header):
+            standing.commands.append(DropTensor(envelope=envelope))
+
+    def unpark(self) -> None:
+        """Look again at what came too early."""
+        parked, self._parked = self._parked, []
+        for envelope in parked:
+            self.tensor_arrived(envelope)
+
+    def _use(self, header: TensorHeader) -> bool:
+        """Use a tensor of this generation and step; False if it is not for this worker."""
+        assert self.pipeline is not None
+        if isinstance(header, ShardTensor):
+            if header.group not in self._groups:
+                return False
+            self._queue.extend(self._exchange(header.group, header.attempt).arrive(header))
+            return True
+        if not self.pipeline.may_hold(header):
+            return False
+        self._deliver(self.pipeline.arrive(header))
+        return True
+
+    def _deliver(self, header: HopTensor | None) -> None:
+        """Send a boundary tensor where its path says, or take it if that is here."""
+        while header is not None:
+            target = header.path.hops[header.hop].worker
+            if target != self._me:
+                self._standing.send(target, header)
+                return
+            assert self.pipeline is not None
+            header = self.pipeline.arrive(header)
+
+    # --- ops ---
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether ops wait that come before any computing."""
+        return bool(self._queue)
+
+    def next_op(self) -> Op | None:
+        """What to run now: first what was asked for, then what the pipeline has."""
+        if self._queue:
+            return self._queue.popleft()
+        return None if self.pipeline is None else self.pipeline.next_op()
+
+    def applied(self, op: ApplyOp) -> None:
+        """The update has ended: the chunks are at the next version."""
+        self.version = Step(op.record.step + 1)
+        self._exchanges.clear()
+        commit, self._commit = self._commit, None
+        if self.pipeline is None or commit is None:
+            return
+        self.pipeline.advance(self.version)
+        self._reported.clear()
+        self._num_evaluation = 0
+        if commit.goes_on and self._assign is not None:
+            self.pipeline.begin(Phase.TRAIN, self._assign.origins)
+        self._begin_when_due()
+        self.unpark()
+
+    def computed(self, op: ForwardOp | LossOp | BackwardOp, outcome: OpOutcome) -> None:
+        """A compute op has ended: pass on what it made, and report what it completed."""
+        if self.pipeline is None or op.step != self.version:
+            return
+        self._deliver(self.pipeline.end(op, outcome if isinstance(outcome, Loss) else None))
+        if isinstance(op, LossOp) and op.phase is Phase.EVALUATE:
+            self._report_evaluated()
+        elif not isinstance(op, ForwardOp):
+            self._report_done(op.chunk.stage)
+
+    def reduced(self, op: PackOp | SumOp | JoinOp, outcome: OpOutcome) -> None:
+        """A part of a reduction has ended: pass on shards, or vote."""
+        exchange = self._exchanges.get((op.group.group, op.attempt))
+        if exchange is None or self.pipeline is None:
+            return
+        if isinstance(op, JoinOp):
+            assert isinstance(outcome, Joined)
+            exchange.is_joined = True
+            self._vote(op, outcome)
+            return
+        parcels = exchange.packed() if isinstance(op, PackOp) else exchange.summed(op.shard)
+        for to, header in parcels:
+            if to == self._me:
+                self._queue.extend(exchange.arrive(header))
+            else:
+                self._standing.send(to, header)
+
+    # --- reports ---
+
+    def _vote(self, op: JoinOp, joined: Joined) -> None:
+        self._standing.tell(
+            Vote(
+                generation=self._standing.generation,
+                step=op.step,
+                group=op.group.group,
+                attempt=op.attempt,
+                digest=joined.digest,
+                squared_norm=joined.squared_norm,
+                is_finite=joined.is_finite,
+            )
+        )
+
+    def _report_done(self, stage: StageIndex) -> None:
+        assert self.pipeline is not None
+        if (Phase.TRAIN, stage) in self._reported or not self.pipeline.is_done(stage):
+            return
+        self._reported.add((Phase.TRAIN, stage))
+        loss = self.pipeline.train_loss(stage)
+        self._standing.tell(
+            StageDone(
+                generation=self._standing.generation,
+                step=self.version,
+                ledger=self.pipeline.ledger(stage),
+                loss_sum=loss.loss_sum,
+                num_tokens=loss.num_tokens,
+            )
+        )
+
+    def _report_evaluated(self) -> None:
+        """Report each head here whose evaluation microbatches all have their loss."""
+        if self.pipeline is None or self._assign is None or not self._num_evaluation:
+            return
+        for stage in (spec.index for spec in self.chunks):
+            microbatches, loss = self.pipeline.evaluation_loss(stage)
+            expected = self.pipeline.expected_evaluations(stage, self._num_evaluation, self._assign.num_paths)
+            if not microbatches or len(microbatches) < expected or (Phase.EVALUATE, stage) in self._reported:
+                continue
+            self._reported.add((Phase.EVALUATE, stage))
+            self._standing.tell(
+                EvaluationDone(
+                    generation=self._standing.generation,
+                    version=self.version,
+                    microbatches=microbatches,
+                    loss_sum=loss.loss_sum,
+                    num_tokens=loss.num_tokens,
+                )
+            )
