@@ -201,6 +201,8 @@ async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
     log = MemoryLog([opened(1), submitted("digits-1"), opened(2)])
     async with lab(log, plan=plan_at_once) as it:
         stream = await it.join()
+        # The fence waits for its record, the welcome for nothing.
+        await eventually(lambda: stream.num_waiting == 2)
         welcome, fence = await taken(stream)
         assert isinstance(welcome, Welcome)
         assert isinstance(fence, NewGeneration)
