@@ -116,6 +116,11 @@ class SimExecutor:
         chunk = now if now is not None and now.stage == stage else self._given_up.get(stage)
         return chunk.lineage if chunk is not None and chunk.version == version else None
 
+    def held(self, stage: StageIndex) -> SimChunk:
+        """A chunk that is here, even if it was given up."""
+        given_up = {chunk.stage.index: chunk for chunk in self._given_up.values()}
+        return self.chunks.get(stage) or given_up[stage]
+
     def forget(self) -> None:
         """Drop everything."""
         self.chunks = {}

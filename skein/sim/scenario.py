@@ -53,7 +53,7 @@ def make_world(job: JobSpec, fleet: FleetShape, *, seed: int) -> World:
 
 Fault = Callable[[World], None]
 
-FAULTS = ("kill", "restart", "freeze", "stream", "drain", "cut", "coordinator")
+FAULTS = ("kill", "restart", "freeze", "mute", "stream", "drain", "cut", "coordinator")
 
 
 def draw_faults(
@@ -94,6 +94,8 @@ def _strike(kind: str, name: WorkerId, other: WorkerId, seconds: float, world: W
             world.restart_worker(name)
         case "freeze":
             world.freeze_worker(name, seconds)
+        case "mute":
+            world.mute_worker(name, seconds)
         case "stream":
             world.break_stream(name)
         case "cut" if name != other:

@@ -4,13 +4,10 @@ It carries out commands as the real drivers do: records are durable before what 
 lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec, layers_of
 from skein.plan.balanced import make_plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
@@ -29,20 +26,15 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.coordinator_io import TimePassed as CoordinatorTime
 from skein.protocol.messages import (
-    Assign,
-    ChunkAssignment,
     Report,
-    SourceKind,
 )
 from skein.protocol.ops import ApplyOp, Op, SaveOp
-from skein.protocol.records import EpochOpened, Record
+from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
     BuildFailed,
-    Built,
     CancelBuild,
-    CheckpointSaved,
     DirectiveArrived,
     DropTensor,
     Exit,
@@ -62,12 +54,14 @@ from skein.protocol.worker_io import (
     WorkerEvent,
 )
 from skein.protocol.worker_io import TimePassed as WorkerTime
-from skein.sim.clock import Action, Clock
-from skein.sim.executor import Contributions, SimExecutor, StageTimes, stage_times
-from skein.sim.invariants import INITIAL, Invariants
+from skein.sim.builds import Builds
+from skein.sim.clock import Clock
+from skein.sim.executor import Contributions, SimExecutor
+from skein.sim.invariants import Invariants
 from skein.sim.network import FAILURE_S, Network
+from skein.sim.process import SimWorker
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Generation, Incarnation, SiteId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 APPEND_S = 0.002
 """One durable append."""
@@ -80,23 +74,6 @@ RESTART_S = 1.0
 """From a coordinator's death to its successor."""
 
 
-@dataclass(slots=True)
-class SimWorker:
-    """One worker process: its machine, its executor, and the state of its stream."""
-
-    machine: Worker
-    executor: SimExecutor
-    is_alive: bool = True
-    is_frozen: bool = False
-    is_connected: bool = False
-    is_busy: bool = False
-    is_to_forget: bool = False
-    wakes_at: float | None = None
-    build: int = 0
-    waiting: deque[Action] = field(default_factory=deque)
-    """What reached a frozen process; it takes all of it, in order, when it goes on."""
-
-
 class World:
     """Machines, clock and network of one simulated deployment.
 
@@ -105,6 +82,7 @@ class World:
         sites: places that workers may be in.
         seed: of the network's links.
 
+    Of every `repeat_every` tensors that peers take, one arrives twice; 0: none does.
     `before_append` and `after_append` are told how many records the log holds: faults may strike in between.
     """
 
@@ -115,15 +93,20 @@ class World:
         self.lines: list[str] = []
         self.workers: dict[WorkerId, SimWorker] = {}
         self.coordinator: Coordinator | None = None
+        self.repeat_every = 0
         self.before_append: Callable[[int], None] | None = None
         self.after_append: Callable[[int], None] | None = None
         self._invariants = Invariants()
-        self._saved: dict[tuple[StageSpec, Step], str] = {}
-        self._job = job
-        self._layers: tuple[LayerSpec, ...] = layers_of(
-            job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision
+        self._builds = Builds(
+            job,
+            self.clock,
+            self.network,
+            self.workers,
+            self._invariants,
+            checkpoint_of=self._checkpoint_of,
+            give=self._give,
         )
-        self._times: dict[StageSpec, StageTimes] = {}
+        self._num_sent = 0
         self._num_incarnations = 0
         self._term = 0
         self._coordinator_wakes_at: float | None = None
@@ -234,9 +217,12 @@ class World:
             self.clock.after(CONTROL_S, partial(self._hear, worker, self._term, event))
 
     def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
-        if worker.is_connected and term == self._term:
-            self._invariants.announced(event.directive)
-            self._give(worker, event)
+        if term == self._term:
+            worker.when_heard(partial(self._take_directive, worker, event))
+
+    def _take_directive(self, worker: SimWorker, event: DirectiveArrived) -> None:
+        self._invariants.announced(event.directive)
+        self._give(worker, event)
 
     # --- workers ---
 
@@ -282,10 +268,20 @@ class World:
             self.clock.after(seconds, partial(self._thaw, worker))
 
     def _thaw(self, worker: SimWorker) -> None:
-        worker.is_frozen = False
-        while worker.waiting and not worker.is_frozen:
-            worker.waiting.popleft()()
+        worker.thaw()
         self._give(worker, WorkerTime())
+
+    def mute_worker(self, name: WorkerId, seconds: float) -> None:
+        """Hold back what a worker and the coordinator say to each other; peers still reach it."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.is_muted = True
+            self.clock.after(seconds, worker.unmute)
+
+    def stick_worker(self, name: WorkerId) -> None:
+        """Let no op of a worker end any more; it beats on."""
+        if name in self.workers:
+            self.workers[name].is_stuck = True
 
     def give(self, name: WorkerId, event: WorkerEvent) -> None:
         """Give a worker's machine an event."""
@@ -293,11 +289,12 @@ class World:
             self._give(self.workers[name], event)
 
     def _give(self, worker: SimWorker, event: WorkerEvent) -> None:
-        if not worker.is_alive:
-            return
-        if worker.is_frozen:
-            worker.waiting.append(partial(self._give, worker, event))
-            return
+        if worker.is_alive and not worker.is_frozen:
+            self._handle(worker, event)
+        else:
+            worker.when_running(partial(self._handle, worker, event))
+
+    def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
         for command in worker.machine.handle(event, now=self.clock.now):
             self._do(worker, command)
         deadline = worker.machine.deadline()
@@ -323,6 +320,7 @@ class World:
         if not worker.is_connected:
             return
         worker.is_connected = False
+        worker.muted.clear()
         identity = worker.machine.identity
         broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
         self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))
@@ -347,7 +345,7 @@ class World:
             case SendReport():
                 self._send_report(worker, command.report)
             case Build():
-                self._build(worker, command)
+                self._builds.begin(worker, command)
             case CancelBuild():
                 worker.build += 1
                 cancelled = BuildFailed(
@@ -380,8 +378,7 @@ class World:
         self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
 
     def _say(self, worker: SimWorker, term: int, event: ReportArrived) -> None:
-        if worker.is_connected:
-            self._tell_term(term, event)
+        worker.when_heard(partial(self._tell_term, term, event))
 
     def _send_tensor(self, worker: SimWorker, command: SendTensor) -> None:
         num_bytes, content = worker.executor.payload(command.envelope)
@@ -397,19 +394,21 @@ class World:
         if receiver is None or receiver.machine.identity.incarnation != command.to.incarnation:
             self._fail_send(sender, command, "connection refused")
             return
-        receiver.executor.receive(command.envelope.header, content)
-        self._give(receiver, TensorArrived(envelope=command.envelope))
+        self._num_sent += 1
+        is_repeated = self.repeat_every and self._num_sent % self.repeat_every == 0
+        for _ in range(2 if is_repeated else 1):
+            receiver.executor.receive(command.envelope.header, content)
+            self._give(receiver, TensorArrived(envelope=command.envelope))
 
     def _fail_send(self, worker: SimWorker, command: SendTensor, reason: str) -> None:
         failed = SendFailed(to=command.to.worker, generation=command.envelope.generation, reason=reason)
         self.clock.after(FAILURE_S, partial(self._give, worker, failed))
 
     def _end_op(self, worker: SimWorker, op: Op) -> None:
-        if not worker.is_alive:
-            return
-        if worker.is_frozen:
-            worker.waiting.append(partial(self._end_op, worker, op))
-            return
+        if not worker.is_stuck:
+            worker.when_running(partial(self._finish_op, worker, op))
+
+    def _finish_op(self, worker: SimWorker, op: Op) -> None:
         if isinstance(op, ApplyOp):
             lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
             self._invariants.applies(worker.machine, op.record, lineages)
@@ -419,76 +418,9 @@ class World:
             worker.is_to_forget = False
             worker.executor.forget()
         elif isinstance(op, SaveOp):
-            chunk = worker.executor.chunks[op.stage]
-            self._saved[chunk.stage, op.version] = chunk.lineage
-            given = {op.stage: chunk.lineage}
-            self._invariants.holds(worker.machine, worker.machine.generation, op.version, given)
-            saved = CheckpointSaved(generation=op.generation, version=op.version, stage=op.stage, files=())
-            self.clock.after(0.5, partial(self._give, worker, saved))
-        self._give(worker, OpEnded(op=op, outcome=outcome))
+            self._builds.save(worker, op)
+        self._handle(worker, OpEnded(op=op, outcome=outcome))
 
-    # --- building chunks ---
-
-    def _build(self, worker: SimWorker, command: Build) -> None:
-        worker.build += 1
-        seconds = max((self._fetch_s(worker, c) for c in command.assign.chunks), default=0.0)
-        self.clock.after(0.05 + seconds, partial(self._built, worker, command, worker.build))
-
-    def _times_of(self, stage: StageSpec) -> StageTimes:
-        if stage not in self._times:
-            self._times[stage] = stage_times(self._job, self._layers, stage)
-        return self._times[stage]
-
-    def _fetch_s(self, worker: SimWorker, chunk: ChunkAssignment) -> float:
-        source = chunk.source
-        if source.kind is not SourceKind.PEER or source.peer not in self.workers:
-            return 0.0
-        name = worker.machine.identity.worker
-        link = self.network.link(source.peer, name)
-        return link.latency_s + 3 * self._times_of(chunk.stage).parameter_bytes / link.bytes_per_s
-
-    def _built(self, worker: SimWorker, command: Build, build: int) -> None:
-        if build != worker.build or not worker.is_alive:
-            return
-        assign = command.assign
-        given: dict[StageIndex, str] = {}
-        for chunk in assign.chunks:
-            lineage = self._state_from(worker, assign, chunk)
-            if lineage is None:
-                failed = BuildFailed(
-                    generation=assign.generation,
-                    peer=chunk.source.peer,
-                    is_fatal=False,
-                    reason="the donor does not hold it",
-                )
-                self._give(worker, failed)
-                return
-            given[chunk.stage.index] = lineage
-        times = {chunk.stage.index: self._times_of(chunk.stage) for chunk in assign.chunks}
-        worker.executor.build(assign, given, times)
-        is_origin = bool(assign.origins)
-        self._give(
-            worker,
-            Built(
-                generation=assign.generation,
-                num_train_samples=10**6 if is_origin else 0,
-                num_validation_samples=10**4 if is_origin else 0,
-                data_fingerprint="data" if is_origin else "",
-            ),
-        )
-        self._invariants.holds(worker.machine, assign.generation, assign.version, given)
-
-    def _state_from(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> str | None:
-        source, stage = chunk.source, chunk.stage
-        match source.kind:
-            case SourceKind.INITIAL:
-                return INITIAL
-            case SourceKind.CHECKPOINT:
-                return self._saved[stage, source.version]
-            case SourceKind.KEEP | SourceKind.PEER:
-                donor = (
-                    worker
-                    if source.kind is SourceKind.KEEP
-                    else self.workers.get(source.peer or WorkerId(""))
-                )
-                return None if donor is None else donor.executor.state_of(stage, assign.version)
+    def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
+        """The last one of this version."""
+        return [r for r in self.log if isinstance(r, CheckpointCommitted) and r.version == version][-1]

@@ -1,0 +1,147 @@
+"""What workers build of their assignments: state drawn, kept, fetched from each other or read from the disk."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from skein.config.job import JobSpec
+from skein.model.layers import layers_of
+from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, SourceKind
+from skein.protocol.ops import SaveOp
+from skein.protocol.records import CheckpointCommitted
+from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, WorkerEvent
+from skein.sim.clock import Clock
+from skein.sim.executor import StageTimes, stage_times
+from skein.sim.invariants import INITIAL, Invariants
+from skein.sim.network import Network
+from skein.sim.process import SimWorker
+from skein.types import StageIndex, StageSpec, Step, WorkerId
+
+BUILD_S = 0.05
+SAVE_S = 0.5
+"""Of writing one stage of a checkpoint."""
+
+Give = Callable[[SimWorker, WorkerEvent], None]
+
+
+class Builds:
+    """Carries out Build and SaveOp. The disk is shared by all workers, as an object store is.
+
+    Args:
+        workers: all processes, by name; the caller changes it.
+        checkpoint_of: the committed checkpoint of a version.
+        give: hands a worker an event.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        clock: Clock,
+        network: Network,
+        workers: Mapping[WorkerId, SimWorker],
+        invariants: Invariants,
+        *,
+        checkpoint_of: Callable[[Step], CheckpointCommitted],
+        give: Give,
+    ) -> None:
+        self._job = job
+        self._layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+        self._clock = clock
+        self._network = network
+        self._workers = workers
+        self._invariants = invariants
+        self._checkpoint_of = checkpoint_of
+        self._give = give
+        self._times: dict[StageSpec, StageTimes] = {}
+        self._disk: dict[str, tuple[StageSpec, str]] = {}
+
+    # --- building ---
+
+    def begin(self, worker: SimWorker, command: Build) -> None:
+        """Start a build; a newer one, or `cancel`, makes it void."""
+        worker.build += 1
+        seconds = max((self._fetch_s(worker, c) for c in command.assign.chunks), default=0.0)
+        built = partial(self._built, worker, command.assign, worker.build)
+        self._clock.after(BUILD_S + seconds, partial(worker.when_running, built))
+
+    def times_of(self, stage: StageSpec) -> StageTimes:
+        """Costs of a stage of the job."""
+        if stage not in self._times:
+            self._times[stage] = stage_times(self._job, self._layers, stage)
+        return self._times[stage]
+
+    def _fetch_s(self, worker: SimWorker, chunk: ChunkAssignment) -> float:
+        source = chunk.source
+        if source.peer is None or source.peer not in self._workers:
+            return 0.0
+        link = self._network.link(source.peer, worker.machine.identity.worker)
+        return link.latency_s + 3 * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
+
+    def _built(self, worker: SimWorker, assign: Assign, build: int) -> None:
+        if build != worker.build:
+            return
+        given: dict[StageIndex, str] = {}
+        for chunk in assign.chunks:
+            lineage = self._state_from(worker, assign, chunk)
+            if lineage is None:
+                self._fail(worker, assign, chunk)
+                return
+            given[chunk.stage.index] = lineage
+        times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
+        worker.executor.build(assign, given, times)
+        self._invariants.holds(worker.machine, assign.generation, assign.version, given)
+        is_origin = bool(assign.origins)
+        self._give(
+            worker,
+            Built(
+                generation=assign.generation,
+                num_train_samples=10**6 if is_origin else 0,
+                num_validation_samples=10**4 if is_origin else 0,
+                data_fingerprint="data" if is_origin else "",
+            ),
+        )
+
+    def _fail(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> None:
+        failed = BuildFailed(
+            generation=assign.generation,
+            peer=chunk.source.peer,
+            is_fatal=False,
+            reason="the donor does not hold it",
+        )
+        self._give(worker, failed)
+
+    def _state_from(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> str | None:
+        source, stage = chunk.source, chunk.stage
+        match source.kind:
+            case SourceKind.INITIAL:
+                return INITIAL
+            case SourceKind.CHECKPOINT:
+                return self._saved(stage, source.version)
+            case SourceKind.KEEP:
+                return worker.executor.state_of(stage, assign.version)
+            case SourceKind.PEER:
+                donor = None if source.peer is None else self._workers.get(source.peer)
+                return None if donor is None else donor.executor.state_of(stage, assign.version)
+
+    # --- the disk ---
+
+    def save(self, worker: SimWorker, op: SaveOp) -> None:
+        """Write a stage; it is durable a little later, if the process lives that long."""
+        chunk = worker.executor.held(op.stage)
+        self._invariants.holds(worker.machine, op.generation, op.version, {op.stage: chunk.lineage})
+        name = f"g{op.generation}-v{op.version}-s{op.stage}"
+        file = CheckpointFile(name=name, num_bytes=1, sha256="", tensors=())
+        saved = CheckpointSaved(generation=op.generation, version=op.version, stage=op.stage, files=(file,))
+
+        durable = partial(self._durable, worker, saved, (chunk.stage, chunk.lineage))
+        self._clock.after(SAVE_S, partial(worker.when_running, durable))
+
+    def _durable(self, worker: SimWorker, saved: CheckpointSaved, written: tuple[StageSpec, str]) -> None:
+        self._disk[saved.files[0].name] = written
+        self._give(worker, saved)
+
+    def _saved(self, stage: StageSpec, version: Step) -> str:
+        """Lineage of the files that hold a stage's layers, whatever the cut was when they were written."""
+        files = [file for part in self._checkpoint_of(version).stages for file in part.files]
+        found = [self._disk[file.name] for file in files]
+        lineages = {x for held, x in found if held.first < stage.stop and stage.first < held.stop}
+        return " and ".join(sorted(lineages))
