@@ -10,15 +10,26 @@ from skein.types import WorkerId
 
 
 class Evaluation:
-    """The evaluation of one version at a time. `num_validation_samples` is what every origin has."""
+    """The evaluation of one version at a time."""
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
-        self.num_validation_samples = 0
+        self._num_validation_samples = 0
         self._num_microbatches = 0
         self._job = job
         self._members = members
         self._out = outbox
         self._reports: dict[tuple[WorkerId, int], EvaluationDone] = {}
+
+    def found(self, num_validation_samples: int) -> None:
+        """Every origin has so many validation samples; says if that is too few to evaluate anything."""
+        is_news = num_validation_samples != self._num_validation_samples or self._job.version == 0
+        self._num_validation_samples = num_validation_samples
+        if is_news and not self._available():
+            wanted = self._job.spec.batch.microbatch_samples
+            self._out.log(
+                f"job={self._job.job} is not evaluated: {num_validation_samples} validation samples are fewer than "
+                f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples"
+            )
 
     def is_due(self) -> bool:
         """Whether the job's version is to be evaluated and was not."""
@@ -59,5 +70,5 @@ class Evaluation:
 
     def _available(self) -> int:
         spec = self._job.spec
-        num_samples = min(spec.evaluation.samples, self.num_validation_samples)
+        num_samples = min(spec.evaluation.samples, self._num_validation_samples)
         return num_samples // spec.batch.microbatch_samples

@@ -379,7 +379,7 @@ class Run:
         if odd:
             self._other_data(odd, now=now)
             return
-        self._evaluation.num_validation_samples = self._placement.num_validation_samples()
+        self._evaluation.found(self._placement.num_validation_samples())
         self._members.free_unplaced()
         self._go_on(now=now)
 
