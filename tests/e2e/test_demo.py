@@ -1,0 +1,44 @@
+"""`skein demo`, shortened: everything starts, trains, exports and ends; transformers agrees on what was trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skein.config.load import parse_job
+from worker.data.dataset import open_dataset
+
+
+def test_the_demo_leaves_a_model_that_transformers_opens_and_nothing_running(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    before = set(psutil.Process().children(recursive=True))
+    ran = subprocess.run(
+        [sys.executable, "-m", "client.cli", "demo", "--dir", str(folder), "--set", "budget.steps=12"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_COLOR": "1"},
+        timeout=110,
+        check=False,
+    )
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 0, said
+    assert "Traceback" not in said
+    assert "opened with transformers" in said
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+    job = parse_job((folder / "job.yaml").read_text(), origin="job.yaml")
+    dataset = open_dataset(job.data, job.model, seed=job.seed)
+    batch = dataset.validation_batch(range(job.evaluation.samples))
+    model = AutoModelForCausalLM.from_pretrained(folder / "export")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(batch.inputs)).logits
+    labels = torch.from_numpy(batch.labels)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    # The demo prints three decimals.
+    [told] = [line.split()[-1] for line in said.splitlines() if line.startswith("step 12  validation loss")]
+    assert float(told) == pytest.approx(loss, abs=6e-4)
