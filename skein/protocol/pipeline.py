@@ -8,7 +8,7 @@ Rules of this file
 - An evaluation microbatch holds its slot until an empty gradient comes back, so nothing piles up before a slow stage.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from skein.plan.plan import Path
@@ -62,6 +62,10 @@ class Pipeline:
     def num_in_flight(self) -> int:
         """Microbatches that hold a slot here."""
         return sum(chunk.in_flight for chunk in self._chunks.values())
+
+    def slots_taken(self) -> Iterator[tuple[int, int]]:
+        """Of each chunk here, how many slots are taken and how many there are."""
+        return ((chunk.in_flight, chunk.slots) for chunk in self._chunks.values())
 
     @property
     def queue_depths(self) -> Mapping[str, int]:

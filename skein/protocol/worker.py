@@ -387,5 +387,7 @@ class Worker:
             self._exit(f"an update failed halfway: {outcome.reason}", is_clean=False)
             return
         self._steps.stop()
+        if self._adopting is not None:
+            return  # It was of an older generation, which is cleared anyway.
         trouble = Trouble(generation=self.generation, is_fatal=outcome.is_fatal, reason=outcome.reason)
         self._standing.tell(trouble)

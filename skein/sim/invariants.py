@@ -114,13 +114,16 @@ class Invariants:
                 raise Violated(f"{who.identity.worker} holds another stage {stage} at version {version}")
 
     def handled(self, who: Worker) -> None:
-        """A worker has handled an event: it never steps back, and is never ahead of the log."""
+        """A worker has handled an event: it never steps back, is never ahead of the log, and keeps to its slots."""
         place = (who.epoch, who.generation)
         if place < self._places.get(who.identity.incarnation, place):
             raise Violated(f"{who.identity.worker} went back to {place}")
         self._places[who.identity.incarnation] = place
         if who.epoch > self._epoch or who.generation > self._generation:
             raise Violated(f"{who.identity.worker} is at {place}, the log at {self._epoch, self._generation}")
+        pipeline = who.pipeline
+        if pipeline is not None and not all(0 <= taken <= slots for taken, slots in pipeline.slots_taken()):
+            raise Violated(f"{who.identity.worker} has taken slots {list(pipeline.slots_taken())}")
         branch = self._branch(who)
         if branch is not None and who.version > branch.highest:
             raise Violated(f"{who.identity.worker} is at version {who.version}, the log at {branch.highest}")

@@ -784,6 +784,15 @@ def test_after_a_failed_op_nothing_computes_until_a_new_generation() -> None:
     assert hand.machine.story("op") == ("0.000 ForwardOp failed: out of memory",)
 
 
+def test_what_fails_under_an_older_generation_is_nobodys_fault() -> None:
+    hand = ready()
+    hand.start()
+    hand.fence(PLAN, generation=2)
+    hand.end(FAILED)
+    assert hand.said() == []
+    assert hand.acknowledge().generation == 2
+
+
 def test_unreadable_data_is_told_to_be_fatal() -> None:
     hand = ready()
     hand.start()

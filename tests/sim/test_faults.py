@@ -58,6 +58,36 @@ def test_a_false_alarm_about_everybody_costs_no_step() -> None:
     assert run.curve == undisturbed(job, 4).curve
 
 
+def test_a_stream_that_falls_silent_while_peers_are_still_reached_costs_no_step() -> None:
+    job = small_job(steps=12)
+    run = simulate(job, 4, disturb=partial(strike, kind="mute", at_s=1.5, seconds=5.0))
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 4).curve
+    members = [{m.worker for m in record.members} for record in of_kind(run.world.log, GenerationOpened)]
+    assert worker(1) in members[-1]
+
+
+def test_a_worker_whose_ops_never_end_is_turned_away() -> None:
+    def stick(world: World) -> None:
+        run_until(world, lambda world: version_of(world) == 2)
+        world.stick_worker(worker(1))
+
+    job = small_job(steps=5)
+    run = simulate(job, 4, disturb=stick)
+    assert worker(1) not in run.world.workers
+    assert any("w0001 exits: it does not answer" in line for line in run.world.lines)
+    assert run.curve == undisturbed(job, 4).curve
+
+
+def test_tensors_that_arrive_twice_count_once() -> None:
+    def repeat(world: World) -> None:
+        world.repeat_every = 2
+
+    run = simulate(JOB, 4, disturb=repeat)
+    assert run.curve == undisturbed(JOB, 4).curve
+    assert len(of_kind(run.world.log, GenerationOpened)) == 1
+
+
 def test_who_comes_back_after_a_roll_back_brings_nothing_of_the_old_history() -> None:
     """One holder is frozen, the other dies: the job goes back. Then the coordinator restarts and the holder wakes."""
 

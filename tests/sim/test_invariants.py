@@ -2,7 +2,15 @@
 
 import pytest
 
-from skein.protocol.messages import Commit, Dismiss, NewGeneration, StepRecord
+from skein.protocol.messages import (
+    Commit,
+    Direction,
+    Dismiss,
+    HopTensor,
+    NewGeneration,
+    Phase,
+    StepRecord,
+)
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
@@ -13,7 +21,7 @@ from skein.protocol.records import (
 )
 from skein.protocol.worker import Worker
 from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after
-from skein.types import Epoch, Generation, JobId, StageIndex, Step
+from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
 from tests.support.hands import Hand, record
 from tests.support.jobs import small_job
 from tests.support.plans import grid_plan
@@ -118,6 +126,22 @@ def test_a_worker_that_goes_back_is_caught() -> None:
     invariants.handled(worker(generation=2))
     with pytest.raises(Violated, match="went back"):
         invariants.handled(worker(generation=1))
+
+
+def test_a_slot_too_many_is_caught() -> None:
+    machine = worker()
+    assert machine.pipeline is not None
+    releases = HopTensor(
+        direction=Direction.BACKWARD,
+        phase=Phase.EVALUATE,
+        step=Step(0),
+        microbatch=MicrobatchId(0),
+        hop=0,
+        path=grid_plan(stages=1, replicas=1).paths[0],
+    )
+    machine.pipeline.arrive(releases)
+    with pytest.raises(Violated, match="taken slots"):
+        followed().handled(machine)
 
 
 @pytest.mark.parametrize("ahead", [worker(epoch=2), worker(generation=2), worker(version=1)])

@@ -19,6 +19,9 @@ LIMIT_S = 900.0
 FLOPS_PER_S = 2e9
 """So slow that steps of small jobs take about a second: faults strike in the middle of things."""
 
+REPEAT_EVERY = 7
+"""Tensors between two that arrive twice, wherever faults are drawn; coprime to the numbers of microbatches."""
+
 R = TypeVar("R")
 
 
@@ -98,6 +101,7 @@ def simulate_faults(
     """A whole job under a drawn schedule of faults."""
     fleet = fleet_of(num_workers)
     world = make_world(job, fleet, seed=seed)
+    world.repeat_every = REPEAT_EVERY
     schedule = draw_faults(fleet, num_faults=num_faults, horizon_s=20.0, seed=seed, kinds=kinds)
     for at_s, words, fault in schedule:
         world.clock.at(at_s, lambda words=words, fault=fault: _strike(world, words, fault))  # type: ignore[misc]
