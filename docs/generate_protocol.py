@@ -13,27 +13,27 @@ from typing import get_args, get_origin, get_type_hints
 from skein.protocol import (
     coordinator,
     coordinator_io,
-    evaluation,
-    gathering,
     history,
-    members,
     membership,
     messages,
     ops,
-    pipeline,
-    placement,
     records,
-    reduction,
     round,
+    worker,
+    worker_io,
+)
+from skein.protocol.runs import (
+    evaluation,
+    gathering,
+    members,
+    placement,
     run,
     savings,
     stepping,
     strikes,
     watchdog,
-    worker,
-    worker_io,
-    worker_steps,
 )
+from skein.protocol.work import pipeline, reduction, steps
 
 PAGE = Path(__file__).with_name("protocol.md")
 
@@ -135,7 +135,7 @@ PARTS = (
     Section(title="Stepping", module=stepping),
     Section(title="Evaluation", module=evaluation),
     Section(title="Savings", module=savings),
-    Section(title="Steps of a worker", module=worker_steps),
+    Section(title="Steps of a worker", module=steps),
     Section(title="Pipeline", module=pipeline),
     Section(title="Reduction", module=reduction),
 )

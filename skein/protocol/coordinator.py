@@ -60,7 +60,7 @@ from skein.protocol.messages import (
     Welcome,
 )
 from skein.protocol.records import JobEnded, JobSubmitted, Record
-from skein.protocol.run import Run, RunPhase
+from skein.protocol.runs.run import Run, RunPhase
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import Incarnation, JobId, JobState, WorkerId

@@ -46,9 +46,10 @@ from skein.protocol.ops import (
     SaveOp,
     SumOp,
 )
-from skein.protocol.pipeline import Pipeline
-from skein.protocol.standing import Standing
 from skein.protocol.story import Story
+from skein.protocol.work.pipeline import Pipeline
+from skein.protocol.work.standing import Standing
+from skein.protocol.work.steps import Steps
 from skein.protocol.worker_io import (
     Build,
     BuildFailed,
@@ -73,7 +74,6 @@ from skein.protocol.worker_io import (
     WorkerCommand,
     WorkerEvent,
 )
-from skein.protocol.worker_steps import Steps
 from skein.types import Epoch, Generation, JobId, Step, WorkerId
 
 

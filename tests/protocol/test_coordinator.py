@@ -19,7 +19,6 @@ from skein.protocol.coordinator_io import (
     Send,
     WriteManifest,
 )
-from skein.protocol.gathering import GATHER_S, PARDON_S, RETURN_S
 from skein.protocol.messages import (
     Ack,
     Assign,
@@ -55,9 +54,10 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.run import RunPhase
-from skein.protocol.strikes import MAX_STRIKES
-from skein.protocol.watchdog import STALL_S
+from skein.protocol.runs.gathering import GATHER_S, PARDON_S, RETURN_S
+from skein.protocol.runs.run import RunPhase
+from skein.protocol.runs.strikes import MAX_STRIKES
+from skein.protocol.runs.watchdog import STALL_S
 from skein.topology.fleet import Link
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, StageSpec, Step, WorkerId
 from tests.support.desk import Desk, checkpoint

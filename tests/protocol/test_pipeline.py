@@ -18,7 +18,7 @@ from skein.protocol.messages import (
     StateSource,
 )
 from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp
-from skein.protocol.pipeline import ComputeOp, Pipeline
+from skein.protocol.work.pipeline import ComputeOp, Pipeline
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
 from tests.support.reports import ledger

@@ -8,7 +8,7 @@ import pytest
 from skein.plan.plan import Group
 from skein.protocol.messages import ShardKind, ShardTensor
 from skein.protocol.ops import JoinOp, PackOp, SumOp
-from skein.protocol.reduction import Exchange, Parcel, ReductionOp
+from skein.protocol.work.reduction import Exchange, Parcel, ReductionOp
 from skein.types import ChunkRef, GroupId, Step, WorkerId
 from tests.support.plans import chunk
 from tests.support.reports import attempt

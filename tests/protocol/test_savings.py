@@ -4,12 +4,12 @@ import pytest
 
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import History, JobHistory
-from skein.protocol.members import Members
 from skein.protocol.membership import Membership
 from skein.protocol.messages import CheckpointFile, CheckpointWritten
-from skein.protocol.savings import Savings
+from skein.protocol.runs.members import Members
+from skein.protocol.runs.savings import Savings
+from skein.protocol.runs.strikes import MAX_STRIKES, Strikes
 from skein.protocol.story import Story
-from skein.protocol.strikes import MAX_STRIKES, Strikes
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.jobs import small_job

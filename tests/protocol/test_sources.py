@@ -3,7 +3,7 @@
 from skein.plan.plan import Plan
 from skein.protocol.messages import Ack, ChunkVersion, SourceKind
 from skein.protocol.records import CheckpointCommitted
-from skein.protocol.sources import Sources, assignments, choose_sources
+from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.types import Epoch, Generation, JobId, Layout, StageSpec, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.plans import chunk, grid_plan, microbatches, stage_spec

@@ -25,7 +25,7 @@ from skein.protocol.messages import (
     Welcome,
 )
 from skein.protocol.ops import Joined, JoinOp, Loss, LossOp, Op, OpOutcome
-from skein.protocol.sources import Sources, assignments
+from skein.protocol.runs.sources import Sources, assignments
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,

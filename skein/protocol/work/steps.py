@@ -46,9 +46,9 @@ from skein.protocol.ops import (
     SaveOp,
     SumOp,
 )
-from skein.protocol.pipeline import Pipeline
-from skein.protocol.reduction import Exchange
-from skein.protocol.standing import Standing
+from skein.protocol.work.pipeline import Pipeline
+from skein.protocol.work.reduction import Exchange
+from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import DropTensor
 from skein.types import Attempt, GroupId, MicrobatchId, StageIndex, StageSpec, Step
 

@@ -15,10 +15,7 @@ from typing import assert_never
 
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator_io import ManifestWritten, Outbox, PlanMade, WriteManifest
-from skein.protocol.evaluation import Evaluation
-from skein.protocol.gathering import Gathering
 from skein.protocol.history import JobHistory
-from skein.protocol.members import Members
 from skein.protocol.membership import (
     Entry,
     IsLeaving,
@@ -42,15 +39,18 @@ from skein.protocol.messages import (
     Trouble,
     Vote,
 )
-from skein.protocol.placement import Placement
-from skein.protocol.planning import num_wanted, one_for_each_print
 from skein.protocol.records import JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
-from skein.protocol.savings import Savings
-from skein.protocol.stepping import Stepping
+from skein.protocol.runs.evaluation import Evaluation
+from skein.protocol.runs.gathering import Gathering
+from skein.protocol.runs.members import Members
+from skein.protocol.runs.placement import Placement
+from skein.protocol.runs.planning import num_wanted, one_for_each_print
+from skein.protocol.runs.savings import Savings
+from skein.protocol.runs.stepping import Stepping
+from skein.protocol.runs.strikes import Strikes
+from skein.protocol.runs.watchdog import Watchdog
 from skein.protocol.story import Story
-from skein.protocol.strikes import Strikes
-from skein.protocol.watchdog import Watchdog
 from skein.topology.fleet import Link
 from skein.types import Epoch, JobState, WorkerId
 

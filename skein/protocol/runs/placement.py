@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import MakePlan, Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.members import Members
 from skein.protocol.membership import Entry
 from skein.protocol.messages import ChunksReady
-from skein.protocol.planning import fleet_of, held_plan, recorded_plan, who_reads_other_data
 from skein.protocol.records import PlanAdopted, RolledBack
-from skein.protocol.savings import Savings
-from skein.protocol.sources import Sources, assignments, choose_sources
+from skein.protocol.runs.members import Members
+from skein.protocol.runs.planning import fleet_of, held_plan, recorded_plan, who_reads_other_data
+from skein.protocol.runs.savings import Savings
+from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.topology.fleet import Link
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 

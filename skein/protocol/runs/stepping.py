@@ -3,10 +3,10 @@
 from skein.config.schedule import learning_rate
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.members import Members
 from skein.protocol.messages import Prepare
-from skein.protocol.placement import Placement
 from skein.protocol.round import AskReduction, Round, RoundEvent, RoundFailed, StepDecided, StepTerms
+from skein.protocol.runs.members import Members
+from skein.protocol.runs.placement import Placement
 
 
 class Stepping:
