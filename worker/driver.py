@@ -261,6 +261,8 @@ class Driver:
             )
             self._metrics.queues(in_flight, depths, self._store.num_bytes)
             report = replace(report, statistics=self._metrics.counts())
+        if isinstance(report, Beat | Trouble):
+            # Trouble can end the job, and lines that come later would be told to those who watch the next one.
             lines = self._take_log_lines()
             if lines:
                 self._control.send(LogLines(lines=lines))

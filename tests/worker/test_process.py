@@ -1,5 +1,6 @@
 """A whole worker process, but for the process: control stream, draining, errors. Real gRPC on loopback."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from skein.types import (
 from skein.wire.extra import LogLevel, LogLine, LogLines
 from tests.worker.lab import tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
+from worker.logs import LogTail
 
 STOP = StopRequested(reason="enough")
 JOB = JobId("j1")
@@ -239,6 +241,23 @@ async def test_what_no_worker_could_do_fails_the_job_with_its_cause(
         assert trouble.is_fatal
         assert "nowhere" in trouble.reason
         assert "\n" not in trouble.reason
+
+
+async def test_what_was_logged_about_trouble_is_told_before_it(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    tail = LogTail()
+    logging.getLogger("worker").addHandler(tail)
+    try:
+        async with puppet() as (coordinator, port), running(setting(port, take_log_lines=tail.take)):
+            session = await coordinator.session()
+            session.say(WELCOME, new_generation(session, 1))
+            await session.heard(Ack)
+            session.say(assignment(text, 1, job=absent_data(tiny_job(text, stages=1))))
+            told = await session.heard(LogLines)
+            assert any("nowhere" in line.text for line in told.lines)
+            await session.heard(Trouble)
+    finally:
+        logging.getLogger("worker").removeHandler(tail)
 
 
 async def test_chunks_beyond_the_memory_limit_fail_the_job(tmp_path: Path) -> None:
