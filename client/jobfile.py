@@ -27,16 +27,20 @@ from skein.plan.cut import check_job
 
 BYTES = "bytes"
 _BYTE_VALUES = 256
+_STANDARD_INPUT = (Path("-"), Path("/dev/stdin"))
 
 
 def read_job(path: Path, *, overrides: Sequence[str] = ()) -> JobSpec:
     """The job in the file at `path`, ready to be sent. Relative paths in it count from its folder.
 
+    `-` is standard input; relative paths in that count from the working directory.
+
     Raises:
         UserError: the file cannot be read, or something is wrong with what it says.
     """
+    is_input = path in _STANDARD_INPUT
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (_STANDARD_INPUT[-1] if is_input else path).read_text(encoding="utf-8")
     except OSError as error:
         hint = f"{error.strerror}; give a job file, such as deploy/config/examples/first-job.yaml"
         raise UserError("job file", str(path), hint) from error
@@ -44,7 +48,9 @@ def read_job(path: Path, *, overrides: Sequence[str] = ()) -> JobSpec:
         raise UserError(
             "job file", str(path), f"byte {error.start} is not UTF-8; save it as UTF-8"
         ) from error
-    return read_job_text(text, origin=str(path), base=path.parent, overrides=overrides)
+    return read_job_text(
+        text, origin=str(path), base=Path() if is_input else path.parent, overrides=overrides
+    )
 
 
 def read_job_text(text: str, *, origin: str, base: Path, overrides: Sequence[str] = ()) -> JobSpec:

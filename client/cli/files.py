@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
+from client.export import require_unused
 from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
@@ -62,6 +63,7 @@ def schema() -> int:
 def export(job: str, *, out: Path, version: int | None, max_shard_bytes: str, is_json: bool) -> int:
     """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens."""
     limit = size("--max-shard-bytes", max_shard_bytes)
+    require_unused("--to", out)
     console = Console(stderr=True)
     with ExitStack() as stack:
         client = stack.enter_context(connect())

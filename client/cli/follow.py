@@ -69,11 +69,11 @@ class Progressed:
         return 0.0 if self.end is not None else eta_s(self.step, self.total_steps, self.step_s)
 
     def brief(self) -> str:
-        """What stands beside a bar: loss, on validation data too if known, tokens, their rate, and time to the end."""
+        """Beside a bar: loss, on validation data too if known, tokens, their rate, time to the end; few columns."""
         validation = "" if self.evaluation_loss is None else f"/{number(self.evaluation_loss)}"
         return (
             f"loss {number(self.loss)}{validation}  {count(self.num_tokens)} tokens  "
-            f"{count(self.tokens_per_s)} tokens/s  eta {duration(self.eta_s)}"
+            f"{count(self.tokens_per_s)}/s  eta {duration(self.eta_s)}"
         )
 
     def figures(self) -> str:

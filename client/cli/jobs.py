@@ -54,7 +54,7 @@ def submit(
     is_dry: bool,
     is_json: bool,
 ) -> int:
-    """Hand in the job that FILE describes. Prints its id, and nothing else, on standard output."""
+    """Hand in the job that FILE describes, - for standard input. Prints its id, and nothing else."""
     named = () if name is None else (f"name={name}",)
     spec = read_job(file, overrides=(*overrides, *named))
     if is_dry:

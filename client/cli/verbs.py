@@ -46,7 +46,8 @@ class Group(click.Group):
         verbs: "Mapping[str, Verb | Program | Group]",
         params: Sequence[click.Parameter] = (),
     ) -> None:
-        super().__init__(name=name, help=help, params=list(params))
+        settings = {"help_option_names": ["-h", "--help"]}  # of all commands below too
+        super().__init__(name=name, help=help, params=list(params), context_settings=settings)
         self.help: str = help
         self._verbs = verbs
 

@@ -235,7 +235,7 @@ def test_token_file_is_used(job_file: Path, tmp_path: Path, capsys: Captured) ->
         ),
         (
             ["export", "first-job-1", "--to", "/tmp"],
-            "out: '/tmp': exists already; name a new or empty folder",
+            "--to: '/tmp': exists already; name a new or empty folder",
         ),
         (["demo", "--dir", "/tmp"], "--dir: '/tmp': exists already; name a new or empty folder"),
     ],
@@ -313,6 +313,12 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_at_all_shows_the_help(capsys: Captured) -> None:
     assert run([]) == 2
     assert capsys.readouterr().err.startswith("Usage: skein [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize("verbs", [[], ["job"], ["jobs"], ["job", "check"]])
+def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) -> None:
+    assert run([*verbs, "-h"]) == 0
+    assert "-h, --help" in capsys.readouterr().out
 
 
 def test_version_names_the_protocol(capsys: Captured) -> None:

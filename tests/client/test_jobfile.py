@@ -133,6 +133,18 @@ def test_absent_file_is_the_users_error(tmp_path: Path) -> None:
         read_job(tmp_path / "job.yaml")
 
 
+def test_paths_in_standard_input_count_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "piped.yaml").write_text(GOOD)
+    monkeypatch.setattr("client.jobfile._STANDARD_INPUT", (Path("-"), tmp_path / "piped.yaml"))
+    monkeypatch.chdir(tmp_path.parent)
+    job = read_job(Path("-"), overrides=["data.sources=[{format: text, path: books}]"])
+    [source] = job.data.sources
+    assert isinstance(source, TextSource)
+    assert source.path == str(tmp_path.parent / "books")
+
+
 def test_folder_is_no_job_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"job file: '.*': Is a directory; give a job file"):
         read_job(tmp_path)
