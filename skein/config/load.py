@@ -167,7 +167,9 @@ def _read(text: str, origin: str) -> tuple[yaml.Node | None, object]:
 def _syntax_error(error: yaml.MarkedYAMLError, text: str, origin: str) -> UserError:
     mark = error.problem_mark or error.context_mark
     hint = ", ".join(filter(None, (error.context, error.problem)))
-    if not isinstance(error, _NotRead):
+    if "'\\t'" in hint:
+        hint += ": indent with spaces, never with tabs"
+    elif not isinstance(error, _NotRead):
         hint += ": check indentation, colons, brackets and quotes there"
     if mark is None:
         return UserError(origin, Words("not YAML"), hint)

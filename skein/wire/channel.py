@@ -136,7 +136,7 @@ def split_address(field: str, address: str) -> tuple[str, int]:
         or not port.isdecimal()
         or int(port) >= 2**16
     ):
-        raise UserError(field, address, "give host:port, for example 127.0.0.1:7100")
+        raise UserError(field, address, "give host:port, for example 127.0.0.1:7411")
     return host, int(port)
 
 

@@ -91,5 +91,5 @@ def describe_rpc_error(error: aio.AioRpcError, target: str) -> str:
     code = error.code()
     for known, part, cure in _CAUSES:
         if code is known and part.lower() in details.lower():
-            return f"{target}: {cure}" + (f" ({details})" if not part and details else "")
+            return f"{target}: {cure}" + (f" ({details})" if not part and details not in cure else "")
     return f"{target}: {code.name.lower().replace('_', ' ')}: {details or 'no details given'}"

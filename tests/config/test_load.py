@@ -112,7 +112,7 @@ WRONG_TEXTS = {
     "just words": "job.yaml: a plain value: give a mapping of fields to values; `skein job schema` lists them",
     "name: a: b": f"job.yaml line 1 column 8: 'name: a: b': mapping values are not allowed here: {SYNTAX}",
     "name: a\n\tmodel: b": "job.yaml line 2 column 1: 'model: b': while scanning for the next token, "
-    f"found character '\\t' that cannot start any token: {SYNTAX}",
+    "found character '\\t' that cannot start any token: indent with spaces, never with tabs",
     "a: {b: 1": "job.yaml line 1 column 9: 'a: {b: 1': while parsing a flow mapping, "
     f"expected ',' or '}}', but got '<stream end>': {SYNTAX}",
     "a: 1\n---\nb: 2": "job.yaml line 2 column 1: '---': expected a single document in the stream, "
