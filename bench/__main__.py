@@ -4,10 +4,14 @@ import importlib
 import sys
 
 NAMES = ("overhead", "scale", "wire")
+_ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."
 
 
 def main() -> int:
     """Hand the arguments after the name to that comparison."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(f"Usage: skein bench {{{'|'.join((*NAMES, 'all'))}}} [OPTIONS]\n\n  {_ABOUT}")
+        return 0
     if len(sys.argv) < 2 or sys.argv[1] not in (*NAMES, "all"):
         print(f"error: name a comparison: {', '.join(NAMES)}, or all", file=sys.stderr)
         return 2
