@@ -65,21 +65,46 @@ class CoordinatorOptions:
     log_format: LogFormat = "text"
 
 
+FAILED, USAGE = 1, 2
+"""Exit codes."""
+
+
 class _StopAskedError(Exception):
     """SIGTERM or SIGINT came."""
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
-    """Run until SIGTERM or SIGINT; gives the exit code. One line on standard output says when it serves."""
+    """Run until SIGTERM or SIGINT; gives the exit code: 0 done, 1 failed, 2 wrong options.
+
+    One line on standard output says when it serves.
+    """
+    try:
+        _check(options)
+    except UserError as error:
+        return _fail(error, USAGE)
     try:
         with _Signals() as signals, ExitStack() as undo:
             _run(options, signals, undo)
     except _StopAskedError:
         return 0
     except SkeinError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return _fail(error, FAILED)
     return 0
+
+
+def _fail(error: SkeinError, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _check(options: CoordinatorOptions) -> None:
+    """Refuse options that cannot work, whatever the machine is like."""
+    token = None if options.token_file is None else read_token(options.token_file)
+    require_safe_bind(options.host, token, allow_insecure=options.allow_insecure)
+    if not 0 < options.port < 2**16:
+        raise UserError("port", options.port, "give a port between 1 and 65535")
+    if options.lease_s < 0.5:
+        raise UserError("lease_s", options.lease_s, "give at least 0.5 s: shorter ones end by chance")
 
 
 class _Signals:
@@ -133,13 +158,7 @@ def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> Non
 
 
 def _prepare(options: CoordinatorOptions) -> Path:
-    """Refuse what cannot work; gives the state directory, made and whole."""
-    token = None if options.token_file is None else read_token(options.token_file)
-    require_safe_bind(options.host, token, allow_insecure=options.allow_insecure)
-    if not 0 < options.port < 2**16:
-        raise UserError("port", options.port, "give a port between 1 and 65535")
-    if options.lease_s < 0.5:
-        raise UserError("lease_s", options.lease_s, "give at least 0.5 s: shorter ones end by chance")
+    """The state directory, made and whole."""
     state_dir = options.state_dir.expanduser().resolve()
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.history import History, JobHistory
 from skein.protocol.membership import (
+    LEFT,
     Evicted,
     Heard,
     HelloHeard,
@@ -257,7 +258,8 @@ class Coordinator:
                 case Lost():
                     if change.is_final:
                         self._send(change.worker, change.incarnation, Refused(reason=change.reason))
-                    self._outbox.log(f"worker={change.worker} lost: {change.reason}")
+                    how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
+                    self._outbox.log(f"worker={change.worker} {how}")
                 case IsLeaving():
                     self._outbox.log(f"worker={change.worker} leaving")
                     if self.run is None:

@@ -113,6 +113,9 @@ class IsLeaving:
     worker: WorkerId
 
 
+LEFT = "left when asked"
+"""Why a worker is lost that was to go and went."""
+
 MembershipChange = Joined | Returned | Rejected | Lost | IsLeaving
 
 
@@ -297,7 +300,10 @@ class Membership:
         for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= now):
             entry = self._entries[worker]
             how = "lease" if entry.is_connected else "stream broke"
-            changes += self._lose(worker, f"{how}, silent for {now - entry.heard_at:.1f} s", now=now)
+            reason = f"{how}, silent for {now - entry.heard_at:.1f} s"
+            if entry.is_leaving and not entry.is_connected:
+                reason = LEFT
+            changes += self._lose(worker, reason, now=now)
             if entry.is_connected:
                 self._silent[worker] = entry
         return changes

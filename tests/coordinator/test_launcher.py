@@ -1,4 +1,4 @@
-"""What a coordinator refuses before it starts anything: one line, the cause and the cure, exit code 1."""
+"""What a coordinator refuses before it starts anything: one line, the cause and the cure, exit code 1 or 2."""
 
 import fcntl
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from coordinator import launcher
-from coordinator.launcher import CoordinatorOptions, ray_environment, run_coordinator
+from coordinator.launcher import FAILED, USAGE, CoordinatorOptions, ray_environment, run_coordinator
 from coordinator.store import LOCK_FILE
 
 
-def refusal(options: CoordinatorOptions, capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(options: CoordinatorOptions, capsys: pytest.CaptureFixture[str], code: int = FAILED) -> str:
     """The one line that it ends with."""
-    assert run_coordinator(options) == 1
+    assert run_coordinator(options) == code
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     return line
@@ -43,23 +43,24 @@ def short_lease(tmp_path: Path) -> CoordinatorOptions:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "field", "cure"),
+    ("wrong", "code", "field", "cure"),
     [
-        (no_directory, "state_dir", "give a directory that you can write"),
-        (no_token, "token_file", "give a file that you can read"),
-        (open_to_all, "listen", "set a token file"),
-        (no_port, "port", "between 1 and 65535"),
-        (short_lease, "lease_s", "at least 0.5 s"),
+        (no_directory, FAILED, "state_dir", "give a directory that you can write"),
+        (no_token, USAGE, "token_file", "give a file that you can read"),
+        (open_to_all, USAGE, "listen", "set a token file"),
+        (no_port, USAGE, "port", "between 1 and 65535"),
+        (short_lease, USAGE, "lease_s", "at least 0.5 s"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
     wrong: Callable[[Path], CoordinatorOptions],
+    code: int,
     field: str,
     cure: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    line = refusal(wrong(tmp_path), capsys)
+    line = refusal(wrong(tmp_path), capsys, code)
     assert line.startswith(f"error: {field}: ")
     assert cure in line
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from skein.config.job import ParallelSpec
 from skein.plan.check import violations
@@ -34,7 +35,11 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
     plan = None if job.plan is None else job.plan.plan
     if plan is None or len(plan.workers) < min(num_wanted(job.spec.parallel), len(fleet.workers)):
         return None
-    return None if violations(plan, job.spec, fleet) else plan
+    if violations(plan, job.spec, fleet):
+        return None
+    # What the plan moved was moved then.
+    what, _, _ = plan.reason.partition("; moves ")
+    return replace(plan, reason=what)
 
 
 def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
