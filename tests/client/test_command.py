@@ -30,7 +30,7 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
         (["sumbit"], 2, "no such command: sumbit; did you mean submit? (see skein --help)"),
         (["worker", "up", "--join", "nowhere"], 2, "join: 'nowhere': give host:port, for example"),
         (["coordinator", "up", "--prt", "1"], 2, "error: No such option '--prt'"),
-        (["coordinator", "up", "--port", "0"], 1, "port: 0: give a port between 1 and 65535"),
+        (["coordinator", "up", "--port", "0"], 2, "port: 0: give a port between 1 and 65535"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_without_a_trace(arguments: list[str], code: int, error: str) -> None:
