@@ -21,9 +21,8 @@ from tests.coordinator.builders import job_spec
 
 START_S = 90.0
 """Ray's first start on a busy machine takes most of a minute."""
-AGAIN_S = 90.0
-"""It takes about 0.6 s when nothing else runs, and depends on when Ray gets a process to start in: up to a minute on a
-machine with twice as many busy processes as cores."""
+AGAIN_S = 10.0
+"""The promise after a crash of the coordinator; it takes about 0.6 s when nothing else runs."""
 GONE_S = 5.0
 """It takes 0.2 s when nothing else runs."""
 _POLL_S = 0.02
