@@ -194,6 +194,28 @@ class CheckpointSpec(Spec):
     url: str | None = None
 
 
+class SkipSpec(Spec):
+    """How far each microbatch may leave the straight way through all stages. By default not at all."""
+
+    ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the stages that each microbatch leaves out, to whole stages. Raise it if slow links rule the step."""
+    max_swaps: Annotated[int, Field(ge=0, le=16)] = 0
+    """How often a microbatch may visit a stage just after the one that follows it."""
+    max_jump: Annotated[int, Field(ge=1, le=512)] | None = None
+    """How far above its highest stage so far a microbatch may go on; null: as far as it likes."""
+
+
+class PlanSpec(Spec):
+    """How plans are made, and when another is wanted."""
+
+    method: Literal["search", "balanced", "full"] = "search"
+    """`search` looks for the shortest step; `balanced` settles each question once; `full` leaves no stage out."""
+    budget_s: Annotated[float, Field(ge=0, le=600)] = 5.0
+    """How long a search may take. Raise it for fleets of hundreds of workers."""
+    replan_if_off_by: Annotated[float, Field(gt=0, le=10)] = 0.15
+    """Plan anew when measured times differ from the planned by this share. Raise it if speeds vary by themselves."""
+
+
 class JobSpec(Spec):
     """All that defines a job. Equal specs have equal `content_hash`."""
 
@@ -203,12 +225,50 @@ class JobSpec(Spec):
     data: DataSpec
     batch: BatchSpec = BatchSpec()
     parallel: ParallelSpec = ParallelSpec()
+    skip: SkipSpec = SkipSpec()
+    plan: PlanSpec = PlanSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     precision: Precision = Precision.FP32
     budget: BudgetSpec
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> "JobSpec":
+        if self.skip.ratio:
+            self._check_skip_ratio()
+        most, num_visited = self.skip.max_jump, self.num_visited_stages
+        least = -(-(self.parallel.stages - 1) // max(1, num_visited - 1))
+        if most is not None and most < least:
+            hint = f"with {num_visited} of {self.parallel.stages} stages the last is not reached: give at least {least}"
+            raise UserError("skip.max_jump", most, hint)
+        return self
+
+    def _check_skip_ratio(self) -> None:
+        stages, num_fixed, ratio = self.parallel.stages, self.num_fixed_stages, self.skip.ratio
+        kept = "the first stage" if num_fixed == 1 else "the first and the last stage"
+        if stages <= num_fixed:
+            raise UserError(
+                "skip.ratio", ratio, f"{kept} cannot be left out: give 0, or raise parallel.stages"
+            )
+        if round(stages * (1 - ratio)) <= num_fixed:
+            hint = f"{kept} cannot be left out, and some stage besides must be used: give at most "
+            raise UserError("skip.ratio", ratio, f"{hint}{1 - (num_fixed + 1) / stages:.2g}")
+        num_visits = self.batch.num_microbatches * (self.num_visited_stages - num_fixed)
+        if num_visits < stages - num_fixed:
+            hint = f"so few microbatches ({self.batch.num_microbatches} in a step) leave some stages unused: give less"
+            raise UserError("skip.ratio", ratio, hint)
+
+    @property
+    def num_fixed_stages(self) -> int:
+        """Stages that no microbatch leaves out: the first and, in `LINE`, the last."""
+        return min(self.parallel.stages, 1 if self.parallel.layout is Layout.LOOP else 2)
+
+    @property
+    def num_visited_stages(self) -> int:
+        """Stages that each microbatch visits, without the head stage of `LOOP`."""
+        return max(self.num_fixed_stages, round(self.parallel.stages * (1 - self.skip.ratio)))
 
     def canonical_json(self) -> str:
         """The one JSON text of this job: every field, sorted keys, no spaces."""

@@ -1,7 +1,7 @@
 """The balanced planner: stages of equal work, holders in proportion, near ones together, nothing moved without need.
 
-It settles each question once, in this order: cut, placement, paths, slots. Nothing is searched, so it answers in well
-under a second for a thousand workers; its plan is what a searching planner has to beat.
+It settles each question once, in this order: cut, placement, paths, slots, schedules. Nothing is searched, so it
+answers in about a second for a thousand workers; its plan is what a searching planner has to beat.
 
 Rules of this file
 - Where memory allows it, the cut follows from the job alone. So stages that workers hold, or a checkpoint has, still
@@ -13,6 +13,7 @@ Rules of this file
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -29,12 +30,13 @@ from skein.plan.load import (
     stage_loads,
     tied_bytes,
 )
-from skein.plan.paths import find_paths
+from skein.plan.order import ascending_schedules
+from skein.plan.paths import find_paths, find_skipping_paths
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
-from skein.plan.plan import ChunkPlan, Group, Infeasible, Plan
+from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
 from skein.topology.fleet import Fleet
-from skein.topology.links import link_cost_s
+from skein.topology.links import F64, link_cost_s
 from skein.types import ChunkRef, GroupId, Layout, StageSpec, WorkerId
 from skein.units import format_bytes
 
@@ -71,6 +73,10 @@ def make_plan(
     return _plan_afresh(setting, even)
 
 
+_MAX_ALTERNATES = 8
+"""Of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
     """What does not change while one plan is made."""
@@ -93,11 +99,35 @@ class _Setting:
             flops, memory_bytes = flops[:-1], memory_bytes[:-1]
         num_microbatches = self.job.batch.num_microbatches
         return Demand(
-            flops=flops,
+            flops=flops * self._visited_share(),
             memory_bytes=memory_bytes,
             replicas=min(self.job.parallel.replicas, num_microbatches),
             num_microbatches=num_microbatches,
         )
+
+    def _visited_share(self) -> F64:
+        """Which part of the microbatches visits each body stage, (num_stages,)."""
+        parallel, num_fixed = self.job.parallel, self.job.num_fixed_stages
+        share = np.ones(parallel.stages)
+        if parallel.stages > num_fixed:
+            stop = parallel.stages - (parallel.layout is Layout.LINE)
+            share[1:stop] = (self.job.num_visited_stages - num_fixed) / (parallel.stages - num_fixed)
+        return share
+
+    def paths(
+        self, stages: Sequence[StageSpec], holders: Sequence[Sequence[int]], speeds: F64
+    ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """Those of a step's microbatches, and the distinct full ones."""
+        job, layout = self.job, self.job.parallel.layout
+        num_microbatches, num_visited = job.batch.num_microbatches, job.num_visited_stages
+        full = find_paths(stages, layout, holders, num_microbatches, speeds, self.pool)
+        distinct = tuple(dict.fromkeys(full))
+        if num_visited == job.parallel.stages:
+            return full, distinct
+        skipping = find_skipping_paths(
+            stages, layout, holders, num_microbatches, num_visited, speeds, self.pool
+        )
+        return skipping, distinct
 
 
 def _pool(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
@@ -155,12 +185,12 @@ def _finish(
     setting: _Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None
 ) -> Plan:
     """Paths, slots, groups and figures of a placement."""
-    job, pool, loads = setting.job, setting.pool, setting.loads(stages)
+    pool, loads = setting.pool, setting.loads(stages)
     holders = [sorted(x) for x in seating.holders]
     # Who holds several stages has only a part of its time for each.
     speeds = pool.speeds / np.array([max(len(held), 1) for held in seating.held])
-    layout = job.parallel.layout
-    paths = find_paths(stages, layout, holders, job.batch.num_microbatches, speeds, pool)
+    layout = setting.job.parallel.layout
+    paths, evaluation_paths = setting.paths(stages, holders, speeds)
     if layout is Layout.LOOP:
         holders.append(holders[0])
     chunks = tuple(
@@ -171,7 +201,7 @@ def _finish(
     step = traffic(paths, loads, pool)
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
-    shared = tied_bytes(job, setting.layers, stages)
+    shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(_groups(stages, chunks, loads, shared))
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     return Plan(
@@ -179,6 +209,9 @@ def _finish(
         stages=stages,
         chunks=tuple(ChunkPlan(chunk=chunk, slots=slots[chunk]) for chunk in chunks),
         paths=paths,
+        evaluation_paths=evaluation_paths,
+        schedules=ascending_schedules(paths, slots, (chunk.worker for chunk in chunks)),
+        alternates=tuple(_alternates(chunks, pool)),
         groups=tuple(group for group, _ in groups),
         predicted_step_s=predict_s(step, slots, reductions_s),
         lower_bound_s=lower_bound_s(step, loads, pool),
@@ -199,6 +232,19 @@ def _slots(
             depth = [wanted.get(chunk, 1) for chunk in own]
             slots.update(zip(own, slots_within(needs, depth, int(memory_bytes)), strict=True))
     return slots
+
+
+def _alternates(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
+    """For each chunk the nearest others of its stage, by the round trip of a boundary tensor."""
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    holders: defaultdict[int, list[ChunkRef]] = defaultdict(list)
+    for chunk in sorted(chunks):
+        holders[chunk.stage].append(chunk)
+    for chunk in chunks:
+        held = holders[chunk.stage]
+        away_s = pool.round_trip_s[position[chunk.worker], [position[x.worker] for x in held]]
+        nearest = (held[i] for i in np.argsort(away_s, kind="stable") if held[i] != chunk)
+        yield Alternates(chunk=chunk, others=tuple(islice(nearest, _MAX_ALTERNATES)))
 
 
 def _groups(

@@ -1,5 +1,6 @@
 """Microbatches onto holders: who takes how many, and which way each one goes."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -67,6 +68,59 @@ def find_paths(
             way.append(origin)
         found.append(paths.setdefault(tuple(way), _path(stages, way, pool)))
     return tuple(found)
+
+
+def find_skipping_paths(
+    stages: Sequence[StageSpec],
+    layout: Layout,
+    holders: Sequence[Sequence[int]],
+    num_microbatches: int,
+    num_visited: int,
+    speeds: F64,
+    pool: Pool,
+) -> tuple[Path, ...]:
+    """One path per microbatch that leaves stages out in rotation, the rest in order: plain, and blind to links' costs.
+
+    Every stage that may be left out is visited equally often, to within one. The holders of a stage take its visitors
+    in turn, in proportion to `speeds`, those in the sender's site first.
+
+    Args:
+        stages, layout, holders, num_microbatches, speeds, pool: as of `find_paths`.
+        num_visited: body stages on each path.
+    """
+    ways = [visited_stages(m, len(holders), num_visited, layout) for m in range(num_microbatches)]
+    visits = Counter(stage for way in ways for stage in way)
+    turns = [
+        _Turns(dict(zip(x, shares(visits[s], [float(speeds[w]) for w in x]), strict=True)))
+        for s, x in enumerate(holders)
+    ]
+    found = []
+    for visited in ways:
+        way = [turns[0].take()]
+        for stage in visited[1:]:
+            way.append(turns[stage].take(pool.links.crosses_sites[way[-1]]))
+        on = [stages[stage] for stage in visited]
+        if layout is Layout.LOOP:
+            on.append(stages[-1])
+            way.append(way[0])
+        found.append(_path(on, way, pool))
+    return tuple(found)
+
+
+def visited_stages(microbatch: int, num_stages: int, num_visited: int, layout: Layout) -> tuple[int, ...]:
+    """The body stages that `microbatch` visits when stages are left out in rotation, spread as evenly as can be.
+
+    >>> [visited_stages(m, 4, 3, Layout.LOOP) for m in range(3)]
+    [(0, 2, 3), (0, 1, 3), (0, 1, 2)]
+    >>> [visited_stages(m, 6, 4, Layout.LINE) for m in range(4)]
+    [(0, 2, 4, 5), (0, 1, 3, 5), (0, 2, 4, 5), (0, 1, 3, 5)]
+    """
+    first, stop = 1, num_stages - (layout is Layout.LINE)
+    num_skippable, num_skipped = stop - first, num_stages - num_visited
+    skipped = {
+        first + (microbatch + i * num_skippable // num_skipped) % num_skippable for i in range(num_skipped)
+    }
+    return tuple(stage for stage in range(num_stages) if stage not in skipped)
 
 
 def _path(stages: Sequence[StageSpec], way: Sequence[int], pool: Pool) -> Path:

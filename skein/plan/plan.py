@@ -1,7 +1,9 @@
-"""What is decided for one generation: who holds what, which way each microbatch goes, who reduces with whom."""
+"""What is decided for one generation: who holds what, which way each microbatch goes, who does what when, and who
+reduces with whom."""
 
 import hashlib
 from dataclasses import dataclass
+from enum import StrEnum
 
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
@@ -10,10 +12,53 @@ from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, Sta
 class Path:
     """Where one microbatch goes, hop by hop; its gradient comes back the same way.
 
-    In the `loop` layout the last hop is the head stage, on the worker of the first hop.
+    It begins at stage 0 and may leave out and reorder the stages between its ends as far as the job allows. In the
+    `loop` layout the last hop is the head stage, on the worker of the first hop.
     """
 
     hops: tuple[ChunkRef, ...]
+
+
+class OpKind(StrEnum):
+    """What a worker does with a microbatch: LOSS is the last hop of a path, forward and backward in one."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether such an op adds to its chunk's gradient."""
+        return self is not OpKind.FORWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOp:
+    """One microbatch at one stage of the worker whose schedule this is in."""
+
+    kind: OpKind
+    stage: StageIndex
+    microbatch: MicrobatchId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All that `worker` does for training microbatches in one step, in planned order.
+
+    Of one chunk, forwards are taken strictly in this order, and so are losses and backwards; between them, and between
+    chunks, what has arrived may go first (docs/adr/0005).
+    """
+
+    worker: WorkerId
+    ops: tuple[PlannedOp, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternates:
+    """Who else holds a chunk's stage, best first; nobody if it is alone."""
+
+    chunk: ChunkRef
+    others: tuple[ChunkRef, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +91,18 @@ class Group:
 class Plan:
     """One generation's decisions.
 
-    `paths[m]` is microbatch m's; evaluation microbatch e takes `paths[e % len(paths)]`.
+    `paths[m]` is training microbatch m's. Evaluation microbatch e takes `evaluation_paths[e % len(evaluation_paths)]`;
+    those visit every stage once, in order. `schedules` has one entry per worker, sorted by worker, and `alternates` one
+    per chunk, in the order of `chunks`.
     """
 
     layout: Layout
     stages: tuple[StageSpec, ...]
     chunks: tuple[ChunkPlan, ...]
     paths: tuple[Path, ...]
+    evaluation_paths: tuple[Path, ...]
+    schedules: tuple[Schedule, ...]
+    alternates: tuple[Alternates, ...]
     groups: tuple[Group, ...]
     predicted_step_s: float
     lower_bound_s: float
@@ -69,11 +119,12 @@ class Plan:
         return tuple(plan.chunk.worker for plan in self.chunks if plan.chunk.stage == stage)
 
     def microbatches_by_chunk(self) -> dict[ChunkRef, tuple[MicrobatchId, ...]]:
-        """E(s) cut by holder: which microbatches each chunk must see in a step, ascending."""
+        """E(s) cut by holder: which microbatches each chunk accumulates in a step, in the order of its schedule."""
         visits: dict[ChunkRef, list[MicrobatchId]] = {plan.chunk: [] for plan in self.chunks}
-        for index, path in enumerate(self.paths):
-            for hop in path.hops:
-                visits[hop].append(MicrobatchId(index))
+        for schedule in self.schedules:
+            for op in schedule.ops:
+                if op.kind.is_accumulating:
+                    visits[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op.microbatch)
         return {chunk: tuple(ids) for chunk, ids in visits.items()}
 
     def content_hash(self) -> str:

@@ -25,7 +25,8 @@ data:
 budget: {steps: 3}
 """
 TOP = (
-    "version, name, model, data, batch, parallel, optimizer, precision, budget, evaluation, checkpoint, seed"
+    "version, name, model, data, batch, parallel, skip, plan, optimizer, precision, budget, evaluation, checkpoint, "
+    "seed"
 )
 STEPS = "give a whole number from 1 to 100000000"
 RATE = "give a number above 0 and at most 10"
@@ -93,6 +94,14 @@ WRONG_VALUES = {
     "data.validation_ratio=2": "data.validation_ratio: 2: give a number from 0 to 0.5",
     "data.tokenizer=": "data.tokenizer: null: give text",
     "batch.samples=5": "batch.samples: 5: give a multiple of microbatch_samples (4)",
+    "skip.ratio=1": "skip.ratio: 1: give a number of at least 0 and below 1",
+    "skip.ratio=0.5": "skip.ratio: 0.5: the first and the last stage cannot be left out: "
+    "give 0, or raise parallel.stages",
+    "skip.max_swaps=17": "skip.max_swaps: 17: give a whole number from 0 to 16",
+    "skip.max_jump=0": "skip.max_jump: 0: give a whole number from 1 to 512, or null",
+    "plan.method=best": "plan.method: 'best': give search, balanced or full",
+    "plan.budget_s=601": "plan.budget_s: 601: give a number from 0 to 600",
+    "plan.replan_if_off_by=0": "plan.replan_if_off_by: 0: give a number above 0 and at most 10",
     "name=3": f"name: 3: {NAME}",
     "name=My Job": f"name: 'My Job': {NAME}",
     "name=": f"name: null: {NAME}",
@@ -144,6 +153,50 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("change", WRONG_VALUES)
 def test_wrong_value_is_one_line_with_field_value_and_cure(change: str) -> None:
     assert mistakes(GOOD, change) == [WRONG_VALUES[change]]
+
+
+@pytest.mark.parametrize(
+    ("skip", "stages", "layout", "samples", "mistake"),
+    [
+        ("{ratio: 0.7}", 6, "line", 32, "skip.ratio: 0.7: the first and the last stage cannot be left out, "
+        "and some stage besides must be used: give at most 0.5"),
+        ("{ratio: 0.5}", 6, "line", 32, ""),
+        ("{ratio: 0.8}", 6, "loop", 32, "skip.ratio: 0.8: the first stage cannot be left out, "
+        "and some stage besides must be used: give at most 0.67"),
+        ("{ratio: 0.67}", 6, "loop", 32, ""),
+        ("{ratio: 0.5}", 8, "loop", 8, "skip.ratio: 0.5: so few microbatches (2 in a step) leave some stages unused: "
+        "give less"),
+        ("{ratio: 0.5}", 8, "loop", 12, ""),
+        ("{ratio: 0.33, max_jump: 1}", 6, "loop", 32, "skip.max_jump: 1: with 4 of 6 stages the last is not reached: "
+        "give at least 2"),
+        ("{ratio: 0.33, max_jump: 2, max_swaps: 2}", 6, "loop", 32, ""),
+    ],
+)  # fmt: skip
+def test_a_skip_ratio_must_leave_every_stage_its_use(
+    skip: str, stages: int, layout: str, samples: int, mistake: str
+) -> None:
+    text = f"{GOOD}\nskip: {skip}\nparallel: {{stages: {stages}, layout: {layout}}}\nbatch: {{samples: {samples}}}"
+    if mistake:
+        assert mistakes(text) == [mistake]
+    else:
+        parse_job(text, origin="job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("stages", "layout", "ratio", "num_visited"),
+    [
+        (6, "loop", 0.33, 4),
+        (6, "line", 0.33, 4),
+        (4, "line", 0.25, 3),
+        (4, "loop", 0.5, 2),
+        (1, "line", 0, 1),
+    ],
+)
+def test_a_skip_ratio_is_rounded_to_whole_stages(
+    stages: int, layout: str, ratio: float, num_visited: int
+) -> None:
+    text = f"{GOOD}\nskip: {{ratio: {ratio}}}\nparallel: {{stages: {stages}, layout: {layout}}}"
+    assert parse_job(text, origin="job.yaml").num_visited_stages == num_visited
 
 
 @pytest.mark.parametrize("text", WRONG_TEXTS, ids=lambda text: text[:20])

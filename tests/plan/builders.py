@@ -12,6 +12,7 @@ from skein.config.job import (
     LlamaModel,
     LlamaShape,
     ParallelSpec,
+    SkipSpec,
     TextSource,
 )
 from skein.plan.balanced import make_plan
@@ -32,6 +33,7 @@ def job(
     num_microbatches: int = 8,
     is_tied: bool = True,
     vocab_size: int = 256,
+    skip_ratio: float = 0.0,
 ) -> JobSpec:
     """A small language model, cut and held as asked."""
     shape = LlamaShape(
@@ -47,6 +49,7 @@ def job(
         data=DataSpec(sources=(TextSource(path="corpus"),), sequence_tokens=32),
         batch=BatchSpec(samples=2 * num_microbatches, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
+        skip=SkipSpec(ratio=skip_ratio),
         budget=BudgetSpec(steps=1),
     )
 

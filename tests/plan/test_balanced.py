@@ -100,6 +100,47 @@ def test_every_chunk_has_microbatches(spec: JobSpec, on: Fleet) -> None:
     assert all(planned(spec, on).microbatches_by_chunk().values())
 
 
+# --- skips, evaluation, alternates ---
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_skip_ratio_leaves_stages_out_in_rotation_and_every_chunk_its_part(layout: Layout) -> None:
+    spec = job(stages=6, replicas=2, layout=layout, num_layers=6, num_microbatches=12, skip_ratio=1 / 3)
+    plan = planned(spec, fleet([1e10] * 12))
+    num_heads = int(layout is Layout.LOOP)
+    assert {len(path.hops) for path in plan.paths} == {4 + num_heads}
+    visits = Counter(hop.stage for path in plan.paths for hop in path.hops)
+    skippable = range(1, 6) if layout is Layout.LOOP else range(1, 5)
+    # Of 12 microbatches, 3 of 5 or 2 of 4 visits fall to each.
+    assert [visits[StageIndex(s)] for s in skippable] == ([7, 7, 7, 7, 8] if num_heads else [6] * 4)
+    assert all(plan.microbatches_by_chunk().values())
+    assert all(path.hops[0].worker == path.hops[-1].worker for path in plan.paths) or not num_heads
+
+
+@given(jobs(), fleets())
+def test_evaluation_takes_each_full_path_once(spec: JobSpec, on: Fleet) -> None:
+    plan = planned(spec, on)
+    assert len(set(plan.evaluation_paths)) == len(plan.evaluation_paths)
+    assert set(plan.evaluation_paths) == set(plan.paths)
+
+
+def test_alternates_are_the_other_holders_nearest_first() -> None:
+    links = [
+        link(a, b, latency_s)
+        for x, y, latency_s in (("w0", "w1", 0.3), ("w0", "w2", 0.1), ("w1", "w2", 0.2))
+        for a, b in ((x, y), (y, x))
+    ]
+    plan = planned(job(stages=1, replicas=3), fleet([1e10] * 3, links=links))
+    others = {str(x.chunk.worker): [str(other.worker) for other in x.others] for x in plan.alternates}
+    assert others == {"w0": ["w2", "w1"], "w1": ["w2", "w0"], "w2": ["w0", "w1"]}
+    assert [x.chunk for x in plan.alternates] == [x.chunk for x in plan.chunks]
+
+
+def test_who_holds_a_stage_alone_has_no_alternates() -> None:
+    plan = planned(job(stages=2, replicas=1), fleet([1e10] * 2))
+    assert [x.others for x in plan.alternates] == [(), ()]
+
+
 # --- how many workers ---
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from skein.plan.plan import ChunkPlan, Group, Path, Plan
+from skein.plan.order import ascending_schedules
+from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, Schedule
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
 
@@ -67,13 +68,18 @@ def plan_of(
     chunks: Iterable[ChunkRef],
     paths: Iterable[Path],
     *,
+    full_paths: Iterable[Path] | None = None,
+    schedules: tuple[Schedule, ...] | None = None,
     layout: Layout = Layout.LINE,
     slots: int = 2,
     is_tied: bool = False,
     num_shards: int = 2,
 ) -> Plan:
-    """A plan with these chunks and paths, one group per stage, and one for tied tensors if asked."""
-    listed = sorted(chunks)
+    """A plan with these chunks and paths, one group per stage, and one for tied tensors if asked.
+
+    Schedules are ascending unless given; evaluation takes `full_paths`, by default the training's.
+    """
+    listed, ways = sorted(chunks), tuple(paths)
     num_stages = max(c.stage for c in listed) + 1
     members = {s: tuple(c for c in listed if c.stage == s) for s in range(num_stages)}
     groups = [
@@ -87,7 +93,14 @@ def plan_of(
         layout=layout,
         stages=tuple(stage_spec(s) for s in range(num_stages)),
         chunks=tuple(ChunkPlan(chunk=c, slots=slots) for c in listed),
-        paths=tuple(paths),
+        paths=ways,
+        evaluation_paths=ways if full_paths is None else tuple(full_paths),
+        schedules=schedules
+        or ascending_schedules(ways, dict.fromkeys(listed, slots), (c.worker for c in listed)),
+        alternates=tuple(
+            Alternates(chunk=c, others=tuple(other for other in members[c.stage] if other != c))
+            for c in listed
+        ),
         groups=tuple(groups),
         predicted_step_s=1.0,
         lower_bound_s=0.5,

@@ -92,6 +92,34 @@ DECISION_SKIP: Decision.ValueType  # 2
 """Version and cursor advance, parameters do not: a gradient was not finite."""
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
+class _OpKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OpKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OpKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OP_KIND_UNSPECIFIED: _OpKind.ValueType  # 0
+    """Never sent; refused."""
+    OP_KIND_FORWARD: _OpKind.ValueType  # 1
+    """The forward pass; what its backward needs is kept."""
+    OP_KIND_LOSS: _OpKind.ValueType  # 2
+    """The last hop of a path: forward, loss and backward in one."""
+    OP_KIND_BACKWARD: _OpKind.ValueType  # 3
+    """The backward pass; adds to the stage's gradient."""
+
+class OpKind(_OpKind, metaclass=_OpKindEnumTypeWrapper):
+    """What a worker does with a microbatch at a stage."""
+
+OP_KIND_UNSPECIFIED: OpKind.ValueType  # 0
+"""Never sent; refused."""
+OP_KIND_FORWARD: OpKind.ValueType  # 1
+"""The forward pass; what its backward needs is kept."""
+OP_KIND_LOSS: OpKind.ValueType  # 2
+"""The last hop of a path: forward, loss and backward in one."""
+OP_KIND_BACKWARD: OpKind.ValueType  # 3
+"""The backward pass; adds to the stage's gradient."""
+Global___OpKind: _TypeAlias = OpKind  # noqa: Y015
+
 class _Layout:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -270,6 +298,84 @@ class ChunkPlan(_message.Message):
 Global___ChunkPlan: _TypeAlias = ChunkPlan  # noqa: Y015
 
 @_typing.final
+class PlannedOp(_message.Message):
+    """One microbatch at one stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    kind: Global___OpKind.ValueType
+    stage: _builtins.int
+    microbatch: _builtins.int
+    def __init__(
+        self,
+        *,
+        kind: Global___OpKind.ValueType = ...,
+        stage: _builtins.int = ...,
+        microbatch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "microbatch", b"microbatch", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedOp: _TypeAlias = PlannedOp  # noqa: Y015
+
+@_typing.final
+class Schedule(_message.Message):
+    """All that a worker does for training microbatches in one step, in planned order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    OPS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    @_builtins.property
+    def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedOp]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        ops: _abc.Iterable[Global___PlannedOp] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ops", b"ops", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
+
+@_typing.final
+class Alternates(_message.Message):
+    """Who else holds a chunk's stage, best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> Global___ChunkRef: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRef]: ...
+    def __init__(
+        self,
+        *,
+        chunk: Global___ChunkRef | None = ...,
+        others: _abc.Iterable[Global___ChunkRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "others", b"others"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alternates: _TypeAlias = Alternates  # noqa: Y015
+
+@_typing.final
 class Plan(_message.Message):
     """Everything decided for one generation."""
 
@@ -283,6 +389,9 @@ class Plan(_message.Message):
     PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
     LOWER_BOUND_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
+    SCHEDULES_FIELD_NUMBER: _builtins.int
+    ALTERNATES_FIELD_NUMBER: _builtins.int
     layout: Global___Layout.ValueType
     predicted_step_s: _builtins.float
     lower_bound_s: _builtins.float
@@ -295,6 +404,12 @@ class Plan(_message.Message):
     def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___Path]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]: ...
+    @_builtins.property
+    def evaluation_paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___Path]: ...
+    @_builtins.property
+    def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___Schedule]: ...
+    @_builtins.property
+    def alternates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternates]: ...
     def __init__(
         self,
         *,
@@ -306,10 +421,13 @@ class Plan(_message.Message):
         predicted_step_s: _builtins.float = ...,
         lower_bound_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        evaluation_paths: _abc.Iterable[Global___Path] | None = ...,
+        schedules: _abc.Iterable[Global___Schedule] | None = ...,
+        alternates: _abc.Iterable[Global___Alternates] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "groups", b"groups", "layout", b"layout", "lower_bound_s", b"lower_bound_s", "paths", b"paths", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alternates", b"alternates", "chunks", b"chunks", "evaluation_paths", b"evaluation_paths", "groups", b"groups", "layout", b"layout", "lower_bound_s", b"lower_bound_s", "paths", b"paths", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "schedules", b"schedules", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,161 @@
+"""Who does what when, from paths and slots alone: the plain order, oldest microbatch first and backward before forward.
+
+Rules of this file
+- Nothing here knows times: an op takes one turn, and what it made is where it goes in the next.
+- What may run is decided by `DryRun` for every schedule alike: of one chunk, forwards in their order, what accumulates
+  in its order, a forward only into a free slot, and each op after the one whose output it takes. Whether all of that
+  can be met does not depend on which worker runs what first.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
+from skein.types import ChunkRef, MicrobatchId, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOp:
+    """An op of a training microbatch at the chunk of hop `hop` of its path."""
+
+    op: PlannedOp
+    chunk: ChunkRef
+    hop: int
+
+
+Urgency = Callable[[PlacedOp], tuple[int, ...]]
+"""What a worker runs first among what is ready: the least. No two ops of a worker may be equal."""
+
+
+def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
+    """Every op of a training microbatch, each after the one whose output it takes."""
+    last = len(path.hops) - 1
+    ways = [(hop, OpKind.FORWARD) for hop in range(last)]
+    ways += [(last, OpKind.LOSS)]
+    ways += [(hop, OpKind.BACKWARD) for hop in reversed(range(last))]
+    for hop, kind in ways:
+        chunk = path.hops[hop]
+        op = PlannedOp(kind=kind, stage=chunk.stage, microbatch=microbatch)
+        yield PlacedOp(op=op, chunk=chunk, hop=hop)
+
+
+def ascending_schedules(
+    paths: Sequence[Path], slots: Mapping[ChunkRef, int], workers: Iterable[WorkerId]
+) -> tuple[Schedule, ...]:
+    """Schedules in which every chunk takes its microbatches in ascending order, forward and backward.
+
+    All workers take turns of equal length. In each they run what has arrived: backward before loss before forward, the
+    oldest microbatch first, and of one microbatch the hop nearest to its loss. The oldest unfinished microbatch is next
+    wherever it goes, and no younger one holds a slot there, so this ends whatever the paths are.
+
+    Args:
+        paths: `paths[m]` is microbatch m's.
+        slots: of every chunk on a path, at least 1.
+        workers: whose schedules are wanted; those on no path have an empty one.
+    """
+    walk = DryRun(paths, slots, ascending_ops(paths), urgency=_oldest_first)
+    done: dict[WorkerId, list[PlannedOp]] = {worker: [] for worker in sorted(set(workers))}
+    while turn := walk.turn():
+        for placed in turn:
+            done[placed.chunk.worker].append(placed.op)
+    assert not walk.num_left, "an ascending order cannot get stuck"
+    return tuple(Schedule(worker=worker, ops=tuple(ops)) for worker, ops in done.items())
+
+
+def ascending_ops(paths: Sequence[Path]) -> dict[ChunkRef, list[PlannedOp]]:
+    """The ops of each chunk, by microbatch."""
+    ops: defaultdict[ChunkRef, list[PlannedOp]] = defaultdict(list)
+    for index, path in enumerate(paths):
+        for placed in ops_of(MicrobatchId(index), path):
+            ops[placed.chunk].append(placed.op)
+    return ops
+
+
+_RANK_BY_KIND = {OpKind.BACKWARD: 0, OpKind.LOSS: 1, OpKind.FORWARD: 2}
+
+
+def _oldest_first(placed: PlacedOp) -> tuple[int, ...]:
+    return _RANK_BY_KIND[placed.op.kind], placed.op.microbatch, -placed.hop
+
+
+class _ChunkQueue:
+    """The two orders of one chunk, and how far it has come in each."""
+
+    def __init__(self, ops: Iterable[PlannedOp], slots: int) -> None:
+        listed = list(ops)
+        self.arrived: dict[PlannedOp, PlacedOp] = {}
+        self._free_slots = slots
+        self._forwards = deque(op for op in listed if not op.kind.is_accumulating)
+        self._accumulations = deque(op for op in listed if op.kind.is_accumulating)
+
+    def take_due(self) -> Iterator[PlacedOp]:
+        """What may run now and was not given before."""
+        if self._accumulations and self._accumulations[0] in self.arrived:
+            yield self.arrived.pop(self._accumulations[0])
+        if self._forwards and self._forwards[0] in self.arrived and self._free_slots:
+            yield self.arrived.pop(self._forwards[0])
+
+    def end(self, op: PlannedOp) -> None:
+        """What `take_due` gave is over."""
+        if op.kind.is_accumulating:
+            self._accumulations.popleft()
+        else:
+            self._forwards.popleft()
+        self._free_slots += {OpKind.FORWARD: -1, OpKind.LOSS: 0, OpKind.BACKWARD: 1}[op.kind]
+
+
+class DryRun:
+    """All workers carry out one step in turns of equal length, as far as they come.
+
+    Args:
+        paths: `paths[m]` is microbatch m's.
+        slots: of every chunk on a path.
+        ops: of every chunk on a path, in an order that is kept among forwards and among what accumulates.
+        urgency: which of its ready ops a worker runs first.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        slots: Mapping[ChunkRef, int],
+        ops: Mapping[ChunkRef, Iterable[PlannedOp]],
+        *,
+        urgency: Urgency,
+    ) -> None:
+        self._urgency = urgency
+        self._ways = [list(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
+        self._reached = [0] * len(self._ways)
+        self._queues = {chunk: _ChunkQueue(listed, slots[chunk]) for chunk, listed in ops.items()}
+        self._ready: dict[WorkerId, list[tuple[tuple[int, ...], PlacedOp]]] = {}
+        self.num_left = sum(len(way) for way in self._ways)
+        for way in self._ways:
+            self._arrive(way[0])
+
+    def turn(self) -> list[PlacedOp]:
+        """One op of each worker that has one ready, by worker; nothing if all is done or nothing can go on."""
+        ran = [heappop(self._ready[worker])[1] for worker in sorted(self._ready)]
+        for worker in [worker for worker, ready in self._ready.items() if not ready]:
+            del self._ready[worker]
+        for placed in ran:
+            self._end(placed)
+        return ran
+
+    def _end(self, placed: PlacedOp) -> None:
+        self.num_left -= 1
+        self._queues[placed.chunk].end(placed.op)
+        self._release(placed.chunk)
+        microbatch = placed.op.microbatch
+        self._reached[microbatch] += 1
+        way = self._ways[microbatch]
+        if self._reached[microbatch] < len(way):
+            self._arrive(way[self._reached[microbatch]])
+
+    def _arrive(self, placed: PlacedOp) -> None:
+        self._queues[placed.chunk].arrived[placed.op] = placed
+        self._release(placed.chunk)
+
+    def _release(self, chunk: ChunkRef) -> None:
+        for placed in self._queues[chunk].take_due():
+            heappush(self._ready.setdefault(chunk.worker, []), (self._urgency(placed), placed))
