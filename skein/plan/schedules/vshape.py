@@ -1,0 +1,135 @@
+"""Schedules on a V of two chunks per worker, worker r holding stages r and 2p - 1 - r: ZB-V, V-Half, V-Min.
+
+In the formulas p is the number of workers, r the position of one and m the microbatches.
+"""
+
+from collections.abc import Iterator
+
+from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape, schedule
+from skein.plan.schedules.split import weight
+
+_INTERVAL = 6
+"""Slots from one microbatch to the next: two stages of F, I and W, one slot each."""
+
+
+def zb_v(shape: Shape) -> Schedule:
+    """No idle time between a worker's first and last op when f = i = w and m >= 2p - 1. All hold 2p half-stages.
+
+    Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, Section 6; phases as torch.distributed.pipelining 2.13
+    runs them.
+    """
+    # With fewer microbatches the same order is run without those that do not exist.
+    num_planned = max(2 * shape.num_workers - 1, shape.num_microbatches)
+    return schedule(
+        shape,
+        (
+            [op for op in _zb_v(shape, r, num_planned) if op.microbatch < shape.num_microbatches]
+            for r in range(shape.num_workers)
+        ),
+    )
+
+
+def v_half(shape: Shape) -> Schedule:
+    """Half the memory of 1F1B, equal on all workers: (p + 2) // 2 stages.
+
+    Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, Section 3.
+    """
+    p = shape.num_workers
+    gap = 0 if p % 2 else 3
+    return schedule(
+        shape,
+        (
+            _repeated(shape, r, (2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2))
+            for r in range(p)
+        ),
+    )
+
+
+def v_min(shape: Shape) -> Schedule:
+    """The least memory that keeps a steady pace: (p + 4) // 3 stages, equal on all workers.
+
+    Source: arXiv 2405.15362, Section 3.
+    """
+    p = shape.num_workers
+    gap = 0 if p % 3 else 2
+    return schedule(
+        shape,
+        (_repeated(shape, r, (r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1)) for r in range(p)),
+    )
+
+
+def _repeated(shape: Shape, worker: int, starts: tuple[int, int, int, int]) -> Iterator[Op]:
+    """Ops in the order of a block repeated every interval.
+
+    Args:
+        shape: two chunks in a V.
+        worker: whose ops.
+        starts: slots of the first microbatch's F of the first and of the second chunk, I of the second and the first.
+    """
+    first, second = shape.stage(worker, 0), shape.stage(worker, 1)
+    block = {
+        Op(OpKind.FORWARD, first, 0): starts[0],
+        Op(OpKind.FORWARD, second, 0): starts[1],
+        Op(OpKind.BACKWARD_INPUT, second, 0): starts[2],
+        Op(OpKind.BACKWARD_INPUT, first, 0): starts[3],
+    }
+    taken = {start % _INTERVAL for start in starts}
+    assert len(taken) == len(starts), f"{starts} collide"
+    for op in sorted(block, key=lambda op: block[op]):
+        if op.kind is OpKind.BACKWARD_INPUT:
+            slot = next(s for s in range(block[op] + 1, block[op] + _INTERVAL) if s % _INTERVAL not in taken)
+            block[weight(op)] = slot
+            taken.add(slot % _INTERVAL)
+    slots = [
+        (start + _INTERVAL * i, Op(op.kind, op.stage, i))
+        for op, start in block.items()
+        for i in range(shape.num_microbatches)
+    ]
+    return (op for _, op in sorted(slots))
+
+
+def _zb_v(shape: Shape, worker: int, num_microbatches: int) -> Iterator[Op]:
+    p, r = shape.num_workers, worker
+    first, second = _Chunk(shape.stage(r, 0)), _Chunk(shape.stage(r, 1))
+    # The first chunk fills the pipeline until its first microbatch comes back down the V.
+    for _ in range(2 * (p - r) - 1):
+        yield first.forward()
+    for _ in range(r):
+        yield second.forward()
+        yield first.forward()
+    for _ in range(p - r):
+        yield from (second.forward(), second.input(), second.weight())
+    # Steady: one microbatch in, one out.
+    while second.num_forwards < num_microbatches:
+        if first.num_forwards < num_microbatches:
+            yield first.forward()
+        yield from (first.input(), first.weight())
+        yield from (second.forward(), second.input(), second.weight())
+    # Drain: input gradients first, for others wait for them.
+    for _ in range(r):
+        yield from (first.input(), second.input())
+    for _ in range(p - r):
+        yield from (first.input(), first.weight())
+    for chunk in (second, first):
+        while chunk.num_weights < num_microbatches:
+            yield chunk.weight()
+
+
+class _Chunk:
+    """Counts the ops of each kind, each the next microbatch's."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.num_forwards = self.num_inputs = self.num_weights = 0
+
+    def forward(self) -> Op:
+        self.num_forwards += 1
+        return Op(OpKind.FORWARD, self._stage, self.num_forwards - 1)
+
+    def input(self) -> Op:
+        self.num_inputs += 1
+        return Op(OpKind.BACKWARD_INPUT, self._stage, self.num_inputs - 1)
+
+    def weight(self) -> Op:
+        self.num_weights += 1
+        return Op(OpKind.BACKWARD_WEIGHT, self._stage, self.num_weights - 1)
