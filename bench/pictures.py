@@ -1,0 +1,139 @@
+"""The pictures of `bench.convergence`, drawn from its record."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+
+from bench.curves import Record, RunRecord, perplexity
+from bench.plot import Chart, Line, line_chart
+
+_Y_FROM, _Y_TO = 1.2, 2.6
+_SECONDS_PER_HOUR = 3600.0
+
+
+def draw(record: Record, folder: Path) -> tuple[Path, ...]:
+    """Writes every picture that the record has figures for; gives their paths."""
+    charts = {
+        "convergence-training.svg": training_chart(record),
+        "convergence-validation.svg": validation_chart(record),
+        "convergence-left-out.svg": left_out_chart(record),
+    }
+    if len(record.step_s) > 1:
+        charts["convergence-hours.svg"] = hours_chart(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chart in charts.items():
+        (folder / name).write_text(line_chart(chart), encoding="utf-8")
+    return tuple(folder / name for name in charts)
+
+
+def training_chart(record: Record) -> Chart:
+    """Training loss by step, through the paths that were trained."""
+    return Chart(
+        title="Training loss by step",
+        description=f"Mean loss along each microbatch's own path, {_ends(record)}. Bands: seeds.",
+        x_label="step",
+        y_label="nats per byte",
+        y_from=_Y_FROM,
+        y_to=_Y_TO,
+        lines=tuple(_line(record, left_out, is_training=True) for left_out in record.trained_with),
+    )
+
+
+def validation_chart(record: Record) -> Chart:
+    """Validation loss of the whole model by step."""
+    return Chart(
+        title="Validation loss of the whole model by step",
+        description=f"Loss on text that was held out, {_ends(record)}. Bands: seeds.",
+        x_label="step",
+        y_label="nats per byte",
+        y_from=_Y_FROM,
+        y_to=_Y_TO,
+        lines=tuple(_line(record, left_out, is_training=False) for left_out in record.trained_with),
+    )
+
+
+def hours_chart(record: Record) -> Chart:
+    """Validation loss by hours that the steps would take on the fleet."""
+    costs = "; ".join(
+        f"{record.percent(left_out)} %: {seconds:g} s per step"
+        for left_out, seconds in sorted(record.step_s.items())
+    )
+    return Chart(
+        title="Validation loss by predicted hours on 20 workers in ten cities",
+        description=f"The same losses with steps stretched to what one takes there. {costs}.",
+        x_label="hours",
+        y_label="nats per byte",
+        y_from=_Y_FROM,
+        y_to=_Y_TO,
+        lines=tuple(
+            _in_hours(_line(record, left_out, is_training=False), record.step_s[left_out])
+            for left_out in record.trained_with
+            if left_out in record.step_s
+        ),
+    )
+
+
+def left_out_chart(record: Record) -> Chart:
+    """Perplexity of the trained models by how many stages are left out when they are asked."""
+    return Chart(
+        title="Perplexity with stages left out at inference",
+        description=(
+            "Per byte, on text that was held out; one line per share of stages left out in training. "
+            "Bands: the least and the greatest of all choices of stages and seeds."
+        ),
+        x_label="stages left out at inference, %",
+        y_label="perplexity per byte",
+        lines=tuple(_left_out_line(record, left_out) for left_out in record.trained_with),
+        is_log=True,
+        has_marks=True,
+    )
+
+
+def _line(record: Record, left_out: int, *, is_training: bool) -> Line:
+    """The mean over seeds, with the ends of what they spread over."""
+    runs = record.runs_with(left_out)
+    by_seed = [dict(run.training if is_training else run.validation) for run in runs]
+    steps = sorted(set.intersection(*(set(points) for points in by_seed)))
+    losses = [[points[step] for points in by_seed] for step in steps]
+    return _banded(f"{record.percent(left_out)} % left out", [float(step) for step in steps], losses)
+
+
+def _left_out_line(record: Record, trained_with: int) -> Line:
+    runs = record.runs_with(trained_with)
+    asked = sorted({part.num_left_out for run in runs for part in run.leave_outs})
+    values = [_whole(runs), *([*chain.from_iterable(_asked(run, n) for run in runs)] for n in asked)]
+    percents = [0.0, *(float(record.percent(n)) for n in asked)]
+    return _banded(f"{record.percent(trained_with)} % in training", percents, values)
+
+
+def _whole(runs: Sequence[RunRecord]) -> list[float]:
+    return [perplexity(run.validation[-1][1]) for run in runs]
+
+
+def _asked(run: RunRecord, num_left_out: int) -> list[float]:
+    losses = (part.losses for part in run.leave_outs if part.num_left_out == num_left_out)
+    return [perplexity(loss) for loss in chain.from_iterable(losses)]
+
+
+def _banded(label: str, xs: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
+    return Line(
+        label=label,
+        points=tuple((x, fmean(found)) for x, found in zip(xs, values, strict=True)),
+        low=tuple(map(min, values)),
+        high=tuple(map(max, values)),
+    )
+
+
+def _in_hours(line: Line, step_s: float) -> Line:
+    points = tuple((step * step_s / _SECONDS_PER_HOUR, loss) for step, loss in line.points)
+    return Line(label=line.label, points=points, low=line.low, high=line.high)
+
+
+def _ends(record: Record) -> str:
+    """In words where the validation lines end, for those who cannot see them."""
+    ends = (
+        f"{record.percent(n)} % left out ends at {fmean(run.validation[-1][1] for run in record.runs_with(n)):.3f}"
+        for n in record.trained_with
+    )
+    return ", ".join(ends)
