@@ -184,21 +184,24 @@ def _left_out(ratio: str) -> int:
 
 def rows_of(record: Record) -> list[Row]:
     """The figures of a record: where each ratio ends, and what each bears at inference."""
-    rows = [_end_row(record, left_out) for left_out in record.trained_with]
-    return rows + [
+    ends = [
+        _end_row(record, f"{record.percent(left_out)} % left out", record.runs_with(left_out))
+        for left_out in record.trained_with
+    ]
+    half = [_end_row(record, "0 % left out, half the steps", record.half)] if record.half else []
+    return [*ends, *half] + [
         _bears_row(record, trained_with, asked)
         for asked in LEFT_OUT[1:]
         for trained_with in record.trained_with
     ]
 
 
-def _end_row(record: Record, left_out: int) -> Row:
-    runs = record.runs_with(left_out)
+def _end_row(record: Record, what: str, runs: Sequence[RunRecord]) -> Row:
     ends = [run.validation[-1][1] for run in runs]
     begins = [run.validation[0][1] for run in runs]
     plain = fmean(run.validation[-1][1] for run in record.runs_with(0))
     return Row(
-        what=f"{record.percent(left_out)} % left out: validation loss of the whole model, {record.num_steps} steps",
+        what=f"{what}: validation loss of the whole model after {runs[0].validation[-1][0]} steps",
         value=fmean(ends),
         unit="nats/byte",
         against=f"0 %: {plain:.4f}",
@@ -242,38 +245,42 @@ def _reference_row(distance: float) -> Row:
 
 
 def _trained(steps: int, seeds: Sequence[int], folder: Path, *, is_quiet: bool) -> tuple[Record, float]:
-    """All runs, and how far the first is from plain torch."""
-    runs: list[RunRecord] = []
-    farthest = 0.0
+    """All runs, and how far those with nothing left out are from plain torch."""
+    runs, half, farthest = [], [], 0.0
     for seed in seeds:
+        job = make_job(steps=steps, seed=seed)
         for left_out in LEFT_OUT:
-            run = Run(job=make_job(steps=steps, seed=seed), num_left_out=left_out, folder=folder)
+            run = Run(job=job, num_left_out=left_out, folder=folder)
             told = carry_out(run)
             if left_out == 0:
                 farthest = max(farthest, farthest_from_reference(run, told))
-            kept = run_record(told, num_left_out=left_out, seed=seed, num_stages=NUM_STAGES, num_steps=steps)
-            runs.append(kept)
-            if not is_quiet:
-                print(
-                    f"seed {seed}, {left_out} of {NUM_STAGES} left out: {kept.validation[-1][1]:.4f} nats/byte"
-                )
-    return Record(num_stages=NUM_STAGES, num_steps=steps, step_s={}, runs=tuple(runs)), farthest
+            runs.append(_kept(run, told, is_quiet=is_quiet))
+        run = Run(job=make_job(steps=max(1, steps // 2), seed=seed), num_left_out=0, folder=folder)
+        half.append(_kept(run, carry_out(run), is_quiet=is_quiet))
+    record = Record(num_stages=NUM_STAGES, num_steps=steps, step_s={}, runs=tuple(runs), half=tuple(half))
+    return record, farthest
+
+
+def _kept(run: Run, told: Sequence[Told], *, is_quiet: bool) -> RunRecord:
+    steps, seed, left_out = run.job.budget.steps, run.job.seed, run.num_left_out
+    kept = run_record(told, num_left_out=left_out, seed=seed, num_stages=NUM_STAGES, num_steps=steps)
+    if not is_quiet:
+        loss = kept.validation[-1][1]
+        print(f"seed {seed}, {left_out} of {NUM_STAGES} left out, {steps} steps: {loss:.4f} nats/byte")
+    return kept
 
 
 def main() -> int:
     """Train with each share of the stages left out, or take the runs of a record, and say what became of it."""
     args = _arguments()
     torch.set_num_threads(1)
-    if args.again is not None:
-        record, rows = load(args.again), []
-    else:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
-        with tempfile.TemporaryDirectory() as passing:
-            folder = args.folder or Path(passing)
-            record, farthest = _trained(args.steps, seeds, folder, is_quiet=args.json)
-        rows = [_reference_row(farthest)]
-    if args.step_s:
-        record = replace(record, step_s=step_seconds(args.step_s))
+    try:
+        step_s = step_seconds(args.step_s)
+        record, rows = _made(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    record = replace(record, step_s=step_s or record.step_s)
     if args.record is not None:
         save(record, args.record)
     if args.plots is not None:
@@ -281,10 +288,23 @@ def main() -> int:
     return finish("convergence", rows + rows_of(record))
 
 
+def _made(args: argparse.Namespace) -> tuple[Record, list[Row]]:
+    if args.again is not None:
+        return load(args.again), []
+    with tempfile.TemporaryDirectory() as passing:
+        folder = args.folder or Path(passing)
+        record, farthest = _trained(args.steps, args.seeds, folder, is_quiet=args.json)
+    return record, [_reference_row(farthest)]
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.convergence", description=main.__doc__)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seeds", default="0", help="separated by commas")
+    parser.add_argument("--seeds", type=_seeds, default=(0,), help="separated by commas")
     parser.add_argument("--folder", type=Path, help="keeps the runs; interrupted ones are gone on with")
     parser.add_argument("--again", type=Path, help="train nothing, take the runs of this record")
     parser.add_argument(

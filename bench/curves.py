@@ -66,6 +66,9 @@ class Record:
     num_steps: int
     step_s: Mapping[int, float]
     runs: tuple[RunRecord, ...]
+    half: tuple[RunRecord, ...] = ()
+    """With nothing left out in half as many steps, the learning rate falling in these: what equal hours buy where
+    leaving stages out makes steps twice as fast."""
 
     def runs_with(self, num_left_out: int) -> tuple[RunRecord, ...]:
         """Those of all seeds, in the order of the record."""

@@ -1,6 +1,6 @@
 """The pictures of `bench.convergence`, drawn from its record."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -66,12 +66,21 @@ def hours_chart(record: Record) -> Chart:
         y_label="nats per byte",
         y_from=_Y_FROM,
         y_to=_Y_TO,
-        lines=tuple(
-            _in_hours(_line(record, left_out, is_training=False), record.step_s[left_out])
-            for left_out in record.trained_with
-            if left_out in record.step_s
+        lines=(
+            *(
+                _in_hours(_line(record, left_out, is_training=False), record.step_s[left_out])
+                for left_out in record.trained_with
+                if left_out in record.step_s
+            ),
+            *_half_lines(record),
         ),
     )
+
+
+def _half_lines(record: Record) -> Iterator[Line]:
+    if record.half and 0 in record.step_s:
+        line = _mean_line("0 %, half the steps", [run.validation for run in record.half])
+        yield _in_hours(line, record.step_s[0])
 
 
 def left_out_chart(record: Record) -> Chart:
@@ -91,12 +100,17 @@ def left_out_chart(record: Record) -> Chart:
 
 
 def _line(record: Record, left_out: int, *, is_training: bool) -> Line:
-    """The mean over seeds, with the ends of what they spread over."""
     runs = record.runs_with(left_out)
-    by_seed = [dict(run.training if is_training else run.validation) for run in runs]
+    curves = [run.training if is_training else run.validation for run in runs]
+    return _mean_line(f"{record.percent(left_out)} % left out", curves)
+
+
+def _mean_line(label: str, curves: Sequence[Sequence[tuple[int, float]]]) -> Line:
+    """The mean over seeds, with the ends of what they spread over."""
+    by_seed = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(points) for points in by_seed)))
     losses = [[points[step] for points in by_seed] for step in steps]
-    return _banded(f"{record.percent(left_out)} % left out", [float(step) for step in steps], losses)
+    return _banded(label, [float(step) for step in steps], losses)
 
 
 def _left_out_line(record: Record, trained_with: int) -> Line:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 # Okabe and Ito's palette for all kinds of colour vision, less those that fade on white or on black.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-_DASHES = ("none", "7 3", "2 3", "9 3 2 3")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#888888")
+_DASHES = ("none", "7 3", "2 3", "9 3 2 3", "1 4")
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 44, 52
 _INNER_WIDTH, _INNER_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM

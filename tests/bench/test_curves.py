@@ -1,11 +1,14 @@
 """Lines that runs tell survive an interruption, and a record holds what they said."""
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from bench.convergence import step_seconds
+from bench.convergence import main, rows_of, step_seconds
 from bench.curves import Journal, Kind, LeaveOut, Record, RunRecord, Told, load, run_record, save
 from bench.pictures import draw, hours_chart
 from bench.plot import Chart, Line, line_chart, log_ticks, ticks
@@ -65,11 +68,11 @@ def small_record(*, step_s: dict[int, float]) -> Record:
             seed=seed,
             training=((10, 2.5), (20, end)),
             validation=((0, 5.5), (10, 2.5), (20, end)),
-            leave_outs=(LeaveOut(num_left_out=3, losses=(end + 0.1, end + 0.3)),),
+            leave_outs=tuple(LeaveOut(num_left_out=n, losses=(end + 0.1, end + 0.3)) for n in (3, 4, 6)),
         )
 
     runs = (run(0, 0, 1.5), run(0, 1, 1.7), run(4, 0, 1.8))
-    return Record(num_stages=12, num_steps=20, step_s=step_s, runs=runs)
+    return Record(num_stages=12, num_steps=20, step_s=step_s, runs=runs, half=(run(0, 0, 1.9),))
 
 
 def test_a_saved_record_is_read_back_as_it_was(tmp_path: Path) -> None:
@@ -89,9 +92,51 @@ def test_pictures_are_drawn_with_titles_and_hours_only_where_they_are_known(tmp_
 
 
 def test_hours_are_steps_times_what_one_takes() -> None:
-    full, skipping = hours_chart(small_record(step_s={0: 360.0, 4: 180.0})).lines
+    full, skipping, half = hours_chart(small_record(step_s={0: 360.0, 4: 180.0})).lines
     assert [x for x, _ in full.points] == [0.0, 1.0, 2.0]
     assert [x for x, _ in skipping.points] == [0.0, 0.5, 1.0]
+    assert [x for x, _ in half.points] == [0.0, 1.0, 2.0], "with nothing left out, steps cost what they cost"
+
+
+def test_rows_say_where_each_ratio_ends_beside_the_one_with_nothing_left_out() -> None:
+    ends = rows_of(small_record(step_s={}))[:3]
+    assert [row.value for row in ends] == pytest.approx([1.6, 1.8, 1.9])
+    assert [row.ratio for row in ends] == pytest.approx([1.0, 1.8 / 1.6, 1.9 / 1.6])
+    assert all(row.holds for row in ends)
+
+
+def test_a_model_that_has_learnt_nothing_misses_the_goal() -> None:
+    record = small_record(step_s={})
+    runs = (*record.runs[:2], replace(record.runs[2], validation=((0, 5.5), (20, 5.6))))
+    assert [row.holds for row in rows_of(replace(record, runs=runs))[:3]] == [True, False, True]
+
+
+def test_what_a_model_bears_is_perplexity_beside_its_own_with_all_stages() -> None:
+    rows = rows_of(small_record(step_s={}))[3:]
+    trained_with_a_third = next(row for row in rows if row.what.startswith("trained with 33 %"))
+    assert trained_with_a_third.value == pytest.approx((math.exp(1.9) + math.exp(2.1)) / 2)
+    assert trained_with_a_third.ratio == pytest.approx(trained_with_a_third.value / math.exp(1.8))
+
+
+def test_a_saved_record_is_drawn_again_with_other_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    save(small_record(step_s={}), old)
+    options = ["--again", str(old), "--record", str(new), "--plots", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["convergence", *options, "--step-s", "0=100,0.33=50"])
+    assert main() == 0
+    assert load(new) == small_record(step_s={0: 100.0, 4: 50.0})
+    assert (tmp_path / "convergence-hours.svg").exists()
+    assert json.loads(capsys.readouterr().out)["name"] == "convergence"
+
+
+def test_wrong_options_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["convergence", "--step-s", "0.4=1"])
+    assert main() == 2
+    assert "give one of the ratios" in capsys.readouterr().err
 
 
 def test_a_line_goes_through_the_places_of_its_points() -> None:

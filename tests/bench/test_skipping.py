@@ -1,16 +1,26 @@
 """Which stages are left out, and that training around them is what it says."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.convergence import LEFT_OUT, NUM_MICROBATCHES, NUM_STAGES
+from bench.convergence import LEFT_OUT, NUM_MICROBATCHES, NUM_STAGES, Run, carry_out
 from bench.convergence import make_job as make_measured_job
+from bench.curves import Kind
 from bench.reference import run_reference
-from bench.skipping import MAX_JUMP, SkippingTraining, draw_paths, even_paths, is_legal, stage_weights
+from bench.skipping import (
+    MAX_JUMP,
+    SkippingStep,
+    SkippingTraining,
+    draw_paths,
+    even_paths,
+    is_legal,
+    stage_weights,
+)
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -229,6 +239,32 @@ def test_training_goes_on_from_a_saved_state_as_if_never_interrupted(text: Path)
     assert len({whole.paths_of(step) for step in range(10)}) > 1
     whole.close()
     resumed.close()
+
+
+def test_an_interrupted_run_goes_on_and_tells_what_the_whole_one_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.convergence.EVALUATE_EVERY", 2)
+    job = make_measured_job(steps=4, seed=0).model_copy(update={"evaluation": EvaluationSpec(samples=4)})
+    whole = carry_out(Run(job=job, num_left_out=6, folder=tmp_path / "whole"))
+    assert Counter(told.kind for told in whole) == {Kind.STEP: 4, Kind.VALIDATION: 3, Kind.LEFT_OUT: 33}
+    run = Run(job=job, num_left_out=6, folder=tmp_path / "cut")
+    with monkeypatch.context() as patched:
+        patched.setattr(SkippingTraining, "step", failing_at(3, SkippingTraining.step))
+        with pytest.raises(RuntimeError, match="step 3"):
+            carry_out(run)
+    assert set(carry_out(run)) == set(whole)
+
+
+def failing_at(
+    last: int, step: Callable[[SkippingTraining, int], SkippingStep]
+) -> Callable[[SkippingTraining, int], SkippingStep]:
+    def or_fail(self: SkippingTraining, at: int) -> SkippingStep:
+        if at == last:
+            raise RuntimeError(f"step {at}")
+        return step(self, at)
+
+    return or_fail
 
 
 def test_a_job_with_tied_embeddings_or_without_a_loop_is_refused(text: Path) -> None:
