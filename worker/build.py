@@ -18,6 +18,7 @@ from torch import Tensor
 from skein.config.job import JobSpec, LlamaModel
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.load import job_layers, stage_loads
+from skein.plan.plan import OpKind
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, SourceKind
 from skein.protocol.worker_io import BuildFailed, Built
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
@@ -156,13 +157,16 @@ class Builder:
         job = _job_of(assign)
         self._admit(job, assign.chunks)
         await self._check_archive(job)
-        dataset = await self._dataset(job) if assign.origins else None
+        is_origin = bool(assign.origins or assign.evaluation_origins)
+        dataset = await self._dataset(job) if is_origin else None
         saved = await self._saved_state(assign, job)
         chunks = {
             wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
             for wanted in assign.chunks
         }
-        microbatches = sorted(origin.microbatch for origin in assign.origins)
+        # Stage 0 is the first hop of every path, so this is the order in which batches are wanted.
+        begin = [x for x in assign.schedule.ops if x.stage == 0 and x.kind is not OpKind.BACKWARD]
+        microbatches = [op.microbatch for op in begin]
         return Holding(
             job_id=assign.job,
             job=job,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
+from skein.plan.plan import OpKind, Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
@@ -60,7 +60,7 @@ def ascending_schedules(
     while turn := walk.turn():
         for placed in turn:
             done[placed.chunk.worker].append(placed.op)
-    assert not walk.num_left, "an ascending order cannot get stuck"
+    assert not walk.waiting(), "an ascending order cannot get stuck"
     return tuple(Schedule(worker=worker, ops=tuple(ops)) for worker, ops in done.items())
 
 
@@ -73,11 +73,26 @@ def ascending_ops(paths: Sequence[Path]) -> dict[ChunkRef, list[PlannedOp]]:
     return ops
 
 
-_RANK_BY_KIND = {OpKind.BACKWARD: 0, OpKind.LOSS: 1, OpKind.FORWARD: 2}
+def left_undone(plan: Plan) -> tuple[PlannedOp, ...]:
+    """Where microbatches come to a halt if a step is made by `plan`: nowhere, unless its orders run in a circle.
+
+    The schedules must be complete: every op of every path once, on its worker.
+    """
+    ops: defaultdict[ChunkRef, list[PlannedOp]] = defaultdict(list)
+    for schedule in plan.schedules:
+        for op in schedule.ops:
+            ops[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op)
+    walk = DryRun(plan.paths, {x.chunk: x.slots for x in plan.chunks}, ops, urgency=_oldest_first)
+    while walk.turn():
+        pass
+    return walk.waiting()
+
+
+_PLACE_BY_KIND = {OpKind.BACKWARD: 0, OpKind.LOSS: 1, OpKind.FORWARD: 2}
 
 
 def _oldest_first(placed: PlacedOp) -> tuple[int, ...]:
-    return _RANK_BY_KIND[placed.op.kind], placed.op.microbatch, -placed.hop
+    return _PLACE_BY_KIND[placed.op.kind], placed.op.microbatch, -placed.hop
 
 
 class _ChunkQueue:
@@ -129,7 +144,6 @@ class DryRun:
         self._reached = [0] * len(self._ways)
         self._queues = {chunk: _ChunkQueue(listed, slots[chunk]) for chunk, listed in ops.items()}
         self._ready: dict[WorkerId, list[tuple[tuple[int, ...], PlacedOp]]] = {}
-        self.num_left = sum(len(way) for way in self._ways)
         for way in self._ways:
             self._arrive(way[0])
 
@@ -142,8 +156,12 @@ class DryRun:
             self._end(placed)
         return ran
 
+    def waiting(self) -> tuple[PlannedOp, ...]:
+        """The next op of each microbatch that is not through."""
+        ways = zip(self._ways, self._reached, strict=True)
+        return tuple(way[reached].op for way, reached in ways if reached < len(way))
+
     def _end(self, placed: PlacedOp) -> None:
-        self.num_left -= 1
         self._queues[placed.chunk].end(placed.op)
         self._release(placed.chunk)
         microbatch = placed.op.microbatch

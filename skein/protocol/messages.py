@@ -8,7 +8,7 @@ them field by field, so names here are names there.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.plan.plan import Group, Path
+from skein.plan.plan import Group, Path, Schedule
 from skein.topology.fleet import Link, Profile
 from skein.types import (
     Attempt,
@@ -81,17 +81,17 @@ class StateSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAssignment:
-    """A chunk to hold: its slots, the microbatches that must visit it in a step, and where its state comes from."""
+    """A chunk to hold: its slots, where its state comes from, and which of the plan's evaluation paths visit it."""
 
     stage: StageSpec
     slots: int
-    microbatches: tuple[MicrobatchId, ...]
     source: StateSource
+    evaluation_paths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A microbatch that starts here, and its way."""
+    """A microbatch that starts here, and its way; for evaluation, the first of those that take this way."""
 
     microbatch: MicrobatchId
     path: Path
@@ -99,7 +99,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Which microbatches' contributions one chunk has accumulated in this step, ascending."""
+    """Which microbatches' contributions one chunk has accumulated in this step, in that order."""
 
     stage: StageIndex
     worker: WorkerId
@@ -324,7 +324,10 @@ class NewGeneration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign:
-    """What to hold and where it comes from. Answered by `ChunksReady`."""
+    """What to hold, where it comes from, and in which order to work. Answered by `ChunksReady`.
+
+    Evaluation microbatch e starts where `evaluation_origins` has e modulo `num_evaluation_paths`.
+    """
 
     epoch: Epoch
     generation: Generation
@@ -335,7 +338,10 @@ class Assign:
     num_paths: int
     """Microbatches in a step."""
     chunks: tuple[ChunkAssignment, ...]
+    schedule: Schedule
     origins: tuple[Origin, ...]
+    num_evaluation_paths: int
+    evaluation_origins: tuple[Origin, ...]
     groups: tuple[Group, ...]
 
 

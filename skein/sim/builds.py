@@ -89,7 +89,7 @@ class Builds:
         times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
         worker.executor.build(assign, given, times)
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
-        is_origin = bool(assign.origins)
+        is_origin = bool(assign.origins or assign.evaluation_origins)
         self._give(
             worker,
             Built(

@@ -8,14 +8,9 @@ import pytest
 from skein.plan.order import ascending_schedules, ops_of
 from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
-from tests.support.plans import chunk, path
+from tests.support.plans import chunk, path, words_of
 
 TWO = path(chunk(0, "a"), chunk(1, "b"))
-
-
-def words(schedule: Schedule) -> str:
-    """As `F0.1`: forward, stage 0, microbatch 1."""
-    return " ".join(f"{op.kind.name[0]}{op.stage}.{op.microbatch}" for op in schedule.ops)
 
 
 def schedules(paths: list[Path], *, slots: int) -> tuple[Schedule, ...]:
@@ -26,18 +21,18 @@ def schedules(paths: list[Path], *, slots: int) -> tuple[Schedule, ...]:
 def test_a_pipeline_fills_its_slots_and_then_goes_backward_first() -> None:
     first, last = schedules([TWO] * 4, slots=2)
     # Both gradients are back before a slot is free for microbatch 2.
-    assert words(first) == "F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3"
-    assert words(last) == "L1.0 L1.1 L1.2 L1.3"
+    assert words_of(first.ops) == "F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3"
+    assert words_of(last.ops) == "L1.0 L1.1 L1.2 L1.3"
 
 
 def test_one_slot_makes_microbatches_follow_each_other() -> None:
     first, _ = schedules([TWO] * 2, slots=1)
-    assert words(first) == "F0.0 B0.0 F0.1 B0.1"
+    assert words_of(first.ops) == "F0.0 B0.0 F0.1 B0.1"
 
 
 def test_of_one_microbatch_the_ops_follow_its_path_and_come_back() -> None:
     [alone] = schedules([path(chunk(0, "a"), chunk(2, "a"), chunk(1, "a"), chunk(3, "a"))], slots=1)
-    assert words(alone) == "F0.0 F2.0 F1.0 L3.0 B1.0 B2.0 B0.0"
+    assert words_of(alone.ops) == "F0.0 F2.0 F1.0 L3.0 B1.0 B2.0 B0.0"
 
 
 def test_a_worker_that_no_path_visits_has_nothing_to_do() -> None:

@@ -1,11 +1,11 @@
 """The compute ops of one worker: their order, their slots, and that no plan makes them wait for each other."""
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from skein.plan.order import left_undone
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages import (
     ChunkAssignment,
@@ -18,22 +18,32 @@ from skein.protocol.messages import (
     StateSource,
 )
 from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp
+from skein.protocol.runs.sources import Sources, assignments
 from skein.protocol.work.pipeline import ComputeOp, Pipeline
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
-from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
+from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
+from tests.support.drawn import carried_out, random_plan, shuffled
+from tests.support.plans import chunk, grid_plan, microbatches, path, schedule, stage_spec
 from tests.support.reports import ledger
 
 LINE = path(chunk(0, "a"), chunk(1, "b"))
 LOSS = Loss(loss_sum=2.0, num_tokens=3)
 
 
-def assigned(stage: int, ids: Iterable[int], *, slots: int = 2) -> ChunkAssignment:
-    return ChunkAssignment(
-        stage=stage_spec(stage),
-        slots=slots,
-        microbatches=microbatches(*ids),
-        source=StateSource(kind=SourceKind.INITIAL, version=Step(0)),
-    )
+def machine_of(
+    worker: str, words: str, *, slots: int = 2, evaluation_paths: tuple[int, ...] = ()
+) -> Pipeline:
+    """A worker with the stages of a schedule as `F0.1 B0.1 L2.1`: kind, stage and microbatch of each op."""
+    planned = schedule(worker, words)
+    chunks = [
+        ChunkAssignment(
+            stage=stage_spec(stage),
+            slots=slots,
+            source=StateSource(kind=SourceKind.INITIAL, version=Step(0)),
+            evaluation_paths=evaluation_paths,
+        )
+        for stage in sorted({op.stage for op in planned.ops})
+    ]
+    return Pipeline(WorkerId(worker), chunks, planned, Step(0))
 
 
 def tensor(
@@ -58,7 +68,9 @@ def backward(microbatch: int, hop: int, way: Path = LINE, *, phase: Phase = Phas
 
 
 def first_stage(*, num_microbatches: int = 4, slots: int = 2) -> Pipeline:
-    machine = Pipeline(WorkerId("a"), [assigned(0, range(num_microbatches), slots=slots)], Step(0))
+    forwards = " ".join(f"F0.{m}" for m in range(num_microbatches))
+    # Backwards stand first: whatever may run of them does.
+    machine = machine_of("a", f"{forwards.replace('F', 'B')} {forwards}", slots=slots)
     origins = [Origin(microbatch=MicrobatchId(m), path=LINE) for m in range(num_microbatches)]
     machine.begin(Phase.TRAIN, origins)
     return machine
@@ -103,7 +115,7 @@ def test_contributions_are_accumulated_in_ascending_order_whatever_arrives_first
 
 
 def test_the_loss_is_taken_in_ascending_order_too() -> None:
-    machine = Pipeline(WorkerId("b"), [assigned(1, range(3))], Step(0))
+    machine = machine_of("b", "L1.0 L1.1 L1.2")
     machine.arrive(forward(2, 1))
     machine.arrive(forward(1, 1))
     assert machine.next_op() is None
@@ -115,7 +127,7 @@ def test_the_loss_is_taken_in_ascending_order_too() -> None:
 
 
 def test_what_arrives_again_is_dropped() -> None:
-    machine = Pipeline(WorkerId("b"), [assigned(1, range(2))], Step(0))
+    machine = machine_of("b", "L1.0 L1.1")
     for _ in range(2):
         assert machine.arrive(forward(0, 1)) is None
     assert run_ready(machine) == ["L0"]
@@ -125,7 +137,7 @@ def test_what_arrives_again_is_dropped() -> None:
 
 def test_an_op_that_ends_names_the_tensor_that_goes_on() -> None:
     way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))
-    machine = Pipeline(WorkerId("b"), [assigned(1, [0])], Step(0))
+    machine = machine_of("b", "F1.0 B1.0")
     machine.arrive(forward(0, 1, way))
     op = machine.next_op()
     assert isinstance(op, ForwardOp)
@@ -146,7 +158,7 @@ def test_nothing_leaves_the_first_hop_backwards() -> None:
 
 
 def test_a_tensor_for_another_worker_stage_or_microbatch_is_not_held() -> None:
-    machine = Pipeline(WorkerId("b"), [assigned(1, [0])], Step(0))
+    machine = machine_of("b", "L1.0")
     assert machine.may_hold(forward(0, 1))
     assert not machine.may_hold(forward(0, 0))
     assert not machine.may_hold(forward(0, 2))
@@ -154,6 +166,8 @@ def test_a_tensor_for_another_worker_stage_or_microbatch_is_not_held() -> None:
     assert not machine.may_hold(forward(3, 1))
     assert machine.may_hold(forward(3, 1, phase=Phase.EVALUATE))
     assert not machine.may_hold(forward(0, 1, path(chunk(0, "a"), chunk(2, "b"))))
+    # A path that goes on from here was not what the schedule said.
+    assert not machine.may_hold(forward(0, 1, path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))))
 
 
 def test_the_next_step_begins_with_empty_ledgers() -> None:
@@ -173,7 +187,7 @@ def test_the_next_step_begins_with_empty_ledgers() -> None:
 
 
 def test_an_evaluation_microbatch_holds_its_slot_until_it_is_released() -> None:
-    machine = Pipeline(WorkerId("a"), [assigned(0, [0], slots=1)], Step(0))
+    machine = machine_of("a", "F0.0 B0.0", slots=1)
     machine.begin(Phase.EVALUATE, [Origin(microbatch=MicrobatchId(e), path=LINE) for e in range(3)])
     assert run_ready(machine) == ["F0"]
     assert machine.arrive(backward(0, 0, phase=Phase.EVALUATE)) is None
@@ -192,7 +206,7 @@ def test_a_release_that_a_whole_step_overtook_costs_no_slot() -> None:
 
 def test_a_release_is_passed_on_to_the_hop_before() -> None:
     way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))
-    machine = Pipeline(WorkerId("b"), [assigned(1, [0])], Step(0))
+    machine = machine_of("b", "F1.0 B1.0")
     machine.arrive(forward(0, 1, way, phase=Phase.EVALUATE))
     run_ready(machine)
     released = machine.arrive(backward(0, 1, way, phase=Phase.EVALUATE))
@@ -201,7 +215,7 @@ def test_a_release_is_passed_on_to_the_hop_before() -> None:
 
 
 def test_evaluation_losses_are_counted_apart_from_training() -> None:
-    machine = Pipeline(WorkerId("b"), [assigned(1, [0, 1])], Step(0))
+    machine = machine_of("b", "L1.0 L1.1")
     machine.arrive(forward(5, 1, phase=Phase.EVALUATE))
     machine.arrive(forward(0, 1))
     assert run_ready(machine) == ["L0", "L5"]
@@ -214,13 +228,13 @@ def test_evaluation_losses_are_counted_apart_from_training() -> None:
     ("num_evaluation", "expected"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (9, 5)]
 )
 def test_how_many_evaluation_microbatches_visit_a_chunk(num_evaluation: int, expected: int) -> None:
-    """Of four paths, 0 and 2 visit this chunk."""
-    machine = Pipeline(WorkerId("b"), [assigned(1, [0, 2])], Step(0))
+    """Of four evaluation paths, 0 and 2 visit this chunk."""
+    machine = machine_of("b", "L1.0 L1.2", evaluation_paths=(0, 2))
     assert machine.expected_evaluations(StageIndex(1), num_evaluation, 4) == expected
 
 
 def test_queue_depths_are_told_by_kind() -> None:
-    machine = Pipeline(WorkerId("b"), [assigned(1, range(4)), assigned(2, range(4))], Step(0))
+    machine = machine_of("b", "F1.1 L2.2 F1.3 B1.3")
     way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "b"))
     machine.arrive(forward(1, 1, way))
     machine.arrive(forward(2, 2, way))
@@ -250,24 +264,16 @@ class Floor:
 
 
 def floor_of(plan: Plan) -> Floor:
-    visits = plan.microbatches_by_chunk()
-    machines = {
-        worker: Pipeline(
-            worker,
-            [
-                ChunkAssignment(
-                    stage=plan.stages[placed.chunk.stage],
-                    slots=placed.slots,
-                    microbatches=visits[placed.chunk],
-                    source=StateSource(kind=SourceKind.INITIAL, version=Step(0)),
-                )
-                for placed in plan.chunks
-                if placed.chunk.worker == worker
-            ],
-            Step(0),
-        )
-        for worker in plan.workers
-    }
+    drawn = StateSource(kind=SourceKind.INITIAL, version=Step(0))
+    told = assignments(
+        plan,
+        Sources(version=Step(0), by_chunk={x.chunk: drawn for x in plan.chunks}, unheld=()),
+        epoch=Epoch(1),
+        generation=Generation(1),
+        job=JobId("j"),
+        job_spec="{}",
+    )
+    machines = {worker: Pipeline(worker, x.chunks, x.schedule, Step(0)) for worker, x in told.items()}
     floor = Floor(plan=plan, machines=machines)
     for placed in plan.chunks:
         floor.slots[placed.chunk.worker] = floor.slots.get(placed.chunk.worker, 0) + placed.slots
@@ -276,7 +282,7 @@ def floor_of(plan: Plan) -> Floor:
 
 def run_floor(floor: Floor, phase: Phase, num_microbatches: int, order: random.Random) -> None:
     """Deliver tensors and end ops in a random order until nothing is left to do."""
-    paths = floor.plan.paths
+    paths = floor.plan.paths if phase is Phase.TRAIN else floor.plan.evaluation_paths
     for worker, machine in floor.machines.items():
         machine.begin(
             phase,
@@ -305,33 +311,100 @@ def run_floor(floor: Floor, phase: Phase, num_microbatches: int, order: random.R
             floor.deliver(floor.machines[worker].arrive(tensor))
 
 
-def random_plan(order: random.Random) -> Plan:
-    """Any cut on any workers: stages may share a worker, paths cross as they like; every slot count from 1."""
-    num_stages, num_workers = order.randint(1, 4), order.randint(1, 5)
-    layout = order.choice(list(Layout))
-    workers = [f"w{i}" for i in range(num_workers)]
-    seats = [order.sample(workers, order.randint(1, num_workers)) for _ in range(num_stages)]
-    paths = []
-    for _ in range(order.randint(1, 8)):
-        hops = [chunk(stage, order.choice(seats[stage])) for stage in range(num_stages)]
-        if layout is Layout.LOOP:
-            hops.append(chunk(num_stages, hops[0].worker))
-        paths.append(path(*hops))
-    chunks = {chunk(stage, worker) for stage in range(num_stages) for worker in seats[stage]}
-    if layout is Layout.LOOP:
-        chunks |= {chunk(num_stages, worker) for worker in seats[0]}
-    return plan_of(chunks, paths, layout=layout, slots=order.randint(1, 3))
+def slots_of(plan: Plan) -> dict[ChunkRef, int]:
+    return {placed.chunk: placed.slots for placed in plan.chunks}
+
+
+def check_done(floor: Floor, about: str) -> None:
+    """Everything was accumulated, in the order of the schedules, and nothing is left behind."""
+    for at, expected in floor.plan.microbatches_by_chunk().items():
+        assert floor.machines[at.worker].ledger(at.stage).microbatches == expected, about
+    assert all(machine.num_in_flight == 0 for machine in floor.machines.values()), about
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_plan_makes_its_workers_wait_for_each_other(seed: int) -> None:
-    order = random.Random(seed)
-    plan = random_plan(order)
-    floor = floor_of(plan)
-    run_floor(floor, Phase.TRAIN, len(plan.paths), order)
-    for at, expected in plan.microbatches_by_chunk().items():
-        assert floor.machines[at.worker].ledger(at.stage).microbatches == expected, seed
-    assert all(machine.num_in_flight == 0 for machine in floor.machines.values()), seed
+def test_ascending_order_makes_no_workers_wait_for_each_other_whatever_the_paths(seed: int) -> None:
+    luck = random.Random(seed)
+    floor = floor_of(random_plan(luck))
+    run_floor(floor, Phase.TRAIN, len(floor.plan.paths), luck)
+    check_done(floor, f"seed {seed}")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_order_that_was_once_carried_out_can_always_be(seed: int) -> None:
+    luck = random.Random(seed)
+    plan = random_plan(luck)
+    schedules = carried_out(plan.paths, slots_of(plan), luck) or plan.schedules
+    for timing in range(3):
+        floor = floor_of(replace(plan, schedules=schedules))
+        run_floor(floor, Phase.TRAIN, len(plan.paths), random.Random(timing))
+        check_done(floor, f"seed {seed}, timing {timing}")
+
+
+def test_whether_an_order_comes_to_a_halt_does_not_depend_on_timing() -> None:
+    """And the walk without times says which it is: both kinds are among these."""
+    halts = []
+    for seed in range(80):
+        luck = random.Random(seed)
+        plan = random_plan(luck)
+        mixed = replace(plan, schedules=shuffled(plan.schedules, luck))
+        halts.append(bool(left_undone(mixed)))
+        for timing in range(3):
+            floor = floor_of(mixed)
+            run_floor(floor, Phase.TRAIN, len(plan.paths), random.Random(timing))
+            if halts[-1]:
+                stages = [
+                    (machine, x.stage) for x in slots_of(plan) for machine in [floor.machines[x.worker]]
+                ]
+                assert not all(machine.is_done(stage) for machine, stage in stages), seed
+            else:
+                check_done(floor, f"seed {seed}, timing {timing}")
+    assert 10 < sum(halts) < 70
+
+
+def test_between_two_chunks_what_stands_first_in_the_schedule_goes_first() -> None:
+    machine = machine_of("b", "F2.0 F1.1 F1.0 F2.1")
+    one, other = (
+        path(chunk(0, "a"), chunk(1, "b"), chunk(3, "c")),
+        path(chunk(0, "a"), chunk(2, "b"), chunk(3, "c")),
+    )
+    machine.arrive(forward(1, 1, one))
+    machine.arrive(forward(0, 1, other))
+    assert run_ready(machine) == ["F0", "F1"]
+    assert machine.queue_depths["forward"] == 0
+
+
+def test_what_is_ready_does_not_wait_for_what_stands_before_it_elsewhere() -> None:
+    machine = machine_of("b", "F2.0 F1.1")
+    machine.arrive(forward(1, 1, path(chunk(0, "a"), chunk(1, "b"), chunk(3, "c"))))
+    assert run_ready(machine) == ["F1"]
+
+
+def test_of_one_chunk_a_later_forward_waits_for_the_earlier() -> None:
+    machine = machine_of("b", "F1.3 F1.0")
+    way = path(chunk(0, "a"), chunk(1, "b"), chunk(3, "c"))
+    machine.arrive(forward(0, 1, way))
+    assert run_ready(machine) == []
+    machine.arrive(forward(3, 1, way))
+    assert run_ready(machine) == ["F3", "F0"]
+
+
+def test_the_ledger_is_in_the_order_of_the_schedule() -> None:
+    machine = machine_of("b", "L1.2 L1.0 L1.1")
+    for microbatch in range(3):
+        machine.arrive(forward(microbatch, 1))
+    assert run_ready(machine) == ["L2", "L0", "L1"]
+    assert machine.ledger(StageIndex(1)) == ledger(1, "b", 2, 0, 1)
+    assert machine.train_tokens(StageIndex(1)) == (3, 3, 3)
+
+
+def test_evaluation_waits_for_all_training_that_may_run() -> None:
+    machine = machine_of("b", "F1.0 F1.1")
+    way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))
+    machine.arrive(forward(7, 1, way, phase=Phase.EVALUATE))
+    machine.arrive(forward(1, 1, way))
+    machine.arrive(forward(0, 1, way))
+    assert run_ready(machine) == ["F0", "F1"]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -344,11 +417,14 @@ def test_an_evaluation_visits_every_head_once_and_leaves_no_slot_taken(seed: int
     heads: dict[ChunkRef, int] = {}
     for worker, machine in floor.machines.items():
         assert machine.num_in_flight == 0, seed
-        for stage in {hops[-1].stage for hops in (p.hops for p in plan.paths) if hops[-1].worker == worker}:
+        ends = [way.hops[-1] for way in plan.evaluation_paths]
+        for stage in {end.stage for end in ends if end.worker == worker}:
             found, loss = machine.evaluation_loss(stage)
             heads[ChunkRef(stage=stage, worker=worker)] = len(found)
             assert loss.num_tokens == len(found)
-            assert len(found) == machine.expected_evaluations(stage, num_evaluation, len(plan.paths))
+            assert len(found) == machine.expected_evaluations(
+                stage, num_evaluation, len(plan.evaluation_paths)
+            )
     assert sum(heads.values()) == num_evaluation, seed
 
 

@@ -6,7 +6,7 @@ from skein.protocol.records import CheckpointCommitted
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.types import Epoch, Generation, JobId, Layout, StageSpec, Step, WorkerId
 from tests.support.desk import checkpoint
-from tests.support.plans import chunk, grid_plan, microbatches, stage_spec
+from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
 
 PLAN = grid_plan(stages=2, replicas=2)
 JOB = JobId("small-1")
@@ -105,16 +105,38 @@ def test_each_worker_is_told_its_chunks_origins_and_groups() -> None:
         generation=Generation(7),
         job=JOB,
         job_spec="{}",
-        microbatches=plan.microbatches_by_chunk(),
     )
     assert set(told) == set(plan.workers)
     first, middle = told[WorkerId("w0a")], told[WorkerId("w1b")]
     assert (first.epoch, first.generation, first.version, first.num_paths) == (3, 7, 0, 4)
-    assert [(held.stage.index, held.microbatches) for held in first.chunks] == [
-        (0, microbatches(0, 2)),
-        (2, microbatches(0, 2)),
-    ]
+    assert [(held.stage.index, held.evaluation_paths) for held in first.chunks] == [(0, (0, 2)), (2, (0, 2))]
+    assert first.schedule == next(x for x in plan.schedules if x.worker == "w0a")
     assert [origin.microbatch for origin in first.origins] == [0, 2]
+    assert first.evaluation_origins == first.origins
+    assert first.num_evaluation_paths == 4
     assert [group.group for group in first.groups] == ["s0", "s2"]
-    assert middle.origins == ()
+    assert middle.origins == middle.evaluation_origins == ()
     assert [group.group for group in middle.groups] == ["s1"]
+
+
+def test_evaluation_begins_where_its_own_paths_do() -> None:
+    first, second = chunk(0, "a"), chunk(0, "b")
+    last = chunk(1, "c")
+    plan = plan_of(
+        [first, second, last], [path(first, last)] * 3, full_paths=[path(second, last), path(first, last)]
+    )
+    told = assignments(
+        plan,
+        sources({}, version=0, plan=plan),
+        epoch=Epoch(1),
+        generation=Generation(1),
+        job=JOB,
+        job_spec="{}",
+    )
+    origins = {
+        w: ([o.microbatch for o in x.origins], [o.microbatch for o in x.evaluation_origins])
+        for w, x in told.items()
+    }
+    assert origins == {"a": ([0, 1, 2], [1]), "b": ([], [0]), "c": ([], [])}
+    assert [x.evaluation_paths for w in "abc" for x in told[WorkerId(w)].chunks] == [(1,), (0,), (0, 1)]
+    assert told[WorkerId("b")].schedule.ops == ()

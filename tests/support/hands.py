@@ -192,7 +192,6 @@ class Hand:
             generation=Generation(generation),
             job=job,
             job_spec="{}",
-            microbatches=plan.microbatches_by_chunk(),
         )
         return told[self.machine.identity.worker]
 

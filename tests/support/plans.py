@@ -3,7 +3,16 @@
 from collections.abc import Iterable
 
 from skein.plan.order import ascending_schedules
-from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, Schedule
+from skein.plan.plan import (
+    Alternates,
+    ChunkPlan,
+    Group,
+    OpKind,
+    Path,
+    Plan,
+    PlannedOp,
+    Schedule,
+)
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
 
@@ -29,6 +38,23 @@ def path(*hops: ChunkRef) -> Path:
 
 def microbatches(*ids: int) -> tuple[MicrobatchId, ...]:
     return tuple(MicrobatchId(m) for m in ids)
+
+
+def schedule(worker: str, words: str) -> Schedule:
+    """A schedule from `F0.2 L1.2 B0.2`: kind, stage and microbatch of each op."""
+    kinds = {kind.name[0]: kind for kind in OpKind}
+    ops = []
+    for word in words.split():
+        stage, microbatch = (int(x) for x in word[1:].split("."))
+        ops.append(
+            PlannedOp(kind=kinds[word[0]], stage=StageIndex(stage), microbatch=MicrobatchId(microbatch))
+        )
+    return Schedule(worker=WorkerId(worker), ops=tuple(ops))
+
+
+def words_of(ops: Iterable[PlannedOp]) -> str:
+    """The reverse of `schedule`."""
+    return " ".join(f"{op.kind.name[0]}{op.stage}.{op.microbatch}" for op in ops)
 
 
 def grid_plan(

@@ -45,6 +45,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.extra import LogLevel, LogLine, LogLines
+from tests.support.plans import schedule
 from tests.worker.lab import tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
 from worker.logs import LogTail
@@ -178,11 +179,14 @@ def assignment(
             ChunkAssignment(
                 stage=StageSpec(index=StageIndex(0), first=0, stop=6),
                 slots=1,
-                microbatches=tuple(map(MicrobatchId, range(4))),
                 source=source or StateSource(kind=SourceKind.INITIAL, version=Step(0)),
+                evaluation_paths=(0,),
             ),
         ),
+        schedule=schedule("w0", "L0.0 L0.1 L0.2 L0.3"),
         origins=tuple(Origin(microbatch=MicrobatchId(m), path=path) for m in range(4)),
+        num_evaluation_paths=1,
+        evaluation_origins=(Origin(microbatch=MicrobatchId(0), path=path),),
         groups=(),
     )
 

@@ -16,7 +16,7 @@ class BatchReader:
     """Gives batches by (phase, step, microbatch), and reads the next training batch while that one is computed on."""
 
     def __init__(self, dataset: Dataset, job: JobSpec, microbatches: Sequence[MicrobatchId]) -> None:
-        """`microbatches`: those of a training step that begin here, ascending."""
+        """`microbatches`: those of a training step that begin here, in the order in which they do."""
         self.dataset = dataset
         self._job = job
         self._microbatches = tuple(microbatches)
@@ -41,8 +41,8 @@ class BatchReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _look_ahead(self, step: Step, microbatch: MicrobatchId) -> None:
-        later = [m for m in self._microbatches if m > microbatch]
-        key = (Phase.TRAIN, step, later[0]) if later else (Phase.TRAIN, Step(step + 1), self._microbatches[0])
+        rounds, index = divmod(self._microbatches.index(microbatch) + 1, len(self._microbatches))
+        key = (Phase.TRAIN, Step(step + rounds), self._microbatches[index])
         # One batch at most: what a step that was given up had asked for goes.
         self._ahead = {key: self._ahead.get(key) or self._read(key)}
 

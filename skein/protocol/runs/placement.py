@@ -63,7 +63,6 @@ class Placement:
             generation=history.generation,
             job=job.job,
             job_spec=self._spec_json,
-            microbatches=self.expected,
         )
         self._members.assign(told)
 
@@ -97,4 +96,5 @@ class Placement:
 
     def _origins(self) -> list[WorkerId]:
         assert self.plan is not None
-        return sorted({path.hops[0].worker for path in self.plan.paths})
+        paths = (*self.plan.paths, *self.plan.evaluation_paths)
+        return sorted({path.hops[0].worker for path in paths})

@@ -1,9 +1,10 @@
 """Where each chunk's state comes from when a plan is put into place, and what each worker is told."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from skein.plan.plan import Plan
+from skein.plan.plan import Path, Plan
 from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, SourceKind, StateSource
 from skein.protocol.records import CheckpointCommitted
 from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
@@ -71,21 +72,22 @@ def assignments(
     generation: Generation,
     job: JobId,
     job_spec: str,
-    microbatches: Mapping[ChunkRef, tuple[MicrobatchId, ...]],
 ) -> dict[WorkerId, Assign]:
     """What each worker of the plan is told."""
     stages = {stage.index: stage for stage in plan.stages}
-    origins: dict[WorkerId, list[Origin]] = {}
-    for index, path in enumerate(plan.paths):
-        origin = Origin(microbatch=MicrobatchId(index), path=path)
-        origins.setdefault(path.hops[0].worker, []).append(origin)
+    origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
+    schedules = {schedule.worker: schedule for schedule in plan.schedules}
+    evaluation_paths: defaultdict[ChunkRef, list[int]] = defaultdict(list)
+    for index, path in enumerate(plan.evaluation_paths):
+        for hop in path.hops:
+            evaluation_paths[hop].append(index)
     chunks: dict[WorkerId, list[ChunkAssignment]] = {}
     for placed in plan.chunks:
         assigned = ChunkAssignment(
             stage=stages[placed.chunk.stage],
             slots=placed.slots,
-            microbatches=microbatches[placed.chunk],
             source=sources.by_chunk[placed.chunk],
+            evaluation_paths=tuple(evaluation_paths[placed.chunk]),
         )
         chunks.setdefault(placed.chunk.worker, []).append(assigned)
     return {
@@ -97,8 +99,19 @@ def assignments(
             version=sources.version,
             num_paths=len(plan.paths),
             chunks=tuple(held),
-            origins=tuple(origins.get(worker, ())),
+            schedule=schedules[worker],
+            origins=tuple(origins[worker]),
+            num_evaluation_paths=len(plan.evaluation_paths),
+            evaluation_origins=tuple(evaluation_origins[worker]),
             groups=tuple(group for group in plan.groups if worker in group.workers),
         )
         for worker, held in chunks.items()
     }
+
+
+def _origins(paths: Sequence[Path]) -> defaultdict[WorkerId, list[Origin]]:
+    """What begins at each worker."""
+    origins: defaultdict[WorkerId, list[Origin]] = defaultdict(list)
+    for index, path in enumerate(paths):
+        origins[path.hops[0].worker].append(Origin(microbatch=MicrobatchId(index), path=path))
+    return origins

@@ -1,17 +1,24 @@
-"""Which compute op a worker runs next: backward before loss before forward, the oldest microbatch first.
+"""Which compute op a worker runs next: of those whose input has arrived, the one that its schedule names first.
 
 Rules of this file
-- A chunk takes its microbatches of a training step in ascending order, forward and backward. So sums are made in one
-  order whatever the network does, and the oldest microbatch never waits for a slot that a younger one holds.
+- Of one chunk, forwards are taken strictly in the schedule's order, and so are losses and backwards. So sums are made
+  in one order whatever the network does. Otherwise nothing waits for its turn: what is ready goes first.
 - A forward starts only into a free slot; its slot is free again when that microbatch's backward has ended.
+- So what an op waits for is fixed: its input, the op before it in its chunk's order, and for the k-th forward of a
+  chunk with n slots the backward number k - n. A worker is never idle while one of its ops is ready; hence a step can
+  come to a halt only if these precedences run in a circle, which no timing makes or mends. `skein.plan.check` walks
+  them.
 - A microbatch enters the ledger once, when its last op on the chunk has ended; repeats are dropped on arrival.
-- An evaluation microbatch holds its slot until an empty gradient comes back, so nothing piles up before a slow stage.
+- Evaluation comes after every training op that may run: losses, then forwards, by microbatch, and of one microbatch
+  the hop nearest to its loss. It holds its slot until an empty gradient comes back, so nothing piles up before a slow
+  stage. Its paths visit all stages in order: who holds a slot waits for later stages alone, and the last never waits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
+from typing import NamedTuple, assert_never
 
-from skein.plan.plan import Path
+from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
 from skein.protocol.messages import ChunkAssignment, Direction, HopTensor, Ledger, Origin, Phase
 from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
@@ -21,40 +28,60 @@ _Place = tuple[int, Path]
 """Hop and path of a microbatch that is ready."""
 
 
+class _Listed(NamedTuple):
+    """An op and its place in the schedule."""
+
+    position: int
+    op: PlannedOp
+
+
 class _Chunk:
     """One chunk's queues and ledger."""
 
-    def __init__(self, assignment: ChunkAssignment) -> None:
+    def __init__(self, assignment: ChunkAssignment, planned: Iterable[_Listed]) -> None:
+        listed = list(planned)
         self.slots = assignment.slots
-        self.order = assignment.microbatches
+        self.evaluation_paths = assignment.evaluation_paths
+        self.planned = frozenset(listed_op.op for listed_op in listed)
         self.in_flight = 0
         self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
         self.evaluation_losses: dict[MicrobatchId, Loss] = {}
+        self._forwards = [listed_op for listed_op in listed if not listed_op.op.kind.is_accumulating]
+        self._accumulations = [listed_op for listed_op in listed if listed_op.op.kind.is_accumulating]
         self.clear()
 
     def clear(self) -> None:
         self.num_forwards = 0
-        self.forwards: dict[MicrobatchId, _Place] = {}
-        self.losses: dict[MicrobatchId, _Place] = {}
-        self.backwards: dict[MicrobatchId, _Place] = {}
+        self.arrived: dict[PlannedOp, _Place] = {}
         self.ledger: list[MicrobatchId] = []
-        self.train_losses: list[Loss] = []
+        self.train_losses: dict[MicrobatchId, Loss] = {}
 
-    def accumulates_next(self) -> MicrobatchId | None:
-        done = len(self.ledger)
-        return self.order[done] if done < len(self.order) else None
+    @property
+    def is_done(self) -> bool:
+        return len(self.ledger) == len(self._accumulations)
 
-    def forwards_next(self) -> MicrobatchId | None:
-        return self.order[self.num_forwards] if self.num_forwards < len(self.order) else None
+    def due(self) -> Iterator[_Listed]:
+        """What may run now: at most the next forward and the next op that accumulates."""
+        if not self.is_done and self._accumulations[len(self.ledger)].op in self.arrived:
+            yield self._accumulations[len(self.ledger)]
+        if self.num_forwards < len(self._forwards) and self.in_flight < self.slots:
+            listed_op = self._forwards[self.num_forwards]
+            if listed_op.op in self.arrived:
+                yield listed_op
 
 
 class Pipeline:
     """The compute ops of one worker under one generation. It knows one step at a time, `step`."""
 
-    def __init__(self, worker: WorkerId, chunks: Iterable[ChunkAssignment], step: Step) -> None:
+    def __init__(
+        self, worker: WorkerId, chunks: Iterable[ChunkAssignment], schedule: Schedule, step: Step
+    ) -> None:
         self.worker = worker
         self.step = step
-        self._chunks = {chunk.stage.index: _Chunk(chunk) for chunk in chunks}
+        planned: dict[StageIndex, list[_Listed]] = {}
+        for position, op in enumerate(schedule.ops):
+            planned.setdefault(op.stage, []).append(_Listed(position, op))
+        self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
         self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
         self._seen: set[object] = set()
 
@@ -70,12 +97,13 @@ class Pipeline:
     @property
     def queue_depths(self) -> Mapping[str, int]:
         """Ready ops by kind."""
-        chunks = self._chunks.values()
-        return {
-            "forward": sum(len(chunk.forwards) + len(chunk.evaluation_forwards) for chunk in chunks),
-            "loss": sum(len(chunk.losses) for chunk in chunks) + len(self._evaluation_losses),
-            "backward": sum(len(chunk.backwards) for chunk in chunks),
-        }
+        depths = dict.fromkeys((kind.value for kind in OpKind), 0)
+        for chunk in self._chunks.values():
+            depths[OpKind.FORWARD.value] += len(chunk.evaluation_forwards)
+            for op in chunk.arrived:
+                depths[op.kind.value] += 1
+        depths[OpKind.LOSS.value] += len(self._evaluation_losses)
+        return depths
 
     def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
         """Make the microbatches that start here ready at their first hop."""
@@ -92,14 +120,14 @@ class Pipeline:
             )
 
     def may_hold(self, tensor: HopTensor) -> bool:
-        """Whether the tensor is for a chunk here that was assigned its microbatch."""
+        """Whether the tensor is for a chunk here, and in training for an op of its schedule."""
         if not 0 <= tensor.hop < len(tensor.path.hops):
             return False
         at = tensor.path.hops[tensor.hop]
         chunk = self._chunks.get(at.stage)
         if at.worker != self.worker or chunk is None:
             return False
-        return tensor.phase is Phase.EVALUATE or tensor.microbatch in chunk.order
+        return tensor.phase is Phase.EVALUATE or _planned(tensor) in chunk.planned
 
     def arrive(self, tensor: HopTensor) -> HopTensor | None:
         """Take a boundary tensor that is here (or, at hop 0, the data); an evaluation's release is passed upstream."""
@@ -108,78 +136,53 @@ class Pipeline:
             return None
         self._seen.add(key)
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
-        is_last = tensor.hop == len(tensor.path.hops) - 1
         if tensor.phase is Phase.EVALUATE:
-            return self._arrive_evaluation(chunk, tensor, is_last=is_last)
-        queue = chunk.backwards
-        if tensor.direction is Direction.FORWARD:
-            queue = chunk.losses if is_last else chunk.forwards
-        queue[tensor.microbatch] = (tensor.hop, tensor.path)
+            return self._arrive_evaluation(chunk, tensor)
+        chunk.arrived[_planned(tensor)] = (tensor.hop, tensor.path)
         return None
 
-    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor, *, is_last: bool) -> HopTensor | None:
+    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> HopTensor | None:
         if tensor.direction is Direction.BACKWARD:
             chunk.in_flight -= 1
             return _passed_on(tensor, Direction.BACKWARD)
+        is_last = tensor.hop == len(tensor.path.hops) - 1
         queue = self._evaluation_losses if is_last else chunk.evaluation_forwards
         heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
         return None
 
     def next_op(self) -> ComputeOp | None:
         """The op to run now, or None if nothing that is here may run."""
-        return self._next_backward() or self._next_loss() or self._next_forward()
-
-    def _next_backward(self) -> BackwardOp | None:
-        due = [
-            (m, c)
-            for c in self._chunks.values()
-            if (m := c.accumulates_next()) in c.backwards and m is not None
-        ]
+        due = [(listed_op, chunk) for chunk in self._chunks.values() for listed_op in chunk.due()]
         if not due:
-            return None
-        microbatch, chunk = min(due, key=lambda pair: pair[0])
-        hop, path = chunk.backwards.pop(microbatch)
-        return BackwardOp(step=self.step, microbatch=microbatch, hop=hop, path=path)
+            return self._next_evaluation()
+        (_, op), chunk = min(due, key=lambda pair: pair[0].position)
+        hop, path = chunk.arrived.pop(op)
+        match op.kind:
+            case OpKind.FORWARD:
+                chunk.in_flight += 1
+                chunk.num_forwards += 1
+                return ForwardOp(
+                    phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
+                )
+            case OpKind.LOSS:
+                return LossOp(phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path)
+            case OpKind.BACKWARD:
+                return BackwardOp(step=self.step, microbatch=op.microbatch, hop=hop, path=path)
+            case _:
+                assert_never(op.kind)
 
-    def _next_loss(self) -> LossOp | None:
-        due = [
-            (m, c) for c in self._chunks.values() if (m := c.accumulates_next()) in c.losses and m is not None
-        ]
-        if due:
-            microbatch, chunk = min(due, key=lambda pair: pair[0])
-            hop, path = chunk.losses.pop(microbatch)
-            return LossOp(phase=Phase.TRAIN, step=self.step, microbatch=microbatch, hop=hop, path=path)
+    def _next_evaluation(self) -> LossOp | ForwardOp | None:
         if self._evaluation_losses:
             microbatch, hop, path = heappop(self._evaluation_losses)
             return LossOp(phase=Phase.EVALUATE, step=self.step, microbatch=microbatch, hop=hop, path=path)
-        return None
-
-    def _next_forward(self) -> ForwardOp | None:
-        best: tuple[MicrobatchId, int, Phase, _Chunk] | None = None
-        for chunk in self._chunks.values():
-            if chunk.in_flight >= chunk.slots:
-                continue
-            microbatch = chunk.forwards_next()
-            if microbatch is not None and microbatch in chunk.forwards:
-                found = (microbatch, -chunk.forwards[microbatch][0], Phase.TRAIN, chunk)
-            elif chunk.evaluation_forwards:
-                first = chunk.evaluation_forwards[0]
-                found = (first[0], -first[1], Phase.EVALUATE, chunk)
-            else:
-                continue
-            # Oldest microbatch first; of one microbatch the hop nearest to its loss.
-            if best is None or found[:2] < best[:2]:
-                best = found
-        if best is None:
+        free = [x for x in self._chunks.values() if x.evaluation_forwards and x.in_flight < x.slots]
+        if not free:
             return None
-        microbatch, _, phase, chunk = best
+        # Oldest microbatch first; of one microbatch the hop nearest to its loss.
+        chunk = min(free, key=lambda x: (x.evaluation_forwards[0][0], -x.evaluation_forwards[0][1]))
         chunk.in_flight += 1
-        if phase is Phase.TRAIN:
-            chunk.num_forwards += 1
-            hop, path = chunk.forwards.pop(microbatch)
-        else:
-            _, hop, path = heappop(chunk.evaluation_forwards)
-        return ForwardOp(phase=phase, step=self.step, microbatch=microbatch, hop=hop, path=path)
+        microbatch, hop, path = heappop(chunk.evaluation_forwards)
+        return ForwardOp(phase=Phase.EVALUATE, step=self.step, microbatch=microbatch, hop=hop, path=path)
 
     def end(self, op: ComputeOp, loss: Loss | None) -> HopTensor | None:
         """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
@@ -194,9 +197,8 @@ class Pipeline:
             case LossOp():
                 assert loss is not None
                 if op.phase is Phase.TRAIN:
-                    chunk.num_forwards += 1
                     chunk.ledger.append(op.microbatch)
-                    chunk.train_losses.append(loss)
+                    chunk.train_losses[op.microbatch] = loss
                 else:
                     chunk.evaluation_losses[op.microbatch] = loss
                 return output_of(op.phase, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
@@ -212,16 +214,21 @@ class Pipeline:
             chunk.evaluation_losses.clear()
 
     def ledger(self, stage: StageIndex) -> Ledger:
-        """What the chunk of `stage` has accumulated in this step."""
+        """What the chunk of `stage` has accumulated in this step, in that order."""
         return Ledger(stage=stage, worker=self.worker, microbatches=tuple(self._chunks[stage].ledger))
 
     def is_done(self, stage: StageIndex) -> bool:
         """Whether the chunk's ledger covers what was assigned."""
-        return self._chunks[stage].accumulates_next() is None
+        return self._chunks[stage].is_done
 
     def train_loss(self, stage: StageIndex) -> Loss:
         """Summed loss and valid tokens of the last hops that this chunk has run in this step."""
-        return _total(self._chunks[stage].train_losses)
+        return _total(self._chunks[stage].train_losses.values())
+
+    def train_tokens(self, stage: StageIndex) -> tuple[int, ...]:
+        """Valid tokens of each microbatch in the ledger of a chunk where paths end; nothing of another chunk."""
+        chunk = self._chunks[stage]
+        return tuple(chunk.train_losses[m].num_tokens for m in chunk.ledger) if chunk.train_losses else ()
 
     def evaluation_loss(self, stage: StageIndex) -> tuple[tuple[MicrobatchId, ...], Loss]:
         """Evaluation microbatches whose loss this chunk has, ascending, and their sum."""
@@ -229,10 +236,10 @@ class Pipeline:
         return tuple(sorted(losses)), _total(losses.values())
 
     def expected_evaluations(self, stage: StageIndex, num_evaluation: int, num_paths: int) -> int:
-        """How many of `num_evaluation` microbatches visit this chunk: evaluation e takes path e modulo `num_paths`."""
+        """How many of `num_evaluation` microbatches visit this chunk: number e takes path e modulo `num_paths`."""
         rounds, rest = divmod(num_evaluation, num_paths)
-        order = self._chunks[stage].order
-        return rounds * len(order) + sum(1 for microbatch in order if microbatch < rest)
+        visiting = self._chunks[stage].evaluation_paths
+        return rounds * len(visiting) + sum(1 for path in visiting if path < rest)
 
 
 def _total(losses: Iterable[Loss]) -> Loss:
@@ -241,6 +248,14 @@ def _total(losses: Iterable[Loss]) -> Loss:
         loss_sum=exact_sum(loss.loss_sum for loss in listed),
         num_tokens=sum(loss.num_tokens for loss in listed),
     )
+
+
+def _planned(tensor: HopTensor) -> PlannedOp:
+    """The op that a training tensor is the input of."""
+    kind = OpKind.BACKWARD
+    if tensor.direction is Direction.FORWARD:
+        kind = OpKind.LOSS if tensor.hop == len(tensor.path.hops) - 1 else OpKind.FORWARD
+    return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)
 
 
 def _passed_on(tensor: HopTensor, direction: Direction) -> HopTensor | None:

@@ -117,7 +117,7 @@ class Steps:
         """The generation's own chunks are here: ready to begin."""
         self._assign = assign
         self._groups = {g.group: g for g in assign.groups if any(m.worker == self._me for m in g.members)}
-        self.pipeline = Pipeline(self._me, assign.chunks, self.version)
+        self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version)
         self._reported.clear()
 
     # --- directives ---
@@ -145,7 +145,7 @@ class Steps:
         if isinstance(asked, Start) and asked.step == self.version:
             self._to_begin = None
             self._given_up = ()
-            self.pipeline.begin(Phase.TRAIN, self._assign.origins)
+            self._begin_training(self.pipeline, self._assign)
         elif isinstance(asked, Evaluate) and asked.version == self.version:
             self._to_begin = None
             self._given_up = ()
@@ -153,12 +153,18 @@ class Steps:
             self.pipeline.begin(Phase.EVALUATE, self._evaluation_origins(self._assign))
             self._report_evaluated()
 
+    def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
+        pipeline.begin(Phase.TRAIN, assign.origins)
+        # A chunk that no path visits is complete as it is.
+        for chunk in assign.chunks:
+            self._report_done(chunk.stage.index)
+
     def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
-        """Evaluation microbatch e takes the path of e modulo the number of paths."""
+        """Evaluation microbatch e takes evaluation path e modulo their number."""
         return tuple(
             Origin(microbatch=MicrobatchId(e), path=origin.path)
-            for origin in assign.origins
-            for e in range(origin.microbatch, self._num_evaluation, assign.num_paths)
+            for origin in assign.evaluation_origins
+            for e in range(origin.microbatch, self._num_evaluation, assign.num_evaluation_paths)
         )
 
     def _save(self, directive: Save) -> None:
@@ -280,7 +286,7 @@ class Steps:
         self._reported.clear()
         self._num_evaluation = 0
         if commit.goes_on and self._assign is not None:
-            self.pipeline.begin(Phase.TRAIN, self._assign.origins)
+            self._begin_training(self.pipeline, self._assign)
         self._begin_when_due()
         self.unpark()
 
@@ -348,7 +354,9 @@ class Steps:
             return
         for stage in (spec.index for spec in self.chunks):
             microbatches, loss = self.pipeline.evaluation_loss(stage)
-            expected = self.pipeline.expected_evaluations(stage, self._num_evaluation, self._assign.num_paths)
+            expected = self.pipeline.expected_evaluations(
+                stage, self._num_evaluation, self._assign.num_evaluation_paths
+            )
             if not microbatches or len(microbatches) < expected or (Phase.EVALUATE, stage) in self._reported:
                 continue
             self._reported.add((Phase.EVALUATE, stage))

@@ -312,26 +312,26 @@ class ChunkAssignment(_message.Message):
 
     STAGE_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
-    MICROBATCHES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     @_builtins.property
     def stage(self) -> _ids_pb2.StageSpec: ...
     @_builtins.property
-    def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
     def source(self) -> Global___StateSource: ...
+    @_builtins.property
+    def evaluation_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         stage: _ids_pb2.StageSpec | None = ...,
         slots: _builtins.int = ...,
-        microbatches: _abc.Iterable[_builtins.int] | None = ...,
         source: Global___StateSource | None = ...,
+        evaluation_paths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatches", b"microbatches", "slots", b"slots", "source", b"source", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation_paths", b"evaluation_paths", "slots", b"slots", "source", b"source", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,7 +339,7 @@ Global___ChunkAssignment: _TypeAlias = ChunkAssignment  # noqa: Y015
 
 @_typing.final
 class Origin(_message.Message):
-    """A microbatch that starts at the receiver, and its way."""
+    """A microbatch that starts at the receiver, and its way; for evaluation, the first of those that take it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -869,6 +869,9 @@ class Assign(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    NUM_EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
+    EVALUATION_ORIGINS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -876,12 +879,17 @@ class Assign(_message.Message):
     """Canonical JSON."""
     version: _builtins.int
     num_paths: _builtins.int
+    num_evaluation_paths: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkAssignment]: ...
     @_builtins.property
     def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Group]: ...
+    @_builtins.property
+    def schedule(self) -> _ids_pb2.Schedule: ...
+    @_builtins.property
+    def evaluation_origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]: ...
     def __init__(
         self,
         *,
@@ -894,10 +902,13 @@ class Assign(_message.Message):
         chunks: _abc.Iterable[Global___ChunkAssignment] | None = ...,
         origins: _abc.Iterable[Global___Origin] | None = ...,
         groups: _abc.Iterable[_ids_pb2.Group] | None = ...,
+        schedule: _ids_pb2.Schedule | None = ...,
+        num_evaluation_paths: _builtins.int = ...,
+        evaluation_origins: _abc.Iterable[Global___Origin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "epoch", b"epoch", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_paths", b"num_paths", "origins", b"origins", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -495,7 +495,7 @@ Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Ledger(_message.Message):
-    """The microbatches whose contributions one chunk has accumulated, ascending."""
+    """The microbatches whose contributions one chunk has accumulated, in that order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
