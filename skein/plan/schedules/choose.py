@@ -1,6 +1,6 @@
 """The op schedule for given times, memory and links: whatever is legal is simulated, and the quickest wins."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,14 +60,24 @@ def choose(
         links: between the workers.
         memory_bytes: what each worker has for activations; None if that is no matter.
     """
-    ranking, rejected = [], []
+    ranking: list[Candidate] = []
+    rejected: list[Rejected] = []
     for cut in cuts:
+        name_by_schedule: dict[Schedule, str] = {}
         for name, make in _proposals(cut, cut.shape(num_microbatches), links, memory_bytes):
-            judged = _judge(name, make, cut, links, memory_bytes)
-            if isinstance(judged, Candidate):
-                ranking.append(judged)
+            try:
+                schedule = make()
+            except UserError as error:
+                rejected.append(Rejected(name=name, reason=str(error)))
+                continue
+            first = name_by_schedule.setdefault(schedule, name)
+            if first != name:
+                rejected.append(Rejected(name=name, reason=f"is the same as {first} here"))
+            elif wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
+                rejected.append(Rejected(name=name, reason=_told(wrong)))
             else:
-                rejected.append(judged)
+                simulation = simulate(schedule, cut.stages, links)
+                ranking.append(Candidate(name=name, cut=cut, schedule=schedule, simulation=simulation))
     return Choice(ranking=_ranked(ranking), rejected=tuple(rejected))
 
 
@@ -90,23 +100,16 @@ def _proposals(
             yield "zb_deep" + label, partial(one_f_one_i, shape, depths, kept)
 
 
-def _judge(
-    name: str, make: Callable[[], Schedule], cut: Cut, links: Links, memory_bytes: Sequence[int] | None
-) -> Candidate | Rejected:
-    try:
-        schedule = make()
-    except UserError as error:
-        return Rejected(name=name, reason=str(error))
-    if wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
-        more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-        return Rejected(name=name, reason=wrong[0] + more)
-    return Candidate(name=name, cut=cut, schedule=schedule, simulation=simulate(schedule, cut.stages, links))
+def _told(wrong: Sequence[str]) -> str:
+    return wrong[0] + (f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else "")
 
 
 def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     by_time = sorted(candidates, key=lambda x: (x.simulation.makespan_s, x.name))
-    level_by_name: Mapping[str, int] = dict(zip((x.name for x in by_time), _levels(by_time), strict=True))
-    return tuple(sorted(by_time, key=lambda x: (level_by_name[x.name], _complexity(x))))
+    levelled = sorted(
+        zip(_levels(by_time), by_time, strict=True), key=lambda pair: (pair[0], _complexity(pair[1]))
+    )
+    return tuple(candidate for _, candidate in levelled)
 
 
 def _levels(by_time: Sequence[Candidate]) -> Iterator[int]:

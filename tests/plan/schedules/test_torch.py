@@ -1,0 +1,64 @@
+"""Orders against those that torch.distributed.pipelining 2.13 makes."""
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from skein.plan.schedules.ops import Op, OpKind, Placement, Shape
+from skein.plan.schedules.table import GENERATORS, make_schedule
+
+NAME_THERE = {
+    "gpipe": "GPipe",
+    "one_f_one_b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zb": "InterleavedZeroBubble",
+    "zb_v": "ZBVZeroBubble",
+}
+KIND_THERE = {
+    "FORWARD": OpKind.FORWARD,
+    "FULL_BACKWARD": OpKind.BACKWARD,
+    "BACKWARD_INPUT": OpKind.BACKWARD_INPUT,
+    "BACKWARD_WEIGHT": OpKind.BACKWARD_WEIGHT,
+}
+CASES = [
+    (name, p, m, v)
+    for name in NAME_THERE
+    for p in (1, 2, 3, 4)
+    for m in (p, 2 * p, 5 * p)
+    for v in ((2, 3) if GENERATORS[name].num_chunks is None else (GENERATORS[name].num_chunks or 0,))
+]
+
+
+def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
+    """Computing ops only; where waiting is marked differs from class to class."""
+    orders = [
+        [
+            Op(KIND_THERE[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in actions
+            if action is not None
+            and action.microbatch_index is not None
+            and action.computation_type.name in KIND_THERE
+        ]
+        for actions in get_schedule_ops(NAME_THERE[name], p, m, v)
+    ]
+    if name == "one_f_one_b":
+        # Its last row counts forwards from 1 to m, which torch's own validation refuses; the runtime is right.
+        orders[-1] = [
+            op._replace(microbatch=op.microbatch - 1) if op.kind is OpKind.FORWARD else op
+            for op in orders[-1]
+        ]
+    return orders
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_order_is_the_one_of_torch(name: str, p: int, m: int, v: int) -> None:
+    placement = GENERATORS[name].placement if v > 1 else Placement.LOOP
+    shape = Shape(num_workers=p, num_microbatches=m, num_chunks=v, placement=placement)
+    assert [list(ops) for ops in make_schedule(name, shape).ops_by_worker] == orders_there(name, p, m, v)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 6), (4, 10), (3, 8), (8, 5)])
+@pytest.mark.parametrize("name", ["interleaved", "interleaved_zb"])
+def test_order_is_the_one_of_torch_in_groups_of_another_size(name: str, p: int, m: int) -> None:
+    shape = Shape(num_workers=p, num_microbatches=m, num_chunks=2)
+    assert [list(ops) for ops in make_schedule(name, shape).ops_by_worker] == orders_there(name, p, m, 2)
