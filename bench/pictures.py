@@ -1,6 +1,7 @@
 """The pictures of `bench.convergence`, drawn from its record."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +11,7 @@ from bench.plot import Chart, Line, line_chart
 
 _Y_FROM, _Y_TO = 1.2, 2.6
 _SECONDS_PER_HOUR = 3600.0
+_HALF_LOOK = 4
 
 
 def draw(record: Record, folder: Path) -> tuple[Path, ...]:
@@ -60,7 +62,7 @@ def hours_chart(record: Record) -> Chart:
         for left_out, seconds in sorted(record.step_s.items())
     )
     return Chart(
-        title="Validation loss by predicted hours on 20 workers in ten cities",
+        title="Validation loss by predicted hours on a fleet of 20 workers",
         description=f"The same losses with steps stretched to what one takes there. {costs}.",
         x_label="hours",
         y_label="nats per byte",
@@ -79,7 +81,7 @@ def hours_chart(record: Record) -> Chart:
 
 def _half_lines(record: Record) -> Iterator[Line]:
     if record.half and 0 in record.step_s:
-        line = _mean_line("0 %, half the steps", [run.validation for run in record.half])
+        line = _mean_line("0 %, half the steps", _HALF_LOOK, [run.validation for run in record.half])
         yield _in_hours(line, record.step_s[0])
 
 
@@ -102,15 +104,15 @@ def left_out_chart(record: Record) -> Chart:
 def _line(record: Record, left_out: int, *, is_training: bool) -> Line:
     runs = record.runs_with(left_out)
     curves = [run.training if is_training else run.validation for run in runs]
-    return _mean_line(f"{record.percent(left_out)} % left out", curves)
+    return _mean_line(f"{record.percent(left_out)} % left out", record.trained_with.index(left_out), curves)
 
 
-def _mean_line(label: str, curves: Sequence[Sequence[tuple[int, float]]]) -> Line:
+def _mean_line(label: str, look: int, curves: Sequence[Sequence[tuple[int, float]]]) -> Line:
     """The mean over seeds, with the ends of what they spread over."""
     by_seed = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(points) for points in by_seed)))
     losses = [[points[step] for points in by_seed] for step in steps]
-    return _banded(label, [float(step) for step in steps], losses)
+    return _banded(label, look, [float(step) for step in steps], losses)
 
 
 def _left_out_line(record: Record, trained_with: int) -> Line:
@@ -118,7 +120,8 @@ def _left_out_line(record: Record, trained_with: int) -> Line:
     asked = sorted({part.num_left_out for run in runs for part in run.leave_outs})
     values = [_whole(runs), *([*chain.from_iterable(_asked(run, n) for run in runs)] for n in asked)]
     percents = [0.0, *(float(record.percent(n)) for n in asked)]
-    return _banded(f"{record.percent(trained_with)} % in training", percents, values)
+    look = record.trained_with.index(trained_with)
+    return _banded(f"{record.percent(trained_with)} % in training", look, percents, values)
 
 
 def _whole(runs: Sequence[RunRecord]) -> list[float]:
@@ -130,9 +133,10 @@ def _asked(run: RunRecord, num_left_out: int) -> list[float]:
     return [perplexity(loss) for loss in chain.from_iterable(losses)]
 
 
-def _banded(label: str, xs: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
+def _banded(label: str, look: int, xs: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
     return Line(
         label=label,
+        look=look,
         points=tuple((x, fmean(found)) for x, found in zip(xs, values, strict=True)),
         low=tuple(map(min, values)),
         high=tuple(map(max, values)),
@@ -141,7 +145,7 @@ def _banded(label: str, xs: Sequence[float], values: Sequence[Sequence[float]]) 
 
 def _in_hours(line: Line, step_s: float) -> Line:
     points = tuple((step * step_s / _SECONDS_PER_HOUR, loss) for step, loss in line.points)
-    return Line(label=line.label, points=points, low=line.low, high=line.high)
+    return replace(line, points=points)
 
 
 def _ends(record: Record) -> str:

@@ -9,7 +9,7 @@ from html import escape
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#888888")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "1 4")
 _WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 44, 52
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 190, 44, 52
 _INNER_WIDTH, _INNER_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _STYLE = """text{font:13px sans-serif;fill:#444}.title{font-weight:bold;font-size:15px}.grid{stroke:#8886}
 .line{fill:none;stroke-width:2}.band{opacity:.18;stroke:none}
@@ -20,9 +20,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a chart; `low` and `high`, if given, are the ends of a band around it, at the same x."""
+    """A line of a chart; `low` and `high`, if given, are the ends of a band around it, at the same x.
+
+    `look` picks one of five colours and dashes, so that a thing looks alike in all charts.
+    """
 
     label: str
+    look: int
     points: tuple[Point, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
@@ -78,8 +82,8 @@ def line_chart(chart: Chart) -> str:
         raise ValueError(f"{chart.title}: there are no points")
     axes = _Axes.of(chart)
     parts = [*_head(chart), *axes.drawn(chart), '<g clip-path="url(#inner)">']
-    for index, line in enumerate(chart.lines):
-        parts += _drawn(line, index, axes, chart)
+    for line in chart.lines:
+        parts += _drawn(line, axes, chart)
     return "\n".join([*parts, "</g>", *_legend(chart), "</svg>\n"])
 
 
@@ -151,8 +155,8 @@ def _head(chart: Chart) -> Iterator[str]:
     yield f'<text class="title" x="{_LEFT}" y="24">{title}</text>'
 
 
-def _drawn(line: Line, index: int, axes: _Axes, chart: Chart) -> Iterator[str]:
-    colour, dash = _look(index)
+def _drawn(line: Line, axes: _Axes, chart: Chart) -> Iterator[str]:
+    colour, dash = _COLOURS[line.look], _DASHES[line.look]
     xs = [x for x, _ in line.points]
     if line.low:
         around = [*zip(xs, line.high, strict=True), *reversed(list(zip(xs, line.low, strict=True)))]
@@ -172,12 +176,7 @@ def _path(points: Sequence[Point], axes: _Axes) -> str:
 def _legend(chart: Chart) -> Iterator[str]:
     left = _LEFT + _INNER_WIDTH + 14
     for index, line in enumerate(chart.lines):
-        colour, dash = _look(index)
+        colour, dash = _COLOURS[line.look], _DASHES[line.look]
         y = _TOP + 14 + 24 * index
         yield f'<path class="line" stroke="{colour}" stroke-dasharray="{dash}" d="M{left} {y}h28"/>'
         yield f'<text x="{left + 36}" y="{y + 4}">{escape(line.label)}</text>'
-
-
-def _look(index: int) -> tuple[str, str]:
-    """Colour and dashes: either tells the lines apart."""
-    return _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]

@@ -140,19 +140,19 @@ def test_wrong_options_are_explained(
 
 
 def test_a_line_goes_through_the_places_of_its_points() -> None:
-    line = Line(label="<a>", points=((0, 1), (10, 3)), low=(0.5, 2.5), high=(1.5, 3.5))
+    line = Line(label="<a>", look=0, points=((0, 1), (10, 3)), low=(0.5, 2.5), high=(1.5, 3.5))
     chart = Chart(
         title="t", description="d", x_label="x", y_label="y", lines=(line,), y_from=1, y_to=3, has_marks=True
     )
     root = ElementTree.fromstring(line_chart(chart))
     marks = [(circle.get("cx"), circle.get("cy")) for circle in root.iter(f"{SVG}circle")]
-    # The inner sheet is 506 x 304 with its corner at (64, 44); y grows downwards.
-    assert marks == [("64.0", "348.0"), ("570.0", "44.0")]
+    # The inner sheet is 466 x 304 with its corner at (64, 44); y grows downwards.
+    assert marks == [("64.0", "348.0"), ("530.0", "44.0")]
     assert "<a>" in [text.text for text in root.iter(f"{SVG}text")]
 
 
 def test_a_logarithmic_axis_puts_equal_ratios_equally_far_apart() -> None:
-    line = Line(label="a", points=((0, 1), (1, 10), (2, 100)))
+    line = Line(label="a", look=1, points=((0, 1), (1, 10), (2, 100)))
     chart = Chart(
         title="t", description="d", x_label="x", y_label="y", lines=(line,), is_log=True, has_marks=True
     )
