@@ -9,7 +9,6 @@ from statistics import fmean
 from bench.curves import Record, RunRecord, perplexity
 from bench.plot import Chart, Line, line_chart
 
-_Y_FROM, _Y_TO = 1.2, 2.6
 _SECONDS_PER_HOUR = 3600.0
 _HALF_LOOK = 4
 
@@ -31,51 +30,29 @@ def draw(record: Record, folder: Path) -> tuple[Path, ...]:
 
 def training_chart(record: Record) -> Chart:
     """Training loss by step, through the paths that were trained."""
-    return Chart(
-        title="Training loss by step",
-        description=f"Mean loss along each microbatch's own path, {_ends(record)}. Bands: seeds.",
-        x_label="step",
-        y_label="nats per byte",
-        y_from=_Y_FROM,
-        y_to=_Y_TO,
-        lines=tuple(_line(record, left_out, is_training=True) for left_out in record.trained_with),
-    )
+    lines = tuple(_line(record, left_out, is_training=True) for left_out in record.trained_with)
+    description = f"Mean loss along each microbatch's own path. {_ends(lines)}. Bands: seeds."
+    return _loss_chart("Training loss by step", description, "step", lines)
 
 
 def validation_chart(record: Record) -> Chart:
     """Validation loss of the whole model by step."""
-    return Chart(
-        title="Validation loss of the whole model by step",
-        description=f"Loss on text that was held out, {_ends(record)}. Bands: seeds.",
-        x_label="step",
-        y_label="nats per byte",
-        y_from=_Y_FROM,
-        y_to=_Y_TO,
-        lines=tuple(_line(record, left_out, is_training=False) for left_out in record.trained_with),
-    )
+    lines = tuple(_line(record, left_out, is_training=False) for left_out in record.trained_with)
+    description = f"Loss on text that was held out. {_ends(lines)}. Bands: seeds."
+    return _loss_chart("Validation loss of the whole model by step", description, "step", lines)
 
 
 def hours_chart(record: Record) -> Chart:
     """Validation loss by hours that the steps would take on the fleet."""
-    costs = "; ".join(
-        f"{record.percent(left_out)} %: {seconds:g} s per step"
-        for left_out, seconds in sorted(record.step_s.items())
+    known = [left_out for left_out in record.trained_with if left_out in record.step_s]
+    lines = (
+        *(_in_hours(_line(record, n, is_training=False), record.step_s[n]) for n in known),
+        *_half_lines(record),
     )
-    return Chart(
-        title="Validation loss by predicted hours on a fleet of 20 workers",
-        description=f"The same losses with steps stretched to what one takes there. {costs}.",
-        x_label="hours",
-        y_label="nats per byte",
-        y_from=_Y_FROM,
-        y_to=_Y_TO,
-        lines=(
-            *(
-                _in_hours(_line(record, left_out, is_training=False), record.step_s[left_out])
-                for left_out in record.trained_with
-                if left_out in record.step_s
-            ),
-            *_half_lines(record),
-        ),
+    costs = ", ".join(f"{record.percent(n)} %: {record.step_s[n]:g} s" for n in known)
+    description = f"Steps stretched to what one takes there ({costs}). {_ends(lines)}. Bands: seeds."
+    return _loss_chart(
+        "Validation loss by predicted hours on a fleet of 20 workers", description, "hours", lines
     )
 
 
@@ -83,6 +60,19 @@ def _half_lines(record: Record) -> Iterator[Line]:
     if record.half and 0 in record.step_s:
         line = _mean_line("0 %, half the steps", _HALF_LOOK, [run.validation for run in record.half])
         yield _in_hours(line, record.step_s[0])
+
+
+def _loss_chart(title: str, description: str, x_label: str, lines: tuple[Line, ...]) -> Chart:
+    """Cut off above where the lines are after a tenth of their way: the first fall would leave no room for the rest."""
+    later = [y for line in lines for x, y in line.points if x >= 0.1 * line.points[-1][0]]
+    return Chart(
+        title=title,
+        description=description,
+        x_label=x_label,
+        y_label="nats per byte",
+        y_to=max(later),
+        lines=lines,
+    )
 
 
 def left_out_chart(record: Record) -> Chart:
@@ -148,10 +138,6 @@ def _in_hours(line: Line, step_s: float) -> Line:
     return replace(line, points=points)
 
 
-def _ends(record: Record) -> str:
-    """In words where the validation lines end, for those who cannot see them."""
-    ends = (
-        f"{record.percent(n)} % left out ends at {fmean(run.validation[-1][1] for run in record.runs_with(n)):.3f}"
-        for n in record.trained_with
-    )
-    return ", ".join(ends)
+def _ends(lines: Sequence[Line]) -> str:
+    """In words where the lines end, for those who cannot see them."""
+    return "; ".join(f"{line.label} ends at {line.points[-1][1]:.3f}" for line in lines)
