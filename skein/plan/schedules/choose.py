@@ -48,7 +48,12 @@ class Choice:
 
 
 def choose(
-    num_microbatches: int, cuts: Sequence[Cut], links: Links, memory_bytes: Sequence[int] | None = None
+    num_microbatches: int,
+    cuts: Sequence[Cut],
+    links: Links,
+    memory_bytes: Sequence[int] | None = None,
+    *,
+    may_split: bool = True,
 ) -> Choice:
     """Every schedule for these cuts, simulated, least makespan first.
 
@@ -59,6 +64,7 @@ def choose(
         cuts: of the model for these workers, for instance whole shares, two chunks in a V and two in a loop.
         links: between the workers.
         memory_bytes: what each worker has for activations; None if that is no matter.
+        may_split: whether the workers can do input and weight gradients apart.
     """
     ranking: list[Candidate] = []
     rejected: list[Rejected] = []
@@ -73,6 +79,8 @@ def choose(
             first = name_by_schedule.setdefault(schedule, name)
             if first != name:
                 rejected.append(Rejected(name=name, reason=f"is the same as {first} here"))
+            elif not may_split and _is_split(schedule):
+                rejected.append(Rejected(name=name, reason="splits backwards, which the workers do not"))
             elif wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
                 rejected.append(Rejected(name=name, reason=_told(wrong)))
             else:
@@ -122,6 +130,9 @@ def _levels(by_time: Sequence[Candidate]) -> Iterator[int]:
 
 
 def _complexity(candidate: Candidate) -> tuple[bool, int, int, str]:
-    is_split = any(op.kind is OpKind.BACKWARD_INPUT for op in candidate.schedule.ops_by_worker[0])
     most_bytes = max(peak.num_bytes for peak in candidate.simulation.peaks)
-    return is_split, candidate.cut.num_chunks, most_bytes, candidate.name
+    return _is_split(candidate.schedule), candidate.cut.num_chunks, most_bytes, candidate.name
+
+
+def _is_split(schedule: Schedule) -> bool:
+    return any(op.kind is OpKind.BACKWARD_INPUT for op in schedule.ops_by_worker[0])

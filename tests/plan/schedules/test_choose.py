@@ -142,6 +142,13 @@ def test_a_shape_that_is_impossible_is_rejected_with_its_reason() -> None:
     assert {x.name for x in choice.rejected if x.reason == reason} == {"interleaved v2", "interleaved_zb v2"}
 
 
+def test_without_split_backwards_the_best_whole_one_is_chosen() -> None:
+    choice = choose(8, all_cuts([share()] * 4), links(4, 2.0), may_split=False)
+    assert choice.ranking[0].simulation.makespan_s == 45.0
+    reasons = {x.name: x.reason for x in choice.rejected}
+    assert reasons["zb_h1"] == reasons["zb_v v2"] == "splits backwards, which the workers do not"
+
+
 def test_two_cuts_of_the_same_kind_are_both_ranked() -> None:
     even, uneven = all_cuts([share()] * 2)[0], all_cuts([share(), share(2.0)])[0]
     ranking = choose(4, [uneven, even], links(2)).ranking

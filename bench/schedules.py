@@ -1,0 +1,120 @@
+"""Makespans of every op schedule over the latency of a hop, simulated; no clock is read.
+
+    python -m bench.schedules [--json]
+
+Four equal workers in a row, forward, input gradient and weight gradient 1 s each (T = 3 s), any two workers c apart,
+memory for everything. Ends with one JSON line; exit code 1 if what is chosen misses its goal.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from bench.report import Row, finish
+from skein.plan.schedules.choose import Candidate, choose
+from skein.plan.schedules.cost import Cut, Links, StageCost, even_cut
+from skein.plan.schedules.ops import Placement
+
+NUM_WORKERS = 4
+NUM_MICROBATCHES = (8, 32)
+HOPS = ((0.0, "0"), (0.25, "1/12"), (0.5, "1/6"), (1.0, "1/3"), (2.0, "2/3"), (3.0, "1"), (6.0, "2"))
+"""Seconds of a hop, and the same as a part of T."""
+_TOTAL_S = 3.0
+_SHARE_BYTES = 60
+_KINDS = ((1, Placement.LOOP), (2, Placement.LOOP), (4, Placement.LOOP), (2, Placement.V))
+
+
+def cuts() -> list[Cut]:
+    """The same model with one, two and four chunks per worker."""
+    share = StageCost(
+        forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=_SHARE_BYTES, kept_bytes=_SHARE_BYTES
+    )
+    return [even_cut([share] * NUM_WORKERS, num_chunks, placement) for num_chunks, placement in _KINDS]
+
+
+@cache
+def ranking(num_microbatches: int, latency_s: float) -> tuple[Candidate, ...]:
+    """All schedules that differ, the quickest first."""
+    matrix = np.full((NUM_WORKERS, NUM_WORKERS), latency_s)
+    np.fill_diagonal(matrix, 0.0)
+    links = Links(latency_s=matrix, bytes_per_s=np.full_like(matrix, np.inf))
+    return choose(num_microbatches, cuts(), links).ranking
+
+
+def markdown(num_microbatches: int) -> str:
+    """Rows are schedules, columns hops; the least of a column is bold. Empty: the same as another one there."""
+    columns = [{x.name: x for x in ranking(num_microbatches, latency_s)} for latency_s, _ in HOPS]
+    names = sorted({name for column in columns for name in column})
+    lines = [
+        "| c / T | " + " | ".join(part for _, part in HOPS) + " | holds |",
+        "|---|" + "---:|" * (len(HOPS) + 1),
+    ]
+    for name in names:
+        cells = [_cell(column, name) for column in columns]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {_held(columns, name)} |")
+    return "\n".join(lines)
+
+
+def _cell(column: dict[str, Candidate], name: str) -> str:
+    if name not in column:
+        return ""
+    least_s = min(x.simulation.makespan_s for x in column.values())
+    makespan_s = column[name].simulation.makespan_s
+    shown = f"{makespan_s:g}"
+    return f"**{shown}**" if makespan_s <= least_s * (1 + 1e-9) else shown
+
+
+def _held(columns: Sequence[dict[str, Candidate]], name: str) -> str:
+    """The fullest worker's activations, in microbatches of its whole share: over all latencies, least and most."""
+    held = [
+        max(peak.num_bytes for peak in column[name].simulation.peaks) / _SHARE_BYTES
+        for column in columns
+        if name in column
+    ]
+    return f"{min(held):g}" if min(held) == max(held) else f"{min(held):g} to {max(held):g}"
+
+
+def rows() -> list[Row]:
+    """What is chosen beside textbook 1F1B, and beside a row of workers none of which ever waits for a gradient."""
+    found = []
+    for num_microbatches in NUM_MICROBATCHES:
+        for latency_s, part in HOPS:
+            by_name = {x.name: x.simulation.makespan_s for x in ranking(num_microbatches, latency_s)}
+            chosen = ranking(num_microbatches, latency_s)[0]
+            # What whole backwards cannot beat: every worker's work, behind the way there and back.
+            whole_s = (num_microbatches + NUM_WORKERS - 1) * _TOTAL_S + 2 * (NUM_WORKERS - 1) * latency_s
+            ratio = chosen.simulation.makespan_s / by_name["one_f_one_b"]
+            found.append(
+                Row(
+                    what=f"{chosen.name}, chosen for {num_microbatches} microbatches and a hop of {part} T",
+                    value=chosen.simulation.makespan_s,
+                    unit="s, simulated",
+                    against=f"one_f_one_b: {by_name['one_f_one_b']:g} s",
+                    ratio=round(ratio, 3),
+                    goal=f"<= {whole_s:g} s, the bound of whole backwards",
+                    holds=chosen.simulation.makespan_s <= whole_s,
+                    spread=0.0,
+                )
+            )
+    return found
+
+
+def main() -> int:
+    """Print the tables of docs/schedules.md and the line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    if not parser.parse_args().json:
+        for num_microbatches in NUM_MICROBATCHES:
+            print(
+                f"{NUM_WORKERS} workers, {num_microbatches} microbatches:\n\n{markdown(num_microbatches)}\n"
+            )
+    return finish("schedules", rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
