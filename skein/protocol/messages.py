@@ -108,20 +108,25 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """The attempt whose result a commit applies, and what its holders voted."""
+    """The attempt whose result a commit applies, and what its holders voted.
+
+    `weight` is 1 over the valid tokens of the microbatches that visited the group's stages, the factor on their summed
+    gradient; 0 if there are none: then the step leaves these stages as they are.
+    """
 
     group: GroupId
     attempt: Attempt
     digest: str
     squared_norm: float
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """The durable decision on one step. Everybody computes with the numbers in here, never with its own.
 
-    `loss` is nats per valid token (or per sample), `weight` 1 / `num_tokens`, `clip` the factor on all gradients,
-    `gradient_norm` the global norm after weighting and before clipping.
+    `loss` is nats per valid token (or per sample), `weight` 1 / `num_tokens` (groups have their own), `clip` the factor
+    on all gradients, `gradient_norm` the global norm after weighting by group and before clipping.
     """
 
     step: Step
@@ -202,13 +207,17 @@ class ChunksReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDone:
-    """A chunk's ledger covers what was assigned; `loss_sum` (nats) and `num_tokens` from its last hops, else 0."""
+    """A chunk's ledger covers what was assigned. Where paths end, it knows the loss.
+
+    `loss_sum` is nats over all its microbatches, `tokens` the valid tokens of each, in the order of the ledger; 0 and
+    nothing at any other chunk.
+    """
 
     generation: Generation
     step: Step
     ledger: Ledger
     loss_sum: float
-    num_tokens: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

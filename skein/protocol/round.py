@@ -3,11 +3,12 @@
 Rules of this file
 - A group is reduced as soon as its members' ledgers are complete, while other stages still compute.
 - A step is decided when every holder of every group has voted the same attempt and digest.
+- A stage's gradient is a sum over the microbatches that visited it, so it is divided by their tokens and no others.
 - All numbers of the decision come from what was reported; members compute with these, never with their own.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from typing import assert_never
@@ -101,6 +102,7 @@ class Round:
             for member in group.members:
                 self._groups_of.setdefault(member, []).append(group)
         self._expected = expected
+        self._ends = frozenset(path.hops[-1] for path in plan.paths)
         self._missing = {g.group: set(g.members) for g in plan.groups}
         self._done: dict[ChunkRef, StageDone] = {}
         self._attempts: dict[GroupId, Attempt] = {}
@@ -136,8 +138,11 @@ class Round:
         chunk = ChunkRef(stage=done.ledger.stage, worker=event.worker)
         if done.step != self.terms.step or chunk not in self._expected or chunk in self._done:
             return []
-        if done.ledger.microbatches != self._expected[chunk] or done.ledger.worker != event.worker:
-            reason = f"{event.worker} reported {done.ledger}, not what was assigned"
+        num_losses = len(self._expected[chunk]) if chunk in self._ends else 0
+        is_foreign = done.ledger.microbatches != self._expected[chunk] or done.ledger.worker != event.worker
+        if is_foreign or len(done.tokens) != num_losses:
+            told = f"{done.ledger} with tokens of {len(done.tokens)} microbatches"
+            reason = f"{event.worker} reported {told}, not what was assigned"
             return [RoundFailed(reason=reason, blamed=(event.worker,))]
         self._done[chunk] = done
         commands: list[RoundCommand] = []
@@ -178,14 +183,21 @@ class Round:
         return [StepDecided(record=self._decide())]
 
     def _decide(self) -> StepRecord:
-        """Token count, norm and clip from the votes, once, in a fixed order."""
+        """Token counts, norm and clip from the reports, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
-        num_tokens = sum(d.num_tokens for d in done)
+        tokens = _tokens_by_microbatch(done)
+        num_tokens = sum(tokens.values())
         loss_sum = exact_sum(d.loss_sum for d in done)
         weight = 1.0 / num_tokens if num_tokens else 0.0
         votes = [self._results[group] for group in sorted(self._results)]
+        visitors = {v.group: self._num_tokens(self._groups[v.group], tokens) for v in votes}
         spoilt = [v.group for v in votes if not v.is_finite or not 0.0 <= v.squared_norm < inf]
-        squared_norm = inf if spoilt else exact_sum(v.squared_norm for v in votes)
+        squared_norm = inf
+        if not spoilt:
+            # The common weight stays outside: where nothing is skipped, the sum is that of the plain squares.
+            squared_norm = exact_sum(
+                v.squared_norm * (num_tokens / visitors[v.group]) ** 2 for v in votes if visitors[v.group]
+            )
         norm = weight * sqrt(squared_norm) if squared_norm < inf else 0.0
         reason = ""
         if not num_tokens:
@@ -200,7 +212,13 @@ class Round:
         if self.terms.clip_norm is not None and not reason:
             clip = min(1.0, self.terms.clip_norm / (norm + 1e-6))
         results = tuple(
-            GroupResult(group=v.group, attempt=v.attempt, digest=v.digest, squared_norm=v.squared_norm)
+            GroupResult(
+                group=v.group,
+                attempt=v.attempt,
+                digest=v.digest,
+                squared_norm=v.squared_norm,
+                weight=1.0 / visitors[v.group] if visitors[v.group] else 0.0,
+            )
             for v in votes
         )
         return StepRecord(
@@ -216,6 +234,19 @@ class Round:
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
         )
+
+    def _num_tokens(self, group: Group, tokens: Mapping[MicrobatchId, int]) -> int:
+        """Valid tokens of the microbatches that visited the group's stages."""
+        return sum(tokens[m] for m in {m for member in group.members for m in self._expected[member]})
+
+
+def _tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
+    """Valid tokens of each microbatch, from where its loss is."""
+    tokens: Counter[MicrobatchId] = Counter()
+    for report in done:
+        if report.tokens:
+            tokens.update(dict(zip(report.ledger.microbatches, report.tokens, strict=True)))
+    return tokens
 
 
 def _minority(group: Group, votes: Mapping[WorkerId, Vote]) -> tuple[WorkerId, ...]:

@@ -87,7 +87,7 @@ class Builds:
                 return
             given[chunk.stage.index] = lineage
         times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
-        worker.executor.build(assign, given, times)
+        worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
         is_origin = bool(assign.origins or assign.evaluation_origins)
         self._give(

@@ -1,8 +1,8 @@
 """The cost model in torch's place: ops take time, and their contents are sets of contributions.
 
-Instead of gradients, an accumulator holds the microbatches added to it; instead of parameters, a chunk has a lineage: a
-hash over all that was ever applied. So "each contribution once" and "replicas are equal" can be checked at every
-update, independently of what the machines believe.
+Instead of gradients, an accumulator holds the microbatches added to it, in that order; instead of parameters, a chunk
+has a lineage: a hash over all that was ever applied. So "each visit of a path counts once, in the schedule's order" and
+"replicas are equal" can be checked at every update, independently of what the machines believe.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from skein.protocol.messages import (
     Decision,
     Direction,
     Envelope,
+    GroupResult,
     HopTensor,
     Phase,
     ShardKind,
@@ -35,7 +36,7 @@ from skein.protocol.ops import (
     SaveOp,
     SumOp,
 )
-from skein.sim.invariants import Violated, lineage_after
+from skein.sim.invariants import Violated, Visits, lineage_after
 from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 
 REDUCE_BYTES_PER_S = 2e9
@@ -93,15 +94,22 @@ class SimExecutor:
         self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
-        self._num_paths = 0
+        self._visits = Visits(by_stage={}, by_chunk={})
 
     def build(
-        self, assign: Assign, given: Mapping[StageIndex, str], times: Mapping[StageIndex, StageTimes]
+        self,
+        assign: Assign,
+        given: Mapping[StageIndex, str],
+        times: Mapping[StageIndex, StageTimes],
+        visits: Visits,
     ) -> None:
-        """Hold the assigned chunks, in state `given`; what was held before stays until the first compute op."""
+        """Hold the assigned chunks, in state `given`; what was held before stays until the first compute op.
+
+        `visits` are those of the recorded plan, which what is applied is compared with.
+        """
         self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
-        self._num_paths = assign.num_paths
+        self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
         self.chunks = {
             c.stage.index: SimChunk(c.stage, given[c.stage.index], assign.version) for c in assign.chunks
@@ -238,23 +246,34 @@ class SimExecutor:
         for chunk in self.chunks.values():
             if chunk.version != record.step:
                 raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
-            mine = ChunkRef(stage=chunk.stage.index, worker=self.worker)
-            for group, members in self._members.items():
-                if record.decision is Decision.SKIP or mine not in members:
-                    continue
-                self._check(self._joined[group, results[group].attempt], record.step, group, members)
+            if record.decision is Decision.APPLY:
+                self._check_order(chunk, record.step)
+                for group, members in self._members.items():
+                    if ChunkRef(stage=chunk.stage.index, worker=self.worker) in members:
+                        self._check(results[group], record.step, members)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         self._clear()
 
-    def _check(
-        self, result: Contributions, step: Step, group: GroupId, members: tuple[ChunkRef, ...]
-    ) -> None:
-        """Each microbatch of the step once per stage of the group, and nothing else."""
+    def _check_order(self, chunk: SimChunk, step: Step) -> None:
+        """The chunk has added up what visits it, in the order of its worker's schedule."""
+        stage = chunk.stage.index
+        planned = self._visits.by_chunk[ChunkRef(stage=stage, worker=self.worker)]
+        if list(chunk.accumulated) != [(step, microbatch, stage) for microbatch in planned]:
+            raise Violated(
+                f"{self.worker} adds {list(chunk.accumulated)} at step {step}, planned was {planned}"
+            )
+
+    def _check(self, result: GroupResult, step: Step, members: tuple[ChunkRef, ...]) -> None:
+        """Each visit to a stage of the group once, nothing else, and weighted by the visitors' tokens: one each."""
+        found = self._joined[result.group, result.attempt]
         stages = {member.stage for member in members}
-        expected = {(step, m, stage): 1 for m in range(self._num_paths) for stage in stages}
-        if result != expected:
-            raise Violated(f"{group} at step {step} sums {sorted(result.items())}")
+        visitors = {stage: self._visits.by_stage[stage] for stage in stages}
+        if found != {(step, m, stage): 1 for stage in stages for m in visitors[stage]}:
+            raise Violated(f"{result.group} at step {step} sums {sorted(found.items())}")
+        num_tokens = len(frozenset().union(*visitors.values()))
+        if result.weight != (1 / num_tokens if num_tokens else 0.0):
+            raise Violated(f"{result.group} at step {step} weighs {result.weight} for {num_tokens} tokens")
 
     def _clear(self) -> None:
         self._shards.clear()

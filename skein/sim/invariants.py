@@ -9,17 +9,19 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from skein.plan.plan import Plan
 from skein.protocol.messages import Commit, Directive, NewGeneration, StepRecord
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
     JobSubmitted,
+    PlanAdopted,
     Record,
     RolledBack,
     StepCommitted,
 )
 from skein.protocol.worker import Worker
-from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, Step
+from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, MicrobatchId, StageIndex, Step
 
 INITIAL = "initial"
 """Lineage of what is drawn from the seed."""
@@ -36,6 +38,26 @@ def lineage_after(lineage: str, record: StepRecord) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """What a recorded plan makes of one step: who visits each stage, and in which order each chunk adds them up."""
+
+    by_stage: Mapping[StageIndex, frozenset[MicrobatchId]]
+    by_chunk: Mapping[ChunkRef, tuple[MicrobatchId, ...]]
+
+
+def visits_of(plan: Plan) -> Visits:
+    """Visitors from the paths, orders from the schedules."""
+    by_stage: dict[StageIndex, set[MicrobatchId]] = {stage.index: set() for stage in plan.stages}
+    for index, path in enumerate(plan.paths):
+        for hop in path.hops:
+            by_stage[hop.stage].add(MicrobatchId(index))
+    return Visits(
+        by_stage={stage: frozenset(ids) for stage, ids in by_stage.items()},
+        by_chunk=plan.microbatches_by_chunk(),
+    )
+
+
 @dataclass(slots=True)
 class _Branch:
     """The history of one job that counts: roll-backs cut it short."""
@@ -50,6 +72,8 @@ class Invariants:
     """Follows the run log and compares with it what workers hold and are told."""
 
     def __init__(self) -> None:
+        self.visits: dict[Generation, Visits] = {}
+        """By the generation whose plan was recorded."""
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)
@@ -68,6 +92,8 @@ class Invariants:
                 self._generation = record.generation
             case JobSubmitted():
                 self._branches[record.job] = _Branch()
+            case PlanAdopted():
+                self.visits[record.generation] = visits_of(record.plan)
             case StepCommitted():
                 self._committed(self._branches[record.job], record.record)
             case RolledBack():

@@ -323,7 +323,7 @@ def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) ->
 
 def test_version_names_the_protocol(capsys: Captured) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("(protocol 1)\n")
+    assert capsys.readouterr().out.endswith("(protocol 2)\n")
 
 
 # --- doctor ---

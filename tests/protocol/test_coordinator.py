@@ -462,7 +462,7 @@ def test_readiness_that_nobody_asked_for_is_ignored() -> None:
 
 def test_a_reduction_is_asked_of_the_group_alone() -> None:
     desk = stepping()
-    desk.report("w1a", stage_done(ledger(1, "w1a", 0, 1), loss_sum=2.0, num_tokens=4))
+    desk.report("w1a", stage_done(ledger(1, "w1a", 0, 1), loss_sum=2.0, tokens=(1, 3)))
     assert set(desk.told(Prepare)) == {"w1a"}
 
 

@@ -121,7 +121,8 @@ def test_the_loss_is_taken_in_ascending_order_too() -> None:
     assert machine.next_op() is None
     machine.arrive(forward(0, 1))
     assert run_ready(machine) == ["L0", "L1", "L2"]
-    assert machine.train_loss(StageIndex(1)) == Loss(loss_sum=6.0, num_tokens=9)
+    assert machine.train_loss_sum(StageIndex(1)) == 6.0
+    assert machine.train_tokens(StageIndex(1)) == (3, 3, 3)
     assert machine.is_done(StageIndex(1))
     assert machine.ledger(StageIndex(1)) == ledger(1, "b", 0, 1, 2)
 
@@ -220,7 +221,7 @@ def test_evaluation_losses_are_counted_apart_from_training() -> None:
     machine.arrive(forward(0, 1))
     assert run_ready(machine) == ["L0", "L5"]
     assert machine.evaluation_loss(StageIndex(1)) == (microbatches(5), LOSS)
-    assert machine.train_loss(StageIndex(1)) == LOSS
+    assert machine.train_loss_sum(StageIndex(1)) == 2.0
     assert machine.ledger(StageIndex(1)) == ledger(1, "b", 0)
 
 

@@ -1,6 +1,6 @@
 """The Round machine: from finished ledgers to the numbers of a decision."""
 
-from math import inf, isfinite, nan, sqrt
+from math import fsum, inf, isfinite, nan, sqrt
 
 import pytest
 
@@ -18,7 +18,7 @@ from skein.protocol.round import (
 )
 from skein.types import Epoch, Generation, GroupId, Step, WorkerId
 from tests.support.plans import chunk, grid_plan, path, plan_of
-from tests.support.reports import ledger, stage_done, vote
+from tests.support.reports import ledger, spread, stage_done, vote
 
 TERMS = StepTerms(step=Step(0), learning_rate=0.01, clip_norm=1.0, batch_samples=8)
 
@@ -37,7 +37,7 @@ def hear_ledgers(
         done = stage_done(
             Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
             loss_sum=loss_sum if is_last else 0.0,
-            num_tokens=num_tokens if is_last else 0,
+            tokens=spread(num_tokens, len(microbatches)) if is_last else (),
         )
         commands += machine.handle(LedgerHeard(worker=at.worker, done=done), now=0.0)
     return commands
@@ -78,8 +78,8 @@ def decided(commands: list[RoundCommand]) -> StepRecord:
 def test_a_group_is_reduced_as_soon_as_its_ledgers_are_complete() -> None:
     plan = grid_plan()
     machine = round_of(plan)
-    first = stage_done(ledger(1, "w1a", 1, 3))
-    second = stage_done(ledger(1, "w1b", 0, 2))
+    first = stage_done(ledger(1, "w1a", 1, 3), tokens=(1, 1))
+    second = stage_done(ledger(1, "w1b", 0, 2), tokens=(1, 1))
     assert machine.handle(LedgerHeard(worker=WorkerId("w1a"), done=first), now=0.0) == []
     [asked] = machine.handle(LedgerHeard(worker=WorkerId("w1b"), done=second), now=0.0)
     assert isinstance(asked, AskReduction)
@@ -94,7 +94,7 @@ def test_a_tied_group_waits_for_both_ends() -> None:
     machine = round_of(plan)
     asked = []
     for stage in (0, 1, 2):
-        done = stage_done(ledger(stage, f"w{stage}a", 0, 1))
+        done = stage_done(ledger(stage, f"w{stage}a", 0, 1), tokens=(1, 1) if stage == 2 else ())
         asked.append(machine.handle(LedgerHeard(worker=WorkerId(f"w{stage}a"), done=done), now=0.0))
     names = [[c.group.group for c in commands if isinstance(c, AskReduction)] for commands in asked]
     assert names == [["s0"], ["s1"], ["s2", "tied"]]
@@ -103,7 +103,9 @@ def test_a_tied_group_waits_for_both_ends() -> None:
 def test_a_repeated_ledger_asks_nothing_twice() -> None:
     plan = grid_plan(stages=1, replicas=1)
     machine = round_of(plan)
-    heard = LedgerHeard(worker=WorkerId("w0a"), done=stage_done(ledger(0, "w0a", 0, 1, 2, 3)))
+    heard = LedgerHeard(
+        worker=WorkerId("w0a"), done=stage_done(ledger(0, "w0a", 0, 1, 2, 3), tokens=(1,) * 4)
+    )
     assert len(machine.handle(heard, now=0.0)) == 1
     assert machine.handle(heard, now=0.0) == []
 
@@ -128,6 +130,76 @@ def test_a_ledger_that_is_not_what_was_assigned_fails_the_round_and_blames_its_w
     assert isinstance(failed, RoundFailed)
     assert failed.blamed == ("w0a",)
     assert "not what was assigned" in failed.reason
+
+
+@pytest.mark.parametrize(("stage", "tokens"), [(0, (1, 1)), (1, ()), (1, (1,))])
+def test_tokens_that_are_missing_or_from_where_no_loss_is_fail_the_round(
+    stage: int, tokens: tuple[int, ...]
+) -> None:
+    plan = grid_plan()
+    [at] = [x for x in plan.microbatches_by_chunk() if x.stage == stage and x.worker.endswith("a")]
+    done = stage_done(
+        Ledger(stage=at.stage, worker=at.worker, microbatches=plan.microbatches_by_chunk()[at]), tokens=tokens
+    )
+    [failed] = round_of(plan).handle(LedgerHeard(worker=at.worker, done=done), now=0.0)
+    assert isinstance(failed, RoundFailed)
+    assert failed.blamed == (at.worker,)
+
+
+# --- stages that not all microbatches visit ---
+
+
+def skipping_plan() -> Plan:
+    """Four stages in a line, one worker each: microbatch 0 leaves out stage 2, 1 leaves out 1, 2 leaves out both."""
+    s0, s1, s2, s3 = (chunk(s, f"w{s}") for s in range(4))
+    return plan_of([s0, s1, s2, s3], [path(s0, s1, s3), path(s0, s2, s3), path(s0, s3)], is_tied=True)
+
+
+def decide_skipping(plan: Plan, tokens: tuple[int, ...], squared_norms: dict[str, float]) -> StepRecord:
+    machine = round_of(plan)
+    commands: list[RoundCommand] = []
+    for at, microbatches in plan.microbatches_by_chunk().items():
+        told = tokens if at.stage == 3 else ()
+        done = stage_done(Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches), tokens=told)
+        machine.handle(LedgerHeard(worker=at.worker, done=done), now=0.0)
+    for group in plan.groups:
+        for worker in group.workers:
+            cast = vote(group.group, squared_norm=squared_norms[group.group])
+            commands = machine.handle(VoteHeard(worker=worker, vote=cast), now=0.0)
+    return decided(commands)
+
+
+def test_each_stage_counts_per_token_of_those_who_visited_it() -> None:
+    norms = {"s0": 4.0, "s1": 9.0, "s2": 16.0, "s3": 25.0, "tied": 36.0}
+    record = decide_skipping(skipping_plan(), (5, 3, 2), norms)
+    weights = {str(result.group): result.weight for result in record.results}
+    assert weights == {"s0": 1 / 10, "s1": 1 / 5, "s2": 1 / 3, "s3": 1 / 10, "tied": 1 / 10}
+    assert (record.num_tokens, record.weight) == (10, 1 / 10)
+    by_hand = sqrt((4 + 25 + 36) / 100 + 9 / 25 + 16 / 9)
+    # Two roundings of sums of five terms.
+    assert record.gradient_norm == pytest.approx(by_hand, rel=1e-15)
+
+
+def test_a_stage_without_a_visitor_has_no_weight_and_divides_by_nothing() -> None:
+    s0, s1, s2 = (chunk(s, f"w{s}") for s in range(3))
+    plan = plan_of([s0, s1, s2], [path(s0, s2)] * 2)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, num_tokens=4)
+    record = decided(hear_votes(machine, plan, squared_norm=0.0))
+    assert [result.weight for result in record.results] == [1 / 4, 0.0, 1 / 4]
+    assert (record.decision, record.gradient_norm) == (Decision.APPLY, 0.0)
+
+
+def test_where_nothing_is_skipped_the_norm_is_the_plain_one() -> None:
+    plan = grid_plan(stages=3, replicas=1, num_microbatches=3)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, num_tokens=7)
+    record = decided(hear_votes(machine, plan, squared_norm=0.1))
+    assert record.gradient_norm == 1 / 7 * sqrt(fsum([0.1] * 3))
+    assert {result.weight for result in record.results} == {record.weight}
+
+
+# --- deciding ---
 
 
 def test_the_step_is_decided_by_the_last_vote_of_the_last_group() -> None:
@@ -173,7 +245,7 @@ def test_without_a_limit_nothing_is_clipped() -> None:
 def test_a_later_step_counts_its_samples_from_the_first() -> None:
     plan = grid_plan(stages=1, replicas=1, num_microbatches=1)
     machine = round_of(plan, StepTerms(step=Step(6), learning_rate=0.1, clip_norm=None, batch_samples=8))
-    done = stage_done(ledger(0, "w0a", 0), step=6, num_tokens=1)
+    done = stage_done(ledger(0, "w0a", 0), step=6, tokens=(1,))
     machine.handle(LedgerHeard(worker=WorkerId("w0a"), done=done), now=0.0)
     cast = vote("s0", step=6)
     assert decided(machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=cast), now=0.0)).samples_after == 56

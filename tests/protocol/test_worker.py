@@ -520,7 +520,7 @@ def test_a_complete_ledger_is_reported_once() -> None:
     hand.arrive(gradient(1))
     hand.end()
     done = only(hand.said(), StageDone)
-    assert (done.ledger, done.loss_sum, done.num_tokens) == (ledger(0, "w0a", 0, 1), 0.0, 0)
+    assert (done.ledger, done.loss_sum, done.tokens) == (ledger(0, "w0a", 0, 1), 0.0, ())
     assert hand.arrive(gradient(1)) == []
 
 
@@ -531,7 +531,7 @@ def test_the_last_stage_reports_its_loss() -> None:
         hand.arrive(hop(Direction.FORWARD, microbatch, 1), sender="w0a")
         hand.run_all()
     done = only(hand.said(), StageDone)
-    assert (done.loss_sum, done.num_tokens) == (4.0, 6)
+    assert (done.loss_sum, done.tokens) == (4.0, (3, 3))
 
 
 def test_a_worker_that_holds_everything_sends_nothing() -> None:

@@ -8,12 +8,20 @@ from tests.support.jobs import small_job
 from tests.support.worlds import simulate_faults, undisturbed
 
 
-def spec(*, stages: int, replicas: int, layout: Layout = Layout.LINE, is_tied: bool = False) -> JobSpec:
+def spec(
+    *,
+    stages: int,
+    replicas: int,
+    layout: Layout = Layout.LINE,
+    is_tied: bool = False,
+    skip_ratio: float = 0.0,
+) -> JobSpec:
     return small_job(
         stages=stages,
         replicas=replicas,
         layout=layout,
         is_tied=is_tied,
+        skip_ratio=skip_ratio,
         microbatches=2 * replicas,
         steps=8,
         evaluate_every=3,
@@ -31,6 +39,12 @@ SHAPES = {
     "line 1x3": (spec(stages=1, replicas=3), 3),
     "line 4x1": (spec(stages=4, replicas=1), 4),
     "line 3x3 on 12": (spec(stages=3, replicas=3), 12),
+    "line 4x2 skipping a quarter": (spec(stages=4, replicas=2, skip_ratio=0.25), 8),
+    "loop 4x2 skipping half, tied": (
+        spec(stages=4, replicas=2, layout=Layout.LOOP, is_tied=True, skip_ratio=0.5),
+        8,
+    ),
+    "loop 3x2 skipping a third, on 4": (spec(stages=3, replicas=2, layout=Layout.LOOP, skip_ratio=1 / 3), 4),
 }
 SEEDS = range(40)
 GENTLE = ("stream", "cut", "drain", "coordinator")

@@ -21,6 +21,8 @@ SHAPES = {
     "more stages than workers": (small_job(stages=4, replicas=1), 2),
     "fewer workers than wanted": (small_job(stages=2, replicas=3, microbatches=6), 4),
     "more workers than wanted": (small_job(), 7),
+    "line that skips": (small_job(stages=4, skip_ratio=0.25), 8),
+    "loop that skips, tied": (small_job(stages=4, skip_ratio=0.5, layout=Layout.LOOP, is_tied=True), 8),
     "one microbatch": (small_job(replicas=1, microbatches=1), 2),
 }
 

@@ -38,7 +38,7 @@ from skein.protocol.messages import (
 )
 from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
 from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
-from tests.support.reports import attempt, hello
+from tests.support.reports import attempt, hello, spread
 
 D = TypeVar("D")
 R = TypeVar("R")
@@ -203,7 +203,7 @@ class Desk:
                     step=step,
                     ledger=Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
                     loss_sum=loss_sum if is_last else 0.0,
-                    num_tokens=num_tokens if is_last else 0,
+                    tokens=spread(num_tokens, len(microbatches)) if is_last else (),
                 ),
             )
         self.commands = commands
@@ -243,10 +243,9 @@ class Desk:
         run = self.machine.run
         assert run is not None
         version = run.job.version
-        for head in sorted({p.hops[-1].worker for p in plan.paths}):
-            mine = tuple(
-                e for e in range(num_microbatches) if plan.paths[e % len(plan.paths)].hops[-1].worker == head
-            )
+        ends = [way.hops[-1].worker for way in plan.evaluation_paths]
+        for head in sorted(set(ends)):
+            mine = tuple(e for e in range(num_microbatches) if ends[e % len(ends)] == head)
             commands += self.report(
                 head,
                 EvaluationDone(

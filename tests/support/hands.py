@@ -67,7 +67,7 @@ def record(
 ) -> StepRecord:
     """A decision on `step`, naming these attempts by group."""
     results = tuple(
-        GroupResult(group=GroupId(group), attempt=tried, digest="same", squared_norm=1.0)
+        GroupResult(group=GroupId(group), attempt=tried, digest="same", squared_norm=1.0, weight=1.0)
         for group, tried in (attempts or {}).items()
     )
     return StepRecord(

@@ -11,6 +11,7 @@ from skein.config.job import (
     LlamaShape,
     OptimizerSpec,
     ParallelSpec,
+    SkipSpec,
     TextSource,
 )
 from skein.types import Layout
@@ -32,6 +33,7 @@ def small_job(
     save_every: int = 0,
     keep: int = 2,
     clip_norm: float | None = 1.0,
+    skip_ratio: float = 0.0,
     name: str = "small",
 ) -> JobSpec:
     """A language model of two blocks per stage; two samples in each microbatch."""
@@ -47,6 +49,7 @@ def small_job(
         data=DataSpec(sources=(TextSource(path="/corpus"),), sequence_tokens=64),
         batch=BatchSpec(samples=2 * microbatches, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
+        skip=SkipSpec(ratio=skip_ratio),
         optimizer=OptimizerSpec(clip_norm=clip_norm),
         budget=BudgetSpec(steps=steps),
         evaluation=EvaluationSpec(every_steps=evaluate_every, samples=2 * evaluation_microbatches),

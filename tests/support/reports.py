@@ -43,15 +43,29 @@ def ledger(stage: int, worker: str, *ids: int) -> Ledger:
 
 
 def stage_done(
-    accumulated: Ledger, *, step: int = 0, generation: int = 1, loss_sum: float = 0.0, num_tokens: int = 0
+    accumulated: Ledger,
+    *,
+    step: int = 0,
+    generation: int = 1,
+    loss_sum: float = 0.0,
+    tokens: tuple[int, ...] = (),
 ) -> StageDone:
     return StageDone(
         generation=Generation(generation),
         step=Step(step),
         ledger=accumulated,
         loss_sum=loss_sum,
-        num_tokens=num_tokens,
+        tokens=tokens,
     )
+
+
+def spread(total: int, parts: int) -> tuple[int, ...]:
+    """`total` tokens over `parts` microbatches, the first ones having one more.
+
+    >>> spread(5, 3), spread(0, 2)
+    ((2, 2, 1), (0, 0))
+    """
+    return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
 def attempt(number: int = 0, *, generation: int = 1, epoch: int = 1) -> Attempt:

@@ -303,7 +303,13 @@ def decide(
         decision=decision,
         reason="",
         results=tuple(
-            GroupResult(group=vote.group, attempt=ATTEMPT, digest=vote.digest, squared_norm=vote.squared_norm)
+            GroupResult(
+                group=vote.group,
+                attempt=ATTEMPT,
+                digest=vote.digest,
+                squared_norm=vote.squared_norm,
+                weight=weight,
+            )
             for vote in votes
         ),
         loss=math.fsum(loss.loss_sum for loss in losses) / num_tokens,

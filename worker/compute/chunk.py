@@ -104,13 +104,28 @@ class Chunk:
     def apply(
         self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor], optimizer: OptimizerSpec
     ) -> None:
-        """Turns version t into t + 1 with the numbers in `record`. Accumulators are left to the caller."""
-        if record.decision is Decision.APPLY:
-            self._update(record, result_by_group, optimizer)
+        """Turns version t into t + 1 with the numbers in `record`. Accumulators are left to the caller.
+
+        A stage that no microbatch visited stays as it is, moments included.
+        """
+        weight = self._weight(record)
+        if record.decision is Decision.APPLY and weight:
+            self._update(record, weight, result_by_group, optimizer)
         self.version = Step(record.step + 1)
 
+    def _weight(self, record: StepRecord) -> float:
+        """The factor on this stage's sums. What is tied is held at the ends of every path, so it has the same."""
+        weights = {x.weight for x in record.results if self._names.get(x.group)}
+        if len(weights) > 1:
+            raise LocalError(f"stage {self.stage.index}: its groups have weights {sorted(weights)}")
+        return weights.pop() if weights else 0.0
+
     def _update(
-        self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor], optimizer: OptimizerSpec
+        self,
+        record: StepRecord,
+        weight: float,
+        result_by_group: Mapping[GroupId, Tensor],
+        optimizer: OptimizerSpec,
     ) -> None:
         params = {name: param.detach() for name, param in self.params.items()}
         grads: dict[str, Tensor] = {}
@@ -126,7 +141,7 @@ class Chunk:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             decayed=adamw.decayed_names(params),
-            gradient_scale=record.weight * record.clip,
+            gradient_scale=weight * record.clip,
         )
 
     # --- state, as it travels and is saved ---

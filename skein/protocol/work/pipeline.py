@@ -221,9 +221,9 @@ class Pipeline:
         """Whether the chunk's ledger covers what was assigned."""
         return self._chunks[stage].is_done
 
-    def train_loss(self, stage: StageIndex) -> Loss:
-        """Summed loss and valid tokens of the last hops that this chunk has run in this step."""
-        return _total(self._chunks[stage].train_losses.values())
+    def train_loss_sum(self, stage: StageIndex) -> float:
+        """Summed loss, in nats, of the last hops that this chunk has run in this step."""
+        return exact_sum(loss.loss_sum for loss in self._chunks[stage].train_losses.values())
 
     def train_tokens(self, stage: StageIndex) -> tuple[int, ...]:
         """Valid tokens of each microbatch in the ledger of a chunk where paths end; nothing of another chunk."""

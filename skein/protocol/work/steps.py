@@ -337,14 +337,13 @@ class Steps:
         if (Phase.TRAIN, stage) in self._reported or not self.pipeline.is_done(stage):
             return
         self._reported.add((Phase.TRAIN, stage))
-        loss = self.pipeline.train_loss(stage)
         self._standing.tell(
             StageDone(
                 generation=self._standing.generation,
                 step=self.version,
                 ledger=self.pipeline.ledger(stage),
-                loss_sum=loss.loss_sum,
-                num_tokens=loss.num_tokens,
+                loss_sum=self.pipeline.train_loss_sum(stage),
+                tokens=self.pipeline.train_tokens(stage),
             )
         )
 

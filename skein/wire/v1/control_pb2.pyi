@@ -540,13 +540,16 @@ class StageDone(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     LOSS_SUM_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     loss_sum: _builtins.float
-    num_tokens: _builtins.int
     @_builtins.property
     def ledger(self) -> _ids_pb2.Ledger: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As many as microbatches in the ledger where paths end, else none."""
+
     def __init__(
         self,
         *,
@@ -554,11 +557,11 @@ class StageDone(_message.Message):
         step: _builtins.int = ...,
         ledger: _ids_pb2.Ledger | None = ...,
         loss_sum: _builtins.float = ...,
-        num_tokens: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "num_tokens", b"num_tokens", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

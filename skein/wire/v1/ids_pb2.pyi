@@ -531,9 +531,11 @@ class GroupResult(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     digest: _builtins.str
     squared_norm: _builtins.float
+    weight: _builtins.float
     @_builtins.property
     def attempt(self) -> Global___Attempt: ...
     def __init__(
@@ -543,10 +545,11 @@ class GroupResult(_message.Message):
         attempt: Global___Attempt | None = ...,
         digest: _builtins.str = ...,
         squared_norm: _builtins.float = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "group", b"group", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "group", b"group", "squared_norm", b"squared_norm", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
