@@ -64,8 +64,9 @@ def shortages(needed: Sequence[Peak], memory_bytes: Sequence[int]) -> Iterator[s
 
 
 def deadlock(schedule: Schedule) -> str | None:
-    """Who waits for whom for ever in a complete schedule, if anybody; found by running it without times."""
-    done: set[tuple[bool, int, int]] = set()
+    """Who waits for whom for ever, if anybody, in a schedule that is complete and in order on each worker."""
+    num_stages = schedule.num_stages
+    left: set[_Output] = set()
     reached = [0] * schedule.num_workers
     may_go = list(range(schedule.num_workers))
     while may_go:
@@ -73,42 +74,45 @@ def deadlock(schedule: Schedule) -> str | None:
         ops = schedule.ops_by_worker[worker]
         while reached[worker] < len(ops):
             op = ops[reached[worker]]
-            if any(_output(needed) not in done for needed in _needs(op, schedule.num_stages)):
+            source = _source(op, num_stages)
+            if source is not None and _output(source) not in left:
                 break
             reached[worker] += 1
-            done.add(_output(op))
-            may_go += _neighbours(op, schedule)
+            left.add(_output(op))
+            to = op.stage + (1 if op.kind is OpKind.FORWARD else -1)
+            if 0 <= to < num_stages and schedule.worker_by_stage[to] != worker:
+                may_go.append(schedule.worker_by_stage[to])
     stuck = {
         worker: schedule.ops_by_worker[worker][i]
         for worker, i in enumerate(reached)
         if i < len(schedule.ops_by_worker[worker])
     }
-    return _circle(stuck, done, schedule) if stuck else None
+    return _circle(stuck, schedule) if stuck else None
 
 
-def _output(op: Op) -> tuple[bool, int, int]:
+_Output = tuple[bool, int, int]
+
+
+def _output(op: Op) -> _Output:
     """What an op leaves for others: an activation or a gradient, which is the same from B and from I."""
     return (op.kind is OpKind.FORWARD, op.stage, op.microbatch)
 
 
-def _needs(op: Op, num_stages: int) -> Iterator[Op]:
-    """Ops whose output `op` takes."""
-    match op.kind:
-        case OpKind.FORWARD:
-            if op.stage > 0:
-                yield Op(OpKind.FORWARD, op.stage - 1, op.microbatch)
-        case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
-            yield Op(OpKind.FORWARD, op.stage, op.microbatch)
-            if op.stage + 1 < num_stages:
-                yield Op(op.kind, op.stage + 1, op.microbatch)
-        case OpKind.BACKWARD_WEIGHT:
-            yield Op(OpKind.BACKWARD_INPUT, op.stage, op.microbatch)
+def _source(op: Op, num_stages: int) -> Op | None:
+    """The op of a neighbouring stage whose output `op` takes, if any."""
+    if op.kind is OpKind.FORWARD:
+        return Op(op.kind, op.stage - 1, op.microbatch) if op.stage > 0 else None
+    if op.kind is OpKind.BACKWARD_WEIGHT or op.stage + 1 == num_stages:
+        return None
+    return Op(op.kind, op.stage + 1, op.microbatch)
 
 
-def _neighbours(op: Op, schedule: Schedule) -> list[int]:
-    """Workers that may wait for this op's output."""
-    to = op.stage + (1 if op.kind is OpKind.FORWARD else -1)
-    return [schedule.worker_by_stage[to]] if 0 <= to < schedule.num_stages else []
+def _own(op: Op) -> Op | None:
+    """The op of the same stage that `op` goes on from, if any."""
+    if op.kind is OpKind.FORWARD:
+        return None
+    before = OpKind.BACKWARD_INPUT if op.kind is OpKind.BACKWARD_WEIGHT else OpKind.FORWARD
+    return Op(before, op.stage, op.microbatch)
 
 
 def _places(schedule: Schedule) -> Iterator[str]:
@@ -142,24 +146,26 @@ def _visit(stage: int, microbatch: int, counts: Mapping[Op, int]) -> Iterator[st
 
 def _order(schedule: Schedule) -> Iterator[str]:
     for worker, ops in enumerate(schedule.ops_by_worker):
-        done: set[tuple[bool, int, int]] = set()
+        done: set[_Output] = set()
         for op in ops:
-            for needed in _needs(op, schedule.num_stages):
-                if schedule.worker_by_stage[needed.stage] == worker and _output(needed) not in done:
+            for needed in (_own(op), _source(op, schedule.num_stages)):
+                if needed is None or schedule.worker_by_stage[needed.stage] != worker:
+                    continue
+                if _output(needed) not in done:
                     yield f"w{worker} has {op} before {needed}, which it needs"
             if op.kind is not OpKind.BACKWARD_WEIGHT:
                 done.add(_output(op))
 
 
-def _circle(stuck: Mapping[int, Op], done: set[tuple[bool, int, int]], schedule: Schedule) -> str:
+def _circle(stuck: Mapping[int, Op], schedule: Schedule) -> str:
     """Follow who waits for whom from the first stuck worker until it closes."""
     seen: dict[int, str] = {}
     worker = min(stuck)
     while worker not in seen:
-        op = stuck[worker]
-        needed = next(x for x in _needs(op, schedule.num_stages) if _output(x) not in done)
-        holder = schedule.worker_by_stage[needed.stage]
-        seen[worker] = f"w{worker} waits with {op} for {needed} on w{holder}"
+        source = _source(stuck[worker], schedule.num_stages)
+        assert source is not None, f"w{worker} waits with {stuck[worker]} for nobody"
+        holder = schedule.worker_by_stage[source.stage]
+        seen[worker] = f"w{worker} waits with {stuck[worker]} for {source} on w{holder}"
         worker = holder
     circle = list(seen)[list(seen).index(worker) :]
     return "deadlock: " + ", ".join(seen[worker] for worker in circle)

@@ -115,8 +115,13 @@ class Links:
     bytes_per_s: F64
     sharing: Sharing = Sharing.NONE
 
+    def parts_s(self, sender: int, receiver: int, num_bytes: int) -> tuple[float, float]:
+        """Seconds until the first byte arrives, and from then until the last, if nothing else delays them."""
+        if sender == receiver:
+            return 0.0, 0.0
+        latency_s, bytes_per_s = self.latency_s[sender, receiver], self.bytes_per_s[sender, receiver]
+        return float(latency_s), float(num_bytes / bytes_per_s)
+
     def seconds(self, sender: int, receiver: int, num_bytes: int) -> float:
         """Seconds for `num_bytes` that nothing else delays."""
-        if sender == receiver:
-            return 0.0
-        return float(self.latency_s[sender, receiver] + num_bytes / self.bytes_per_s[sender, receiver])
+        return sum(self.parts_s(sender, receiver, num_bytes))

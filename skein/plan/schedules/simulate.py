@@ -7,6 +7,7 @@ ends. Transfers cost no computing time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple
 
 from skein.plan.schedules.check import Peak, deadlock, peaks
@@ -62,8 +63,18 @@ def simulate(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> S
         ends_s=tuple(map(tuple, run.ends_s)),
         busy_s=tuple(sum(stages[op.stage].op_s(op.kind) for op in ops) for ops in schedule.ops_by_worker),
         peaks=peaks(schedule, stages),
-        transfers=tuple(sorted(run.transfers, key=lambda x: (x.start_s, x.op))),
+        transfers=tuple(sorted(run.transfers, key=attrgetter("start_s"))),
     )
+
+
+class _Way(NamedTuple):
+    """Where a stage's activations or gradients go: `latency_s` for the first byte, `carried_s` for all to pass."""
+
+    to_stage: int
+    sender: int
+    receiver: int
+    latency_s: float
+    carried_s: float
 
 
 _UPLINK, _DOWNLINK = 0, 1
@@ -89,13 +100,21 @@ class _Run:
     """
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageCost], links: Links) -> None:
-        self._schedule, self._stages, self._links = schedule, stages, links
+        self._schedule, self._sharing = schedule, links.sharing
         num_stages, num_workers = schedule.num_stages, schedule.num_workers
         never: list[float | None] = [None] * schedule.num_microbatches
         at_once: list[float | None] = [0.0] * schedule.num_microbatches
         self._activation_s = [at_once, *([*never] for _ in range(num_stages - 1))]
         self._gradient_s = [[*never] for _ in range(num_stages)]
         self._op_s = [{kind: stage.op_s(kind) for kind in OpKind} for stage in stages]
+        self._onwards = [
+            _way(schedule.worker_by_stage, i, i + 1, stage.output_bytes, links)
+            for i, stage in enumerate(stages[:-1])
+        ]
+        self._backwards = [
+            _way(schedule.worker_by_stage, i + 1, i, stage.gradient_bytes, links)
+            for i, stage in enumerate(stages[:-1])
+        ]
         self._uplink_free_s, self._downlink_free_s = [0.0] * num_workers, [0.0] * num_workers
         self._requests: list[_Request] = []
         self._may_go = list(range(num_workers))
@@ -121,7 +140,8 @@ class _Run:
     def _advance(self, worker: int) -> None:
         ops, starts, ends = self._schedule.ops_by_worker[worker], self.starts_s[worker], self.ends_s[worker]
         free_s = ends[-1] if ends else 0.0
-        for op in ops[len(ends) :]:
+        for i in range(len(ends), len(ops)):
+            op = ops[i]
             arrived_s = self._input_s(op)
             if arrived_s is None:
                 return
@@ -145,52 +165,46 @@ class _Run:
             return
         if op.kind is OpKind.FORWARD and op.stage == self._schedule.num_stages - 1:
             self._gradient_s[op.stage][op.microbatch] = end_s
-            return
-        if op.kind is not OpKind.FORWARD and op.stage == 0:
-            return
-        sender, receiver = self._ends(op)
-        if sender == receiver:
-            self._arrive(op, end_s)
-        elif self._links.sharing is Sharing.NONE:
-            arrival_s = end_s + self._links.seconds(sender, receiver, self._num_bytes(op))
-            self.transfers.append(Transfer(op, sender, receiver, end_s, arrival_s))
-            self._arrive(op, arrival_s)
+        elif op.kind is OpKind.FORWARD or op.stage > 0:
+            self._send(op, self._way(op), end_s)
+
+    def _way(self, op: Op) -> _Way:
+        return self._onwards[op.stage] if op.kind is OpKind.FORWARD else self._backwards[op.stage - 1]
+
+    def _send(self, op: Op, way: _Way, now_s: float) -> None:
+        if way.sender == way.receiver:
+            self._arrive(op, way, now_s)
+        elif self._sharing is Sharing.NONE:
+            arrival_s = now_s + (way.latency_s + way.carried_s)
+            self.transfers.append(Transfer(op, way.sender, way.receiver, now_s, arrival_s))
+            self._arrive(op, way, arrival_s)
         else:
-            self._ask(_UPLINK, op, end_s, end_s)
+            self._ask(_UPLINK, op, now_s, now_s)
 
-    def _arrive(self, op: Op, now_s: float) -> None:
-        is_activation = op.kind is OpKind.FORWARD
-        to = op.stage + 1 if is_activation else op.stage - 1
-        (self._activation_s if is_activation else self._gradient_s)[to][op.microbatch] = now_s
-        self._may_go.append(self._schedule.worker_by_stage[to])
-
-    def _ends(self, op: Op) -> tuple[int, int]:
-        place = self._schedule.worker_by_stage
-        return place[op.stage], place[op.stage + (1 if op.kind is OpKind.FORWARD else -1)]
-
-    def _num_bytes(self, op: Op) -> int:
-        if op.kind is OpKind.FORWARD:
-            return self._stages[op.stage].output_bytes
-        return self._stages[op.stage - 1].gradient_bytes
+    def _arrive(self, op: Op, way: _Way, now_s: float) -> None:
+        arrivals_s = self._activation_s if op.kind is OpKind.FORWARD else self._gradient_s
+        arrivals_s[way.to_stage][op.microbatch] = now_s
+        self._may_go.append(way.receiver)
 
     def _ask(self, leg: int, op: Op, at_s: float, start_s: float) -> None:
         is_activation = op.kind is OpKind.FORWARD
         heappush(self._requests, _Request(at_s, leg, is_activation, op.microbatch, op.stage, start_s, op))
 
     def _take_uplink(self, request: _Request) -> None:
-        sender, receiver = self._ends(request.op)
-        start_s = max(request.at_s, self._uplink_free_s[sender])
-        self._uplink_free_s[sender] = start_s + self._carried_s(request.op, sender, receiver)
-        first_byte_s = start_s + float(self._links.latency_s[sender, receiver])
-        self._ask(_DOWNLINK, request.op, first_byte_s, start_s)
+        way = self._way(request.op)
+        start_s = max(request.at_s, self._uplink_free_s[way.sender])
+        self._uplink_free_s[way.sender] = start_s + way.carried_s
+        self._ask(_DOWNLINK, request.op, start_s + way.latency_s, start_s)
 
     def _take_downlink(self, request: _Request) -> None:
-        sender, receiver = self._ends(request.op)
-        start_s = max(request.at_s, self._downlink_free_s[receiver])
-        end_s = start_s + self._carried_s(request.op, sender, receiver)
-        self._downlink_free_s[receiver] = end_s
-        self.transfers.append(Transfer(request.op, sender, receiver, request.start_s, end_s))
-        self._arrive(request.op, end_s)
+        way = self._way(request.op)
+        end_s = max(request.at_s, self._downlink_free_s[way.receiver]) + way.carried_s
+        self._downlink_free_s[way.receiver] = end_s
+        self.transfers.append(Transfer(request.op, way.sender, way.receiver, request.start_s, end_s))
+        self._arrive(request.op, way, end_s)
 
-    def _carried_s(self, op: Op, sender: int, receiver: int) -> float:
-        return float(self._num_bytes(op) / self._links.bytes_per_s[sender, receiver])
+
+def _way(worker_by_stage: Sequence[int], stage: int, to_stage: int, num_bytes: int, links: Links) -> _Way:
+    sender, receiver = worker_by_stage[stage], worker_by_stage[to_stage]
+    latency_s, carried_s = links.parts_s(sender, receiver, num_bytes)
+    return _Way(to_stage, sender, receiver, latency_s, carried_s)

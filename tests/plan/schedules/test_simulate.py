@@ -117,7 +117,8 @@ class Ticking:
         return False
 
     def _start_transfer(self) -> bool:
-        for line, waiting in sorted(self.queues.items()):
+        # Uplinks first: what leaves now over a link without latency asks for its downlink now.
+        for line, waiting in sorted(self.queues.items(), reverse=True):
             if waiting and self.line_free_at.get(line, 0) <= self.now:
                 first = min(waiting)
                 waiting.remove(first)
