@@ -20,6 +20,8 @@ from skein.plan.schedules.ops import Placement
 
 NUM_WORKERS = 4
 NUM_MICROBATCHES = (8, 32)
+NUM_SLOTS = 4
+"""Of the table with little memory: as many microbatches of a worker's whole share as textbook 1F1B holds."""
 HOPS = ((0.0, "0"), (0.25, "1/12"), (0.5, "1/6"), (1.0, "1/3"), (2.0, "2/3"), (3.0, "1"), (6.0, "2"))
 """Seconds of a hop, and the same as a part of T."""
 _TOTAL_S = 3.0
@@ -36,17 +38,18 @@ def cuts() -> list[Cut]:
 
 
 @cache
-def ranking(num_microbatches: int, latency_s: float) -> tuple[Candidate, ...]:
-    """All schedules that differ, the quickest first."""
+def ranking(num_microbatches: int, latency_s: float, num_slots: int | None = None) -> tuple[Candidate, ...]:
+    """All schedules that differ and fit, the quickest first."""
     matrix = np.full((NUM_WORKERS, NUM_WORKERS), latency_s)
     np.fill_diagonal(matrix, 0.0)
     links = Links(latency_s=matrix, bytes_per_s=np.full_like(matrix, np.inf))
-    return choose(num_microbatches, cuts(), links).ranking
+    memory_bytes = None if num_slots is None else [num_slots * _SHARE_BYTES] * NUM_WORKERS
+    return choose(num_microbatches, cuts(), links, memory_bytes).ranking
 
 
-def markdown(num_microbatches: int) -> str:
+def markdown(num_microbatches: int, num_slots: int | None = None) -> str:
     """Rows are schedules, columns hops; the least of a column is bold. Empty: the same as another one there."""
-    columns = [{x.name: x for x in ranking(num_microbatches, latency_s)} for latency_s, _ in HOPS]
+    columns = [{x.name: x for x in ranking(num_microbatches, latency_s, num_slots)} for latency_s, _ in HOPS]
     names = sorted({name for column in columns for name in column})
     lines = [
         "| c / T | " + " | ".join(part for _, part in HOPS) + " | holds |",
@@ -77,6 +80,17 @@ def _held(columns: Sequence[dict[str, Candidate]], name: str) -> str:
     return f"{min(held):g}" if min(held) == max(held) else f"{min(held):g} to {max(held):g}"
 
 
+def tables() -> list[str]:
+    """All tables, each under a line that says what it is of."""
+    ample = [
+        f"{NUM_WORKERS} workers, {num_microbatches} microbatches:\n\n{markdown(num_microbatches)}"
+        for num_microbatches in NUM_MICROBATCHES
+    ]
+    many = NUM_MICROBATCHES[-1]
+    title = f"{NUM_WORKERS} workers, {many} microbatches, memory for the activations of {NUM_SLOTS}:"
+    return [*ample, f"{title}\n\n{markdown(many, NUM_SLOTS)}"]
+
+
 def rows() -> list[Row]:
     """What is chosen beside textbook 1F1B, and beside a row of workers none of which ever waits for a gradient."""
     found = []
@@ -84,7 +98,7 @@ def rows() -> list[Row]:
         for latency_s, part in HOPS:
             by_name = {x.name: x.simulation.makespan_s for x in ranking(num_microbatches, latency_s)}
             chosen = ranking(num_microbatches, latency_s)[0]
-            # What whole backwards cannot beat: every worker's work, behind the way there and back.
+            # What one chunk each and whole backwards cannot beat: every worker's work, behind the way there and back.
             whole_s = (num_microbatches + NUM_WORKERS - 1) * _TOTAL_S + 2 * (NUM_WORKERS - 1) * latency_s
             ratio = chosen.simulation.makespan_s / by_name["one_f_one_b"]
             found.append(
@@ -94,7 +108,7 @@ def rows() -> list[Row]:
                     unit="s, simulated",
                     against=f"one_f_one_b: {by_name['one_f_one_b']:g} s",
                     ratio=round(ratio, 3),
-                    goal=f"<= {whole_s:g} s, the bound of whole backwards",
+                    goal=f"<= {whole_s:g} s, the bound of one chunk each and whole backwards",
                     holds=chosen.simulation.makespan_s <= whole_s,
                     spread=0.0,
                 )

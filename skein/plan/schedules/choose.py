@@ -7,7 +7,7 @@ from functools import partial
 from skein.errors import UserError
 from skein.plan.schedules.check import violations
 from skein.plan.schedules.cost import Cut, Links
-from skein.plan.schedules.depth import kept_weights, latency_aware_depths
+from skein.plan.schedules.depth import depth_options, kept_weights
 from skein.plan.schedules.ops import OpKind, Schedule, Shape
 from skein.plan.schedules.simulate import Simulation, simulate
 from skein.plan.schedules.split import one_f_one_i
@@ -16,9 +16,6 @@ from skein.plan.schedules.whole import one_f_one_b
 
 _TIE = 1e-9
 """Makespans that differ by less than this part differ by rounding: they add the same times in another order."""
-
-_SPARE = (0, 1)
-"""Forwards per hop beyond what measured times ask for: with unequal workers or split backwards one more often pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,42 +67,58 @@ def choose(
     rejected: list[Rejected] = []
     for cut in cuts:
         name_by_schedule: dict[Schedule, str] = {}
-        for name, make in _proposals(cut, cut.shape(num_microbatches), links, memory_bytes):
-            try:
-                schedule = make()
-            except UserError as error:
-                rejected.append(Rejected(name=name, reason=str(error)))
+        for name, options in _proposals(cut, cut.shape(num_microbatches), links, memory_bytes):
+            best = _best(name, options, cut, links, memory_bytes)
+            if isinstance(best, Rejected):
+                rejected.append(best)
                 continue
-            first = name_by_schedule.setdefault(schedule, name)
+            first = name_by_schedule.setdefault(best.schedule, name)
             if first != name:
                 rejected.append(Rejected(name=name, reason=f"is the same as {first} here"))
-            elif not may_split and _is_split(schedule):
+            elif not may_split and _is_split(best.schedule):
                 rejected.append(Rejected(name=name, reason="splits backwards, which the workers do not"))
-            elif wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
-                rejected.append(Rejected(name=name, reason=_told(wrong)))
             else:
-                simulation = simulate(schedule, cut.stages, links)
-                ranking.append(Candidate(name=name, cut=cut, schedule=schedule, simulation=simulation))
+                ranking.append(best)
     return Choice(ranking=_ranked(ranking), rejected=tuple(rejected))
+
+
+_Make = Callable[[], Schedule]
 
 
 def _proposals(
     cut: Cut, shape: Shape, links: Links, memory_bytes: Sequence[int] | None
-) -> Iterator[tuple[str, Callable[[], Schedule]]]:
-    """Names and how to make them, which may turn out to be impossible."""
+) -> Iterator[tuple[str, Sequence[_Make]]]:
+    """Names and how to make them, perhaps in several ways of which the best counts; some may be impossible."""
     label = f" v{cut.num_chunks}" if cut.num_chunks > 1 else ""
     for name, generator in GENERATORS.items():
         if generator.does(cut.num_chunks, cut.placement):
-            yield name + label, partial(generator.make, shape)
+            yield name + label, [partial(generator.make, shape)]
     if cut.num_chunks == 1:
-        for num_spare in _SPARE:
-            label = f" +{num_spare}" if num_spare else ""
-            depths = latency_aware_depths(
-                cut, links, shape.num_microbatches, memory_bytes, num_spare=num_spare
-            )
-            kept = kept_weights(cut, depths, shape.num_microbatches, memory_bytes)
-            yield "one_f_one_b_deep" + label, partial(one_f_one_b, shape, depths)
-            yield "zb_deep" + label, partial(one_f_one_i, shape, depths, kept)
+        options = depth_options(cut, links, shape.num_microbatches, memory_bytes)
+        yield "one_f_one_b_deep", [partial(one_f_one_b, shape, depths) for depths in options]
+        kept = [kept_weights(cut, depths, shape.num_microbatches, memory_bytes) for depths in options]
+        yield "zb_deep", [partial(one_f_one_i, shape, *pair) for pair in zip(options, kept, strict=True)]
+
+
+def _best(
+    name: str, options: Sequence[_Make], cut: Cut, links: Links, memory_bytes: Sequence[int] | None
+) -> Candidate | Rejected:
+    judged = [_judge(name, make, cut, links, memory_bytes) for make in options]
+    legal = [x for x in judged if isinstance(x, Candidate)]
+    return _ranked(legal)[0] if legal else next(x for x in judged if isinstance(x, Rejected))
+
+
+def _judge(
+    name: str, make: _Make, cut: Cut, links: Links, memory_bytes: Sequence[int] | None
+) -> Candidate | Rejected:
+    try:
+        schedule = make()
+    except UserError as error:
+        return Rejected(name=name, reason=str(error))
+    if wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
+        return Rejected(name=name, reason=_told(wrong))
+    simulation = simulate(schedule, cut.stages, links)
+    return Candidate(name=name, cut=cut, schedule=schedule, simulation=simulation)
 
 
 def _told(wrong: Sequence[str]) -> str:

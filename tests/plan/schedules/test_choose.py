@@ -1,10 +1,12 @@
+from itertools import combinations_with_replacement
+
 import numpy as np
 import pytest
 
 from skein import rng
 from skein.plan.schedules.choose import Choice, choose
 from skein.plan.schedules.cost import Cut, Links, Sharing, StageCost, even_cut
-from skein.plan.schedules.depth import kept_weights, latency_aware_depths
+from skein.plan.schedules.depth import depth_options, kept_weights, latency_aware_depths
 from skein.plan.schedules.ops import Placement
 from skein.plan.schedules.simulate import simulate
 from skein.plan.schedules.split import one_f_one_i
@@ -111,10 +113,9 @@ def test_inside_a_site_the_ranking_is_roughly_the_reverse() -> None:
     choice = choose(8, all_cuts([share()] * 4), links(4))
     assert choice.ranking[0].simulation.makespan_s == 25.5
     assert {x.name for x in choice.ranking[:2]} == {"zb_v v2", "interleaved_zb v2"}
-    assert [x.name for x in choice.ranking[-3:-1]] == ["one_f_one_b", "one_f_one_b_deep +1"]
-    assert choice.ranking[-1].name == "gpipe"
+    assert [x.name for x in choice.ranking[-2:]] == ["one_f_one_b", "gpipe"]
     # Nothing is on its way for long, so there is nothing to be aware of.
-    same = {"one_f_one_b_deep": "one_f_one_b", "zb_deep": "zb_h1", "zb_deep +1": "zb_h2"}
+    same = {"one_f_one_b_deep": "one_f_one_b", "zb_deep": "zb_h1"}
     assert {x.name: x.reason for x in choice.rejected} == {
         name: f"is the same as {other} here" for name, other in same.items()
     }
@@ -161,11 +162,52 @@ def test_without_memory_for_anything_every_schedule_is_rejected() -> None:
     assert len(choice.rejected) > 10
 
 
-def test_a_depth_is_cut_to_the_memory_of_each_worker() -> None:
+def memory(slots: int, num_workers: int) -> list[int]:
+    return [slots * UNIT_BYTES] * num_workers
+
+
+def test_depths_go_down_together_where_memory_is_short() -> None:
     cut, between = cut_for("one_f_one_b", 4, 1), links(4, 2.0)
-    slots = [16, 5, 6, 1]
-    depths = latency_aware_depths(cut, between, 16, [x * UNIT_BYTES for x in slots])
-    assert depths == (10, 5, 4, 1)
+    assert depth_options(cut, between, 16)[0] == (10, 7, 4, 1)
+    # Only cut off, the later workers would wait for microbatches that cannot come: 98 s with 12 microbatches.
+    assert {(6, 6, 4, 1), (6, 5, 3, 1)} < set(depth_options(cut, between, 16, memory(6, 4)))
+    found = {x.name: x for x in choose(12, [cut], between, memory(6, 4), may_split=False).ranking}
+    deep = found["one_f_one_b_deep"]
+    assert deep.simulation.makespan_s == 71.0
+    assert [peak.num_activations for peak in deep.simulation.peaks] == [6, 5, 3, 1]
+
+
+def test_depths_respect_the_memory_of_each_worker() -> None:
+    cut, slots = cut_for("one_f_one_b", 4, 1), [16, 5, 6, 1]
+    for depths in depth_options(cut, links(4, 2.0), 16, [x * UNIT_BYTES for x in slots]):
+        assert all(depth <= most for depth, most in zip(depths, slots, strict=True))
+        assert list(depths) == sorted(depths, reverse=True)
+
+
+def best_of_all_depths(cut: Cut, between: Links, num_microbatches: int, slots: int) -> float:
+    """The least makespan of any depths within the slots, by trying them all."""
+    shape = cut.shape(num_microbatches)
+    rising = combinations_with_replacement(range(1, slots + 1), cut.num_workers)
+    orders = (one_f_one_b(shape, depths[::-1]) for depths in rising)
+    return min(simulate(order, cut.stages, between).makespan_s for order in orders)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_depths_for_little_memory_come_near_the_best_of_all(slots: int) -> None:
+    ratios = []
+    for number in range(60):
+        shares, between, num_microbatches = drawn(number, Sharing.NONE)
+        if len(shares) <= 4:
+            cut = even_cut(shares, 1, Placement.LOOP)
+            held = memory(slots, cut.num_workers)
+            found = choose(num_microbatches, [cut], between, held, may_split=False).ranking[0]
+            best_s = best_of_all_depths(cut, between, num_microbatches, slots)
+            ratios.append(found.simulation.makespan_s / best_s)
+    assert len(ratios) > 20
+    assert min(ratios) > 1 - 1e-9
+    # What a heuristic may lose; merely cutting off costs up to 15 % on average and 56 % at worst.
+    assert float(np.mean(ratios)) < 1.04
+    assert max(ratios) < 1.2
 
 
 def test_weight_gradients_are_kept_where_memory_is_left() -> None:
