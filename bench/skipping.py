@@ -8,9 +8,10 @@ Rules of this file
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -18,18 +19,26 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
-from skein.errors import UserError
+from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
-from skein.numeric.gradients import squared_norm
-from skein.numeric.optim import adamw
 from skein.plan.cut import cut
-from skein.plan.plan import Group, Path
-from skein.protocol.messages import Phase
-from skein.protocol.ops import BackwardOp, ClearOp, ForwardOp, Loss, LossOp
+from skein.plan.plan import Alternates, ChunkPlan, Group, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.protocol.messages import Ledger, Phase, StageDone, StepRecord, Vote
+from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
+from skein.protocol.round import (
+    AskReduction,
+    LedgerHeard,
+    Round,
+    RoundEvent,
+    RoundFailed,
+    StepDecided,
+    StepTerms,
+    VoteHeard,
+)
 from skein.rng import stream
-from skein.types import ChunkRef, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import Chunk, own_group
+from worker.compute.chunk import STEP, Chunk, own_group
 from worker.compute.ops import Compute, Done, Holding
 from worker.data.dataset import open_dataset
 
@@ -38,17 +47,12 @@ MAX_JUMP = 4
 _SWAPS_PER_PATH = 20
 _HERE = WorkerId("here")
 _CPU = torch.device("cpu")
+_EPOCH, _GENERATION = Epoch(1), Generation(1)
+_ANY = Step(0)
+"""An evaluation belongs to no step."""
 
 Stages = tuple[int, ...]
 """Stages that one microbatch visits, ascending, from 0; the head goes without saying."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippingStep:
-    """One step: mean loss (nats per token) along the paths, norm of the weighted gradient before clipping."""
-
-    loss: float
-    gradient_norm: float
 
 
 def is_legal(stages: Sequence[int]) -> bool:
@@ -113,21 +117,12 @@ def _check(num_stages: int, num_left_out: int, num_paths: int) -> None:
         raise UserError("microbatches", num_paths, hint)
 
 
-def stage_weights(paths: Sequence[Stages], num_tokens: Sequence[int], num_stages: int) -> tuple[float, ...]:
-    """What each stage's summed gradient is multiplied with: one over the valid tokens that visited it; 0 if none did.
-
-    >>> stage_weights([(0, 1), (0, 2)], [10, 30], 3)
-    (0.025, 0.1, 0.03333333333333333)
-    """
-    seen = [
-        sum(tokens for path, tokens in zip(paths, num_tokens, strict=True) if stage in path)
-        for stage in range(num_stages)
-    ]
-    return tuple(1.0 / tokens if tokens else 0.0 for tokens in seen)
-
-
 class SkippingTraining:
-    """A job's chunks on one worker, and steps through any paths over them."""
+    """A job's chunks on one worker, and steps along paths that leave stages out.
+
+    A step is a real one in all but the wire: ops in the order of a schedule, ledgers, a vote per group, the decision of
+    the Round machine, and the update that its record asks for.
+    """
 
     def __init__(self, job: JobSpec, *, num_left_out: int) -> None:
         """Draws the model and opens the data.
@@ -147,17 +142,17 @@ class SkippingTraining:
         self.job = job
         self.num_left_out = num_left_out
         layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
-        self._cut = cut(layers, job.parallel.stages, job.parallel.layout)
-        self.chunks = {s.index: Chunk.drawn(job, s, version=Step(0), device=_CPU) for s in self._cut}
+        self._stages = cut(layers, job.parallel.stages, job.parallel.layout)
+        self._refs = tuple(ChunkRef(stage=stage.index, worker=_HERE) for stage in self._stages)
+        self._groups = tuple(
+            Group(group=own_group(ref.stage), members=(ref,), num_shards=1) for ref in self._refs
+        )
+        self.chunks = {s.index: Chunk.drawn(job, s, version=Step(0), device=_CPU) for s in self._stages}
         self._compute = Compute(_CPU)
         self._compute.hold(self._holding())
 
     def _holding(self) -> Holding:
         job = self.job
-        groups = (
-            Group(group=own_group(stage), members=(ChunkRef(stage=stage, worker=_HERE),), num_shards=1)
-            for stage in self.chunks
-        )
         dataset = open_dataset(job.data, job.model, seed=job.seed, batch=job.batch)
         begun_here = [MicrobatchId(m) for m in range(job.batch.num_microbatches)]
         return Holding(
@@ -165,7 +160,7 @@ class SkippingTraining:
             job=job,
             worker=_HERE,
             chunks=self.chunks,
-            groups=tuple(groups),
+            groups=self._groups,
             batches=BatchReader(dataset, job, begun_here),
         )
 
@@ -178,23 +173,19 @@ class SkippingTraining:
         luck = stream(self.job.seed, "paths", self.num_left_out, step)
         return draw_paths(self.job.parallel.stages, self.num_left_out, self.job.batch.num_microbatches, luck)
 
-    def step(self, step: int) -> SkippingStep:
-        """Forward and backward of every microbatch along its path, then one update of all stages."""
-        paths = self.paths_of(step)
-        losses = [self._train(Step(step), MicrobatchId(m), path) for m, path in enumerate(paths)]
-        num_tokens = [loss.num_tokens for loss in losses]
-        mean = math.fsum(loss.loss_sum for loss in losses) / sum(num_tokens)
-        norm = self._update(step, stage_weights(self._with_head(paths), num_tokens, len(self.chunks)))
-        self._compute.run(ClearOp(), {})
-        return SkippingStep(loss=mean, gradient_norm=norm)
+    def step(self, step: int) -> StepRecord:
+        """Forward and backward of every microbatch along its path, one update of all stages, and its record."""
+        plan = self._plan(self.paths_of(step))
+        record = self._decided(Step(step), plan, self._train(Step(step), plan))
+        self._compute.run(ApplyOp(record=record), {})
+        return record
 
     def evaluate(self, stages: Stages | None = None) -> float:
         """Validation loss, nats per token, through `stages` or through all of them."""
-        path = stages or tuple(range(self.job.parallel.stages))
+        path = self._path(stages or tuple(range(self.job.parallel.stages)))
         size = self.job.batch.microbatch_samples
         losses = [
-            self._losses(Phase.EVALUATE, Step(0), MicrobatchId(m), self._hops(path))[0]
-            for m in range(-(-self.job.evaluation.samples // size))
+            self._evaluated(MicrobatchId(m), path) for m in range(-(-self.job.evaluation.samples // size))
         ]
         return math.fsum(loss.loss_sum for loss in losses) / sum(loss.num_tokens for loss in losses)
 
@@ -205,59 +196,122 @@ class SkippingTraining:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes over what `copy_state` gave."""
         for chunk in self.chunks.values():
-            chunk.load_state(state, version=Step(int(state["step"])))
+            chunk.load_state(state, version=Step(int(state[STEP])))
+
+    # --- the plan of a step ---
+
+    def _path(self, stages: Stages) -> Path:
+        return Path(hops=tuple(self._refs[stage] for stage in (*stages, self.job.parallel.stages)))
+
+    def _plan(self, paths: Sequence[Stages]) -> Plan:
+        whole = self._path(tuple(range(self.job.parallel.stages)))
+        found = tuple(self._path(path) for path in paths)
+        ops = (op for m, path in enumerate(found) for op in _there_and_back(MicrobatchId(m), path))
+        return Plan(
+            layout=Layout.LOOP,
+            stages=self._stages,
+            chunks=tuple(ChunkPlan(chunk=ref, slots=1) for ref in self._refs),
+            paths=found,
+            evaluation_paths=(whole,),
+            schedules=(Schedule(worker=_HERE, ops=tuple(ops)),),
+            alternates=tuple(Alternates(chunk=ref, others=()) for ref in self._refs),
+            groups=self._groups,
+            predicted_step_s=0.0,
+            lower_bound_s=0.0,
+            reason="one microbatch after the other, on one worker",
+        )
 
     # --- ops ---
 
-    def _with_head(self, paths: Sequence[Stages]) -> list[Stages]:
-        return [(*path, self.job.parallel.stages) for path in paths]
+    def _train(self, step: Step, plan: Plan) -> list[Loss]:
+        """Every op of the schedule; the loss of every microbatch. Each op takes what the one before it gave."""
+        losses, done = [], Done()
+        for planned in plan.schedules[0].ops:
+            op = _op(planned, step, plan.paths[planned.microbatch])
+            done = self._compute.run(op, done.outputs)
+            if isinstance(done.outcome, Loss):
+                losses.append(done.outcome)
+        return losses
 
-    def _hops(self, stages: Stages) -> Path:
-        ends = (*stages, self.job.parallel.stages)
-        return Path(hops=tuple(ChunkRef(stage=StageIndex(stage), worker=_HERE) for stage in ends))
-
-    def _train(self, step: Step, microbatch: MicrobatchId, stages: Stages) -> Loss:
-        path = self._hops(stages)
-        loss, done = self._losses(Phase.TRAIN, step, microbatch, path)
-        for hop in range(len(path.hops) - 2, -1, -1):
-            back = BackwardOp(step=step, microbatch=microbatch, hop=hop, path=path)
-            done = self._compute.run(back, done.outputs)
+    def _evaluated(self, microbatch: MicrobatchId, path: Path) -> Loss:
+        done, last = Done(), len(path.hops) - 1
+        for hop in range(last):
+            forward = ForwardOp(phase=Phase.EVALUATE, step=_ANY, microbatch=microbatch, hop=hop, path=path)
+            done = self._compute.run(forward, done.outputs)
+        end = LossOp(phase=Phase.EVALUATE, step=_ANY, microbatch=microbatch, hop=last, path=path)
+        loss = self._compute.run(end, done.outputs).outcome
+        assert isinstance(loss, Loss)
         return loss
 
-    def _losses(self, phase: Phase, step: Step, microbatch: MicrobatchId, path: Path) -> tuple[Loss, Done]:
-        done = Done()
-        last = len(path.hops) - 1
-        for hop in range(last):
-            forward = ForwardOp(phase=phase, step=step, microbatch=microbatch, hop=hop, path=path)
-            done = self._compute.run(forward, done.outputs)
-        end = LossOp(phase=phase, step=step, microbatch=microbatch, hop=last, path=path)
-        done = self._compute.run(end, done.outputs)
-        assert isinstance(done.outcome, Loss)
-        return done.outcome, done
+    def _decided(self, step: Step, plan: Plan, losses: Sequence[Loss]) -> StepRecord:
+        """What the Round machine makes of the ledgers and votes."""
+        spec, expected = self.job.optimizer, plan.microbatches_by_chunk()
+        terms = StepTerms(
+            step=step,
+            learning_rate=learning_rate(spec, step, self.job.budget.steps),
+            clip_norm=spec.clip_norm,
+            batch_samples=self.job.batch.samples,
+        )
+        deciding = Round(terms, plan, expected=expected, epoch=_EPOCH, generation=_GENERATION)
+        events: deque[RoundEvent] = deque(
+            LedgerHeard(worker=_HERE, done=self._done(step, ref, expected[ref], losses)) for ref in self._refs
+        )
+        while events:
+            for command in deciding.handle(events.popleft(), now=0.0):
+                match command:
+                    case AskReduction():
+                        events.append(VoteHeard(worker=_HERE, vote=self._vote(step, command)))
+                    case StepDecided():
+                        return command.record
+                    case RoundFailed():
+                        raise LocalError(command.reason)
+        raise LocalError(f"step {step} came to no decision")
 
-    def _update(self, step: int, weights: Sequence[float]) -> float:
-        """Applies one update with one clip for all; gives the norm before it."""
-        spec = self.job.optimizer
-        sums = [chunk.accumulator(own_group(stage)) for stage, chunk in self.chunks.items()]
-        norm = math.sqrt(math.fsum(w * w * squared_norm(x) for w, x in zip(weights, sums, strict=True)))
-        clip = 1.0 if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6))
-        rate = learning_rate(spec, step, self.job.budget.steps)
-        for weight, chunk in zip(weights, self.chunks.values(), strict=True):
-            params = {name: param.detach() for name, param in chunk.params.items()}
-            chunk.optimizer = adamw.update(
-                params,
-                {name: _grad(param) for name, param in chunk.params.items()},
-                chunk.optimizer,
-                learning_rate=rate,
-                betas=spec.betas,
-                eps=spec.eps,
-                weight_decay=spec.weight_decay,
-                decayed=adamw.decayed_names(params),
-                gradient_scale=weight * clip,
-            )
-        return norm
+    def _done(
+        self, step: Step, ref: ChunkRef, seen: tuple[MicrobatchId, ...], losses: Sequence[Loss]
+    ) -> StageDone:
+        here = [losses[m] for m in seen] if ref == self._refs[-1] else []
+        return StageDone(
+            generation=_GENERATION,
+            step=step,
+            ledger=Ledger(stage=ref.stage, worker=_HERE, microbatches=seen),
+            loss_sum=math.fsum(loss.loss_sum for loss in here),
+            tokens=tuple(loss.num_tokens for loss in here),
+        )
+
+    def _vote(self, step: Step, asked: AskReduction) -> Vote:
+        """A group of one member has its result in its accumulators."""
+        joined = self._compute.run(JoinOp(step=step, group=asked.group, attempt=asked.attempt), {}).outcome
+        assert isinstance(joined, Joined)
+        return Vote(
+            generation=_GENERATION,
+            step=step,
+            group=joined.group,
+            attempt=asked.attempt,
+            digest=joined.digest,
+            squared_norm=joined.squared_norm,
+            is_finite=joined.is_finite,
+        )
 
 
-def _grad(param: torch.nn.Parameter) -> Tensor:
-    assert param.grad is not None, "every parameter has an accumulator"
-    return param.grad
+def _there_and_back(microbatch: MicrobatchId, path: Path) -> Iterator[PlannedOp]:
+    *before, last = (hop.stage for hop in path.hops)
+    for stage in before:
+        yield PlannedOp(kind=OpKind.FORWARD, stage=stage, microbatch=microbatch)
+    yield PlannedOp(kind=OpKind.LOSS, stage=last, microbatch=microbatch)
+    for stage in reversed(before):
+        yield PlannedOp(kind=OpKind.BACKWARD, stage=stage, microbatch=microbatch)
+
+
+def _op(planned: PlannedOp, step: Step, path: Path) -> Op:
+    hop = path.hops.index(ChunkRef(stage=planned.stage, worker=_HERE))
+    microbatch = planned.microbatch
+    match planned.kind:
+        case OpKind.FORWARD:
+            return ForwardOp(phase=Phase.TRAIN, step=step, microbatch=microbatch, hop=hop, path=path)
+        case OpKind.LOSS:
+            return LossOp(phase=Phase.TRAIN, step=step, microbatch=microbatch, hop=hop, path=path)
+        case OpKind.BACKWARD:
+            return BackwardOp(step=step, microbatch=microbatch, hop=hop, path=path)
+        case _:
+            assert_never(planned.kind)

@@ -14,12 +14,10 @@ from bench.curves import Kind
 from bench.reference import run_reference
 from bench.skipping import (
     MAX_JUMP,
-    SkippingStep,
     SkippingTraining,
     draw_paths,
     even_paths,
     is_legal,
-    stage_weights,
 )
 from skein.config.job import (
     BatchSpec,
@@ -35,6 +33,7 @@ from skein.config.job import (
 )
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.protocol.messages import StepRecord
 from skein.rng import stream
 from skein.types import Layout, Precision, StageIndex, StageSpec
 from worker.data.dataset import open_dataset
@@ -146,9 +145,23 @@ def test_a_number_of_microbatches_that_cannot_use_stages_equally_is_refused() ->
         even_paths(6, 2, 12)
 
 
-def test_a_stage_is_weighted_by_the_tokens_that_visited_it_alone() -> None:
-    # Microbatch 0 has 3 tokens and visits 0 and 1, microbatch 1 has 5 and visits 0 and 2; nobody visits 3.
-    assert stage_weights([(0, 1), (0, 2)], [3, 5], 4) == (1 / 8, 1 / 3, 1 / 5, 0.0)
+def test_a_stage_is_weighted_by_the_tokens_that_visited_it_alone(tmp_path: Path) -> None:
+    # 54 tokens make five windows of 12; one is held out. The last one has 5 labels: with it a microbatch has 12 + 5.
+    (tmp_path / "one.txt").write_bytes(b"a" * 53)
+    training = SkippingTraining(make_job(tmp_path, stages=3, microbatches=2), num_left_out=1)
+    paths = training.paths_of(0)
+    record = training.step(0)
+    training.close()
+    visited = {path[1]: index for index, path in enumerate(paths)}
+    assert sorted(paths) == [(0, 1), (0, 2)]
+    dataset = open_dataset(training.job.data, training.job.model, seed=training.job.seed)
+    tokens = [
+        int((dataset.train_batch(positions_of(0, m, training.job.batch)).labels != -100).sum())
+        for m in (0, 1)
+    ]
+    assert sorted(tokens) == [17, 24]
+    weights = {str(result.group): result.weight for result in record.results}
+    assert weights == {"s0": 1 / 41, "s1": 1 / tokens[visited[1]], "s2": 1 / tokens[visited[2]], "s3": 1 / 41}
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.FP32, 1e-5), (Precision.FP64, 1e-9)])
@@ -257,9 +270,9 @@ def test_an_interrupted_run_goes_on_and_tells_what_the_whole_one_would(
 
 
 def failing_at(
-    last: int, step: Callable[[SkippingTraining, int], SkippingStep]
-) -> Callable[[SkippingTraining, int], SkippingStep]:
-    def or_fail(self: SkippingTraining, at: int) -> SkippingStep:
+    last: int, step: Callable[[SkippingTraining, int], StepRecord]
+) -> Callable[[SkippingTraining, int], StepRecord]:
+    def or_fail(self: SkippingTraining, at: int) -> StepRecord:
         if at == last:
             raise RuntimeError(f"step {at}")
         return step(self, at)
