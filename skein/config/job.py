@@ -209,7 +209,7 @@ class PlanSpec(Spec):
     """How plans are made, and when another is wanted."""
 
     method: Literal["search", "balanced", "full"] = "search"
-    """`search` looks for the shortest step; `balanced` settles each question once; `full` leaves no stage out."""
+    """`search` looks for the shortest step; `balanced` settles each question once; `full` ignores `skip`."""
     budget_s: Annotated[float, Field(ge=0, le=600)] = 5.0
     """How long a search may take. Raise it for fleets of hundreds of workers."""
     replan_if_off_by: Annotated[float, Field(gt=0, le=10)] = 0.15
@@ -268,6 +268,8 @@ class JobSpec(Spec):
     @property
     def num_visited_stages(self) -> int:
         """Stages that each microbatch visits, without the head stage of `LOOP`."""
+        if self.plan.method == "full":
+            return self.parallel.stages
         return max(self.num_fixed_stages, round(self.parallel.stages * (1 - self.skip.ratio)))
 
     def canonical_json(self) -> str:

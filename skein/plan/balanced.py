@@ -31,7 +31,7 @@ from skein.plan.load import (
     tied_bytes,
 )
 from skein.plan.order import ascending_schedules
-from skein.plan.paths import find_paths, find_skipping_paths
+from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
 from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
@@ -60,6 +60,11 @@ def make_plan(
     """
     if not fleet.workers:
         return Infeasible(reason="no worker is alive")
+    most, jump = job.skip.max_jump, _widest_jump(job)
+    if most is not None and jump > most:
+        return Infeasible(
+            reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
+        )
     try:
         layers = job_layers(job)
         even = cut(layers, job.parallel.stages, job.parallel.layout)
@@ -140,6 +145,10 @@ def _pool(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
         links=links,
         round_trip_s=links.round_trip_s(job.batch.microbatch_samples * max(x.output_bytes for x in layers)),
     )
+
+
+def _widest_jump(job: JobSpec) -> int:
+    return widest_jump(job.parallel.stages, job.num_visited_stages, job.parallel.layout)
 
 
 def _has_same_cut(previous: Plan, even: Sequence[StageSpec], layout: Layout) -> bool:

@@ -1,13 +1,14 @@
 """What every plan must satisfy, whoever made it. A coordinator adopts none that violates any of it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from skein.config.job import JobSpec
 from skein.plan.load import job_layers, stage_loads, tied_bytes
-from skein.plan.plan import Group, Path, Plan
+from skein.plan.order import left_undone, ops_of
+from skein.plan.plan import Group, OpKind, Path, Plan, PlannedOp, Schedule
 from skein.topology.fleet import Fleet
-from skein.types import ChunkRef, Layout, StageIndex, WorkerId
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 from skein.units import format_bytes
 
 
@@ -16,9 +17,12 @@ def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
     cut = tuple(_cut(plan, job))
     if cut:
         return cut
+    walked = (*_chunks(plan, fleet), *_paths(plan, job), *_evaluation_paths(plan))
     found = (
-        _chunks(plan, fleet),
-        _paths(plan, job),
+        walked,
+        # An order of ops means something only where the paths do.
+        () if walked else _orders(plan),
+        _alternates(plan),
         _groups(plan, job),
         _memory(plan, job, fleet),
         _figures(plan),
@@ -71,17 +75,110 @@ def _paths(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"{len(plan.paths)} paths for {job.batch.num_microbatches} microbatches"
     held = {x.chunk for x in plan.chunks}
     for microbatch, path in enumerate(plan.paths):
-        yield from (f"path of microbatch {microbatch}: {what}" for what in _path(path, plan, held))
+        found = (*_ends(path, plan, held), *_way(path, plan, job))
+        yield from (f"path of microbatch {microbatch}: {what}" for what in found)
+    counts = Counter(hop.stage for path in plan.paths for hop in path.hops)
+    stop = job.parallel.stages - (plan.layout is Layout.LINE)
+    skippable = sorted(range(1, stop), key=lambda stage: counts[StageIndex(stage)])
+    if skippable and counts[StageIndex(skippable[-1])] - counts[StageIndex(skippable[0])] > 1:
+        seldom, often = (f"{counts[StageIndex(stage)]} times" for stage in (skippable[0], skippable[-1]))
+        yield f"stage {skippable[-1]} is visited {often} in a step, stage {skippable[0]} {seldom}"
 
 
-def _path(path: Path, plan: Plan, held: set[ChunkRef]) -> Iterator[str]:
-    if [hop.stage for hop in path.hops] != [stage.index for stage in plan.stages]:
-        yield "does not visit every stage once, in order"
+def _ends(path: Path, plan: Plan, held: Collection[ChunkRef]) -> Iterator[str]:
+    """Where a path begins and ends, and who holds what is on it."""
     for hop in path.hops:
         if hop not in held:
             yield f"{hop.worker} does not hold stage {hop.stage}"
-    if plan.layout is Layout.LOOP and path.hops and path.hops[0].worker != path.hops[-1].worker:
+    if not path.hops or path.hops[0].stage != 0:
+        yield "does not begin at stage 0"
+    elif path.hops[-1].stage != plan.stages[-1].index:
+        yield f"does not end at stage {plan.stages[-1].index}, where the loss is"
+    elif plan.layout is Layout.LOOP and path.hops[0].worker != path.hops[-1].worker:
         yield f"ends on {path.hops[-1].worker}, not where it began"
+
+
+def _way(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:
+    """How far a path leaves the straight way: the rules that keep convergence.
+
+    Source: SkipPipe (arXiv 2502.19913), convergence constraints of its path search. The highest stage so far is the
+    frontier; a step below it is a swap and lands exactly one below.
+    """
+    stages = [hop.stage for hop in path.hops]
+    body = stages[: len(stages) - (plan.layout is Layout.LOOP)]
+    if len(body) != job.num_visited_stages:
+        yield f"visits {len(body)} stages, the job asks for {job.num_visited_stages}"
+    if len(set(stages)) < len(stages):
+        yield "visits a stage twice"
+        return
+    frontier, num_swaps = 0, 0
+    for stage in body[1:]:
+        if stage < frontier:
+            num_swaps += 1
+            if stage != frontier - 1:
+                yield f"goes back from stage {frontier} to stage {stage}, which is not the one before"
+        elif job.skip.max_jump is not None and stage - frontier > job.skip.max_jump:
+            yield f"goes on from stage {frontier} to stage {stage}, the job allows {job.skip.max_jump} at once"
+        frontier = max(frontier, stage)
+    if num_swaps > job.skip.max_swaps:
+        yield f"swaps stages {num_swaps} times, the job allows {job.skip.max_swaps}"
+
+
+def _evaluation_paths(plan: Plan) -> Iterator[str]:
+    if not plan.evaluation_paths:
+        yield "no path to evaluate on"
+    held = {x.chunk for x in plan.chunks}
+    for index, path in enumerate(plan.evaluation_paths):
+        found = list(_ends(path, plan, held))
+        if [hop.stage for hop in path.hops] != [stage.index for stage in plan.stages]:
+            found.append("does not visit every stage once, in order")
+        yield from (f"evaluation path {index}: {what}" for what in found)
+
+
+def _orders(plan: Plan) -> Iterator[str]:
+    """Whether schedules list what paths ask for, and can be carried out."""
+    if [schedule.worker for schedule in plan.schedules] != list(plan.workers):
+        yield f"schedules of {[str(x.worker) for x in plan.schedules]}, chunks of {[str(x) for x in plan.workers]}"
+        return
+    asked: defaultdict[WorkerId, Counter[PlannedOp]] = defaultdict(Counter)
+    for index, path in enumerate(plan.paths):
+        for placed in ops_of(MicrobatchId(index), path):
+            asked[placed.chunk.worker][placed.op] += 1
+    found = [sentence for x in plan.schedules for sentence in _schedule(x, asked[x.worker])]
+    yield from found
+    stuck = () if found else left_undone(plan)
+    if stuck:
+        yield f"the schedules make {len(stuck)} microbatches wait for each other, the first for {_named(stuck[0])}"
+
+
+def _schedule(schedule: Schedule, asked: Counter[PlannedOp]) -> Iterator[str]:
+    """Whether one worker's list has the ops that are asked of it, each forward before its backward."""
+    listed = Counter(schedule.ops)
+    for difference, word in ((asked - listed, "lacks"), (listed - asked, "has without need")):
+        for op in list(difference)[:1]:
+            yield f"the schedule of {schedule.worker} {word} {_named(op)}"
+    behind = {(op.stage, op.microbatch) for op in asked if op.kind is OpKind.BACKWARD}
+    for op in schedule.ops:
+        if op.kind is OpKind.BACKWARD and (op.stage, op.microbatch) in behind:
+            yield f"{schedule.worker} goes back through stage {op.stage} before forward: microbatch {op.microbatch}"
+        elif op.kind is OpKind.FORWARD:
+            behind.discard((op.stage, op.microbatch))
+
+
+def _named(op: PlannedOp) -> str:
+    return f"the {op.kind} of microbatch {op.microbatch} at stage {op.stage}"
+
+
+def _alternates(plan: Plan) -> Iterator[str]:
+    if [x.chunk for x in plan.alternates] != [x.chunk for x in plan.chunks]:
+        yield "alternates are not listed once for each chunk, in their order"
+    held = {x.chunk for x in plan.chunks}
+    for x in plan.alternates:
+        for other in x.others:
+            if other == x.chunk or other not in held or other.stage != x.chunk.stage:
+                yield f"{other.worker} is no alternate of {x.chunk.worker} for stage {x.chunk.stage}"
+        if len(set(x.others)) < len(x.others):
+            yield f"{x.chunk.worker} has an alternate twice for stage {x.chunk.stage}"
 
 
 def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:

@@ -123,6 +123,16 @@ def visited_stages(microbatch: int, num_stages: int, num_visited: int, layout: L
     return tuple(stage for stage in range(num_stages) if stage not in skipped)
 
 
+def widest_jump(num_stages: int, num_visited: int, layout: Layout) -> int:
+    """How far above the stage before any microbatch goes on if stages are left out in rotation.
+
+    >>> widest_jump(6, 4, Layout.LOOP), widest_jump(6, 3, Layout.LINE), widest_jump(4, 4, Layout.LINE)
+    (2, 4, 1)
+    """
+    ways = [visited_stages(m, num_stages, num_visited, layout) for m in range(num_stages)]
+    return max((after - before for way in ways for before, after in pairwise(way)), default=0)
+
+
 def _path(stages: Sequence[StageSpec], way: Sequence[int], pool: Pool) -> Path:
     return Path(
         hops=tuple(

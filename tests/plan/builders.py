@@ -115,6 +115,26 @@ def jobs(draw: st.DrawFn) -> JobSpec:
 
 
 @st.composite
+def skipping_jobs(draw: st.DrawFn) -> JobSpec:
+    """Jobs whose microbatches leave out at least one stage."""
+    layout = draw(st.sampled_from(Layout))
+    num_fixed = 1 if layout is Layout.LOOP else 2
+    stages = draw(st.integers(num_fixed + 2, 7))
+    num_visited = draw(st.integers(num_fixed + 1, stages - 1))
+    fewest = -(-(stages - num_fixed) // (num_visited - num_fixed))
+    num_microbatches = draw(st.integers(fewest, 12))
+    return job(
+        stages=stages,
+        replicas=draw(st.integers(1, min(3, num_microbatches))),
+        layout=layout,
+        num_layers=7,
+        num_microbatches=num_microbatches,
+        is_tied=draw(st.booleans()),
+        skip_ratio=1 - num_visited / stages,
+    )
+
+
+@st.composite
 def fleets(
     draw: st.DrawFn, *, speed_ratio: float = 50.0, memory_bytes: st.SearchStrategy[int] | None = None
 ) -> Fleet:

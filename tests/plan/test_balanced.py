@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.config.job import JobSpec
+from skein.config.job import JobSpec, SkipSpec
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
@@ -20,6 +20,7 @@ from tests.plan.builders import (
     jobs,
     link,
     planned,
+    skipping_jobs,
     whole_model_bytes,
     without,
 )
@@ -115,6 +116,39 @@ def test_a_skip_ratio_leaves_stages_out_in_rotation_and_every_chunk_its_part(lay
     assert [visits[StageIndex(s)] for s in skippable] == ([7, 7, 7, 7, 8] if num_heads else [6] * 4)
     assert all(plan.microbatches_by_chunk().values())
     assert all(path.hops[0].worker == path.hops[-1].worker for path in plan.paths) or not num_heads
+
+
+@given(skipping_jobs(), fleets(memory_bytes=st.integers(0, 4 * 10**6)))
+def test_a_plan_that_skips_is_valid_and_stays_or_says_why_there_is_none(spec: JobSpec, on: Fleet) -> None:
+    plan = make_plan(spec, on, None, 0)
+    if isinstance(plan, Plan):
+        assert violations(plan, spec, on) == ()
+        assert make_plan(spec, on, plan, 0) == plan
+    else:
+        assert "bytes" in plan.reason
+
+
+def test_a_rotation_that_jumps_too_far_is_no_plan() -> None:
+    spec = job(stages=6, replicas=1, num_layers=6, num_microbatches=8, skip_ratio=1 / 2)
+    on = fleet([1e10] * 6)
+    allowing = {
+        most: spec.model_copy(update={"skip": SkipSpec(ratio=1 / 2, max_jump=most)}) for most in (3, 4)
+    }
+    assert make_plan(allowing[3], on, None, 0) == Infeasible(
+        reason="leaving stages out in rotation jumps 4 at once: skip.max_jump is 3"
+    )
+    assert violations(planned(allowing[4], on), allowing[4], on) == ()
+
+
+@given(skipping_jobs(), fleets(), fleets())
+def test_a_microbatch_visits_the_same_stages_whatever_the_fleet(
+    spec: JobSpec, one: Fleet, other: Fleet
+) -> None:
+    """Or the loss curve would depend on who is there."""
+    first, second = (
+        [[hop.stage for hop in path.hops] for path in planned(spec, on).paths] for on in (one, other)
+    )
+    assert first == second
 
 
 @given(jobs(), fleets())

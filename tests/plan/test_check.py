@@ -1,13 +1,17 @@
 """A valid plan with one thing broken: each is found and named."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from skein.config.job import JobSpec, SkipSpec
 from skein.plan.check import violations
-from skein.plan.plan import ChunkPlan, Path, Plan
+from skein.plan.order import ascending_schedules
+from skein.plan.plan import Alternates, ChunkPlan, Path, Plan, PlannedOp
 from skein.types import ChunkRef, GroupId, Layout, StageIndex, WorkerId
 from tests.plan.builders import fleet, job, planned, without
+from tests.support.plans import schedule
 
 SPEC = job(stages=2, replicas=2, layout=Layout.LOOP)
 FLEET = fleet([1e10] * 4)
@@ -31,6 +35,16 @@ def with_slots(placed: ChunkPlan, slots: int) -> Plan:
     return replace(PLAN, chunks=(replace(placed, slots=slots), *(x for x in PLAN.chunks if x != placed)))
 
 
+def with_ops(change: Callable[[tuple[PlannedOp, ...]], tuple[PlannedOp, ...]]) -> Plan:
+    first, *others = PLAN.schedules
+    return replace(PLAN, schedules=(replace(first, ops=change(first.ops)), *others))
+
+
+def with_others(change: Callable[[Alternates], tuple[ChunkRef, ...]]) -> Plan:
+    first, *others = PLAN.alternates
+    return replace(PLAN, alternates=(replace(first, others=change(first)), *others))
+
+
 def test_a_good_plan_has_no_violations() -> None:
     assert violations(PLAN, SPEC, FLEET) == ()
 
@@ -47,9 +61,25 @@ def test_a_good_plan_has_no_violations() -> None:
         (with_slots(PLAN.chunks[0], 0), "0 slots for stage 0"),
         (with_slots(PLAN.chunks[0], 10**9), "and has"),
         (replace(PLAN, paths=PLAN.paths[1:]), "7 paths for 8 microbatches"),
-        (replace(PLAN, paths=(Path(hops=FIRST.hops[::-1]), *REST)), "path of microbatch 0: does not visit every stage"),
+        (replace(PLAN, paths=(Path(hops=FIRST.hops[::-1]), *REST)), "path of microbatch 0: does not begin at stage 0"),
         (replace(PLAN, paths=(bent(FIRST, 1, "w9"), *REST)), "w9 does not hold stage 1"),
         (replace(PLAN, paths=(bent(FIRST, 2, other_origin()), *REST)), "not where it began"),
+        (replace(PLAN, paths=(Path(hops=()), *REST)), "path of microbatch 0: does not begin at stage 0"),
+        (replace(PLAN, paths=(Path(hops=FIRST.hops[:-1]), *REST)), "does not end at stage 2, where the loss is"),
+        (replace(PLAN, paths=(Path(hops=FIRST.hops[::2]), *REST)), "visits 1 stages, the job asks for 2"),
+        (replace(PLAN, evaluation_paths=()), "no path to evaluate on"),
+        (
+            replace(PLAN, evaluation_paths=(Path(hops=FIRST.hops[::2]),)),
+            "evaluation path 0: does not visit every stage once, in order",
+        ),
+        (replace(PLAN, evaluation_paths=(bent(FIRST, 1, "w9"),)), "evaluation path 0: w9 does not hold stage 1"),
+        (replace(PLAN, schedules=PLAN.schedules[1:]), "schedules of"),
+        (with_ops(lambda ops: ops[:-1]), "lacks the backward of microbatch"),
+        (with_ops(lambda ops: (*ops, ops[0])), "has without need the forward of microbatch"),
+        (with_ops(lambda ops: ops[::-1]), "before forward: microbatch"),
+        (replace(PLAN, alternates=PLAN.alternates[1:]), "alternates are not listed once for each chunk"),
+        (with_others(lambda x: (x.chunk,)), "is no alternate of"),
+        (with_others(lambda x: x.others * 2), "has an alternate twice"),
         (replace(PLAN, groups=PLAN.groups[:-1]), "groups ['s0', 's1', 's2'], expected"),
         (replace(PLAN, groups=(replace(PLAN.groups[0], group=GroupId("x")), *PLAN.groups[1:])), "groups ['x'"),
         (
@@ -67,3 +97,73 @@ def test_what_is_broken_is_named(plan: Plan, found: str) -> None:
 def test_a_plan_with_a_worker_that_left_is_refused() -> None:
     left = PLAN.workers[0]
     assert any(f"{left} holds stage" in sentence for sentence in violations(PLAN, SPEC, without(FLEET, left)))
+
+
+# --- skips, swaps and jumps ---
+
+SKIPPING = job(stages=6, replicas=1, num_layers=6, num_microbatches=8, layout=Layout.LOOP, skip_ratio=1 / 3)
+SIX = fleet([1e10] * 6)
+SIX_PLAN = planned(SKIPPING, SIX)
+
+
+def through(*ways: tuple[int, ...]) -> Plan:
+    """The plan with such stages on its first paths, ascending schedules as they follow from them."""
+    holder = {x.chunk.stage: x.chunk for x in SIX_PLAN.chunks}
+    paths = [Path(hops=tuple(holder[StageIndex(s)] for s in (*way, 6))) for way in ways]
+    paths += SIX_PLAN.paths[len(ways) :]
+    slots = {x.chunk: x.slots for x in SIX_PLAN.chunks}
+    schedules = ascending_schedules(paths, slots, SIX_PLAN.workers)
+    return replace(SIX_PLAN, paths=tuple(paths), schedules=schedules)
+
+
+def allowing(max_swaps: int, max_jump: int | None) -> JobSpec:
+    return SKIPPING.model_copy(update={"skip": SkipSpec(ratio=1 / 3, max_swaps=max_swaps, max_jump=max_jump)})
+
+
+# The plain rotation begins 0 2 3 5, 0 1 3 4, 0 2 4 5, 0 1 3 5: what takes a path's place visits the same stages.
+@pytest.mark.parametrize(
+    ("plan", "spec", "found"),
+    [
+        (SIX_PLAN, SKIPPING, ""),
+        (through((0, 2, 3, 5)), allowing(0, 2), ""),
+        (through((0, 3, 2, 5)), allowing(1, None), ""),
+        (through((0, 3, 2, 5)), allowing(1, 3), ""),
+        (through((0, 3, 2, 5)), allowing(0, None), "path of microbatch 0: swaps stages 1 times, the job allows 0"),
+        (through((0, 3, 2, 5)), allowing(1, 2), "goes on from stage 0 to stage 3, the job allows 2 at once"),
+        (through((0, 5, 3, 2)), allowing(4, None), "goes back from stage 5 to stage 3, which is not the one before"),
+        (through((0, 2, 3, 3)), SKIPPING, "path of microbatch 0: visits a stage twice"),
+        (through((0, 2, 3)), SKIPPING, "path of microbatch 0: visits 3 stages, the job asks for 4"),
+        (through((0, 1, 3, 5), (0, 1, 3, 4)), SKIPPING, "in a step, stage 2 "),
+    ],
+)  # fmt: skip
+def test_paths_stray_as_far_as_the_job_allows(plan: Plan, spec: JobSpec, found: str) -> None:
+    sentences = violations(plan, spec, SIX)
+    assert found in "; ".join(sentences)
+    assert bool(sentences) == bool(found)
+
+
+def test_a_line_that_skips_still_ends_at_the_last_stage() -> None:
+    spec = job(stages=4, replicas=1, num_layers=4, num_microbatches=4, skip_ratio=0.25)
+    on = fleet([1e10] * 4)
+    plan = planned(spec, on)
+    assert violations(plan, spec, on) == ()
+    early = replace(plan, paths=(Path(hops=plan.evaluation_paths[0].hops[:3]), *plan.paths[1:]))
+    assert "does not end at stage 3, where the loss is" in "; ".join(violations(early, spec, on))
+
+
+def test_orders_that_run_in_a_circle_are_found() -> None:
+    """Each stage begins with the microbatch that the other has not let through."""
+    spec = job(stages=2, replicas=1, num_microbatches=2)
+    on = fleet([1e10] * 2)
+    plan = planned(spec, on)
+    first, last = (plan.holders(StageIndex(stage))[0] for stage in (0, 1))
+    crossed = (schedule(first, "F0.0 B0.0 F0.1 B0.1"), schedule(last, "L1.1 L1.0"))
+    slots = tuple(replace(x, slots=1) for x in plan.chunks)
+    stuck = replace(plan, chunks=slots, schedules=tuple(sorted(crossed, key=lambda x: x.worker)))
+    [sentence] = violations(stuck, spec, on)
+    assert sentence == (
+        "the schedules make 2 microbatches wait for each other, the first for the loss of microbatch 0 at stage 1"
+    )
+    # With a second slot the other microbatch gets through, and then the first.
+    free = replace(stuck, chunks=tuple(replace(x, slots=2) for x in plan.chunks))
+    assert violations(free, spec, on) == ()
