@@ -23,7 +23,7 @@ from bench.curves import Journal, Kind, Record, RunRecord, Told, load, perplexit
 from bench.pictures import draw
 from bench.reference import run_reference
 from bench.report import Row, finish, spread
-from bench.skipping import SkippingTraining, Stages, even_paths
+from bench.skipping import MAX_JUMP, SkippingTraining, Stages, even_paths
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -35,6 +35,7 @@ from skein.config.job import (
     LlamaShape,
     OptimizerSpec,
     ParallelSpec,
+    SkipSpec,
     TextSource,
 )
 from skein.errors import UserError
@@ -53,11 +54,15 @@ GOAL = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training: this job, so many stages left out by each microbatch, kept in this folder."""
+    """One training, kept in this folder."""
 
     job: JobSpec
-    num_left_out: int
     folder: Path
+
+    @property
+    def num_left_out(self) -> int:
+        """Stages that each microbatch leaves out."""
+        return self.job.parallel.stages - self.job.num_visited_stages
 
     @property
     def stem(self) -> str:
@@ -65,7 +70,7 @@ class Run:
         return f"{self.num_left_out}-{self.job.seed}-{self.job.content_hash()[:12]}"
 
 
-def make_job(*, steps: int, seed: int) -> JobSpec:
+def make_job(*, steps: int, seed: int, num_left_out: int = 0) -> JobSpec:
     """0.6 million parameters in twelve layers of width 64, windows of 64 bytes, 2,816 bytes per step."""
     shape = LlamaShape(
         hidden_size=64,
@@ -82,6 +87,7 @@ def make_job(*, steps: int, seed: int) -> JobSpec:
         data=DataSpec(sources=(text,), sequence_tokens=64),
         batch=BatchSpec(samples=4 * NUM_MICROBATCHES, microbatch_samples=4),
         parallel=ParallelSpec(stages=NUM_STAGES, layout=Layout.LOOP),
+        skip=SkipSpec(ratio=num_left_out / NUM_STAGES, max_jump=MAX_JUMP),
         optimizer=OptimizerSpec(learning_rate=5e-3, warmup_steps=min(100, steps // 10)),
         budget=BudgetSpec(steps=steps),
         evaluation=EvaluationSpec(samples=512),
@@ -103,7 +109,7 @@ def carry_out(run: Run) -> tuple[Told, ...]:
     try:
         told = journal.read()
         if sum(t.kind is Kind.LEFT_OUT for t in told) < len(leave_out_paths()):
-            training = SkippingTraining(run.job, num_left_out=run.num_left_out)
+            training = SkippingTraining(run.job)
             try:
                 _train(run, training, journal)
                 _ask(run, training, journal)
@@ -248,14 +254,13 @@ def _trained(steps: int, seeds: Sequence[int], folder: Path, *, is_quiet: bool) 
     """All runs, and how far those with nothing left out are from plain torch."""
     runs, half, farthest = [], [], 0.0
     for seed in seeds:
-        job = make_job(steps=steps, seed=seed)
         for left_out in LEFT_OUT:
-            run = Run(job=job, num_left_out=left_out, folder=folder)
+            run = Run(job=make_job(steps=steps, seed=seed, num_left_out=left_out), folder=folder)
             told = carry_out(run)
             if left_out == 0:
                 farthest = max(farthest, farthest_from_reference(run, told))
             runs.append(_kept(run, told, is_quiet=is_quiet))
-        run = Run(job=make_job(steps=max(1, steps // 2), seed=seed), num_left_out=0, folder=folder)
+        run = Run(job=make_job(steps=max(1, steps // 2), seed=seed), folder=folder)
         half.append(_kept(run, carry_out(run), is_quiet=is_quiet))
     record = Record(num_stages=NUM_STAGES, num_steps=steps, step_s={}, runs=tuple(runs), half=tuple(half))
     return record, farthest

@@ -4,7 +4,7 @@ Rules of this file
 - The layout is `loop`: the first stage and the head see every microbatch; of the stages between, a path visits some.
 - A path visits them in ascending order, jumps at most `MAX_JUMP` ahead, and over a step each is visited equally often.
 - A stage's summed gradient is divided by the valid tokens of the microbatches that visited it, not by the batch's.
-- Nothing but (job, step, number of stages left out) decides which stages a microbatch visits.
+- Nothing but the job's seed, the step and the number of stages left out decides which stages a microbatch visits.
 """
 
 import math
@@ -124,12 +124,13 @@ class SkippingTraining:
     the Round machine, and the update that its record asks for.
     """
 
-    def __init__(self, job: JobSpec, *, num_left_out: int) -> None:
-        """Draws the model and opens the data.
+    def __init__(self, job: JobSpec) -> None:
+        """Draws the model and opens the data; `job.skip` says how many stages each microbatch leaves out.
 
         Raises:
             UserError: there are no legal paths, the data cannot be read, or the job is of a kind not trained here.
         """
+        num_left_out = job.parallel.stages - job.num_visited_stages
         _check(job.parallel.stages, num_left_out, job.batch.num_microbatches)
         if job.parallel.layout is not Layout.LOOP:
             raise UserError(
@@ -175,7 +176,7 @@ class SkippingTraining:
 
     def step(self, step: int) -> StepRecord:
         """Forward and backward of every microbatch along its path, one update of all stages, and its record."""
-        plan = self._plan(self.paths_of(step))
+        plan = self.plan_of(step)
         record = self._decided(Step(step), plan, self._train(Step(step), plan))
         self._compute.run(ApplyOp(record=record), {})
         return record
@@ -203,9 +204,10 @@ class SkippingTraining:
     def _path(self, stages: Stages) -> Path:
         return Path(hops=tuple(self._refs[stage] for stage in (*stages, self.job.parallel.stages)))
 
-    def _plan(self, paths: Sequence[Stages]) -> Plan:
+    def plan_of(self, step: int) -> Plan:
+        """The paths of a step, and everything else as ever: all on one worker. Nobody predicts how long it takes."""
         whole = self._path(tuple(range(self.job.parallel.stages)))
-        found = tuple(self._path(path) for path in paths)
+        found = tuple(self._path(path) for path in self.paths_of(step))
         ops = (op for m, path in enumerate(found) for op in _there_and_back(MicrobatchId(m), path))
         return Plan(
             layout=Layout.LOOP,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,16 @@ from skein.config.job import (
     LlamaShape,
     OptimizerSpec,
     ParallelSpec,
+    SkipSpec,
     TextSource,
 )
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.plan.check import violations
 from skein.protocol.messages import StepRecord
 from skein.rng import stream
-from skein.types import Layout, Precision, StageIndex, StageSpec
+from skein.topology.fleet import Fleet, FleetWorker, Profile
+from skein.types import Layout, Precision, SiteId, StageIndex, StageSpec, WorkerId
 from worker.data.dataset import open_dataset
 from worker.model.stage import build_stage
 
@@ -56,6 +60,7 @@ def make_job(
     *,
     stages: int,
     microbatches: int,
+    left_out: int = 0,
     precision: Precision = Precision.FP64,
     is_tied: bool = False,
 ) -> JobSpec:
@@ -75,6 +80,7 @@ def make_job(
         data=DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=12, validation_ratio=0.1),
         batch=BatchSpec(samples=2 * microbatches, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, layout=Layout.LOOP),
+        skip=SkipSpec(ratio=left_out / stages, max_jump=MAX_JUMP),
         optimizer=OptimizerSpec(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
         budget=BudgetSpec(steps=20),
         precision=precision,
@@ -116,7 +122,7 @@ def test_every_stage_comes_to_be_left_out_together_with_every_other() -> None:
 
 
 def test_each_stage_of_the_measured_model_holds_one_block() -> None:
-    training = SkippingTraining(make_measured_job(steps=1, seed=0), num_left_out=0)
+    training = SkippingTraining(make_measured_job(steps=1, seed=0))
     blocks = [
         {name.split(".")[2] for name in chunk.params if ".layers." in name}
         for chunk in training.chunks.values()
@@ -148,7 +154,7 @@ def test_a_number_of_microbatches_that_cannot_use_stages_equally_is_refused() ->
 def test_a_stage_is_weighted_by_the_tokens_that_visited_it_alone(tmp_path: Path) -> None:
     # 54 tokens make five windows of 12; one is held out. The last one has 5 labels: with it a microbatch has 12 + 5.
     (tmp_path / "one.txt").write_bytes(b"a" * 53)
-    training = SkippingTraining(make_job(tmp_path, stages=3, microbatches=2), num_left_out=1)
+    training = SkippingTraining(make_job(tmp_path, stages=3, microbatches=2, left_out=1))
     paths = training.paths_of(0)
     record = training.step(0)
     training.close()
@@ -170,7 +176,7 @@ def test_with_nothing_left_out_steps_equal_plain_torch(
 ) -> None:
     # Tolerances as in tests/e2e/test_parity.py: rounding of sums in another order, and no more.
     job = make_job(text, stages=4, microbatches=3, precision=precision)
-    training = SkippingTraining(job, num_left_out=0)
+    training = SkippingTraining(job)
     wanted = run_reference(job, 6)
     for step, reference in enumerate(wanted):
         found = training.step(step)
@@ -180,10 +186,23 @@ def test_with_nothing_left_out_steps_equal_plain_torch(
     assert max(step.gradient_norm for step in wanted) > 0.5, "clipping should have acted"
 
 
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_the_check_of_all_plans_finds_nothing_wrong_with_a_step(left_out: int) -> None:
+    training = SkippingTraining(make_measured_job(steps=1, seed=0, num_left_out=left_out))
+    profile = Profile(device="cpu", device_name="test", flops_per_s=1e9, memory_bytes=2**40)
+    fleet = Fleet(
+        workers=(FleetWorker(worker=WorkerId("here"), site=SiteId("here"), profile=profile),), links=()
+    )
+    # A prediction is asked of every plan; nobody made one here.
+    plan = replace(training.plan_of(0), predicted_step_s=1.0, lower_bound_s=1.0)
+    assert violations(plan, training.job, fleet) == ()
+    training.close()
+
+
 def test_a_step_of_two_microbatches_equals_the_same_written_out_in_torch(text: Path) -> None:
     """Stages 1 and 2 see one microbatch each, so their gradients are divided by its tokens, stage 0's by both's."""
-    job = make_job(text, stages=3, microbatches=2)
-    training = SkippingTraining(job, num_left_out=1)
+    job = make_job(text, stages=3, microbatches=2, left_out=1)
+    training = SkippingTraining(job)
     assert sorted(training.paths_of(0)) == [(0, 1), (0, 2)]
     initial = {name: x.clone() for name, x in training.copy_state().items()}
     found = training.step(0)
@@ -235,8 +254,8 @@ def written_out(job: JobSpec, paths: tuple[tuple[int, ...], ...]) -> tuple[dict[
 
 
 def test_evaluation_through_some_stages_is_the_loss_of_a_model_without_the_others(text: Path) -> None:
-    job = make_job(text, stages=4, microbatches=3)
-    training = SkippingTraining(job, num_left_out=1)
+    job = make_job(text, stages=4, microbatches=3, left_out=1)
+    training = SkippingTraining(job)
     training.step(0)
     losses = {training.evaluate(path) for path in [None, (0, 1, 2, 3), (0, 2, 3), (0, 1)]}
     assert len(losses) == 3, "all stages are what None means, and each choice has a loss of its own"
@@ -244,8 +263,8 @@ def test_evaluation_through_some_stages_is_the_loss_of_a_model_without_the_other
 
 
 def test_training_goes_on_from_a_saved_state_as_if_never_interrupted(text: Path) -> None:
-    job = make_job(text, stages=4, microbatches=3)
-    whole, resumed = SkippingTraining(job, num_left_out=2), SkippingTraining(job, num_left_out=2)
+    job = make_job(text, stages=4, microbatches=3, left_out=2)
+    whole, resumed = SkippingTraining(job), SkippingTraining(job)
     whole.step(0)
     resumed.load_state(whole.copy_state())
     assert resumed.step(1) == whole.step(1)
@@ -258,10 +277,12 @@ def test_an_interrupted_run_goes_on_and_tells_what_the_whole_one_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.convergence.EVALUATE_EVERY", 2)
-    job = make_measured_job(steps=4, seed=0).model_copy(update={"evaluation": EvaluationSpec(samples=4)})
-    whole = carry_out(Run(job=job, num_left_out=6, folder=tmp_path / "whole"))
+    job = make_measured_job(steps=4, seed=0, num_left_out=6).model_copy(
+        update={"evaluation": EvaluationSpec(samples=4)}
+    )
+    whole = carry_out(Run(job=job, folder=tmp_path / "whole"))
     assert Counter(told.kind for told in whole) == {Kind.STEP: 4, Kind.VALIDATION: 3, Kind.LEFT_OUT: 33}
-    run = Run(job=job, num_left_out=6, folder=tmp_path / "cut")
+    run = Run(job=job, folder=tmp_path / "cut")
     with monkeypatch.context() as patched:
         patched.setattr(SkippingTraining, "step", failing_at(3, SkippingTraining.step))
         with pytest.raises(RuntimeError, match="step 3"):
@@ -282,7 +303,7 @@ def failing_at(
 
 def test_a_job_with_tied_embeddings_or_without_a_loop_is_refused(text: Path) -> None:
     with pytest.raises(UserError, match="tie_word_embeddings"):
-        SkippingTraining(make_job(text, stages=4, microbatches=3, is_tied=True), num_left_out=1)
+        SkippingTraining(make_job(text, stages=4, microbatches=3, is_tied=True))
     line = make_job(text, stages=4, microbatches=3).model_copy(update={"parallel": ParallelSpec(stages=4)})
     with pytest.raises(UserError, match=r"parallel\.layout"):
-        SkippingTraining(line, num_left_out=1)
+        SkippingTraining(line)
