@@ -22,10 +22,13 @@ from skein.config.job import (
     ModelSpec,
     OptimizerSpec,
     ParallelSpec,
+    PlanSpec,
+    SkipSpec,
     TextSource,
 )
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
+from tests.e2e.skipping import run_skipping
 
 NUM_STEPS = 20
 # fp32: sums of a few thousand terms in another order; float64: the same, so a wrong term would show.
@@ -116,6 +119,32 @@ def test_any_cut_trains_like_one_torch_process(
         job = make_job(name, model, data, parallel, precision)
         reference = reference or run_reference(job, NUM_STEPS)
         check(train(cluster, job), reference, TOLERANCES[precision])
+
+
+# What a plain rotation leaves out: 1 or 2 of the stages 1 and 2, and two of the stages 1, 2 and 3.
+SKIPS = {
+    "line": (Layout.LINE, 0.25, [(0, 2, 3), (0, 1, 3)]),
+    "loop": (Layout.LOOP, 0.5, [(0, 3), (0, 1), (0, 2)]),
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("layout", "ratio", "ways"), SKIPS.values(), ids=SKIPS)
+def test_stages_that_are_left_out_train_like_one_torch_process_that_leaves_them_out(
+    cluster: Cluster,
+    text: Path,
+    layout: Layout,
+    ratio: float,
+    ways: list[tuple[int, ...]],
+    is_tied: bool,
+) -> None:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    parallel = ParallelSpec(stages=4, replicas=2, layout=layout)
+    whole = make_job(f"skip-{layout.value}", llama(is_tied=is_tied), data, parallel, Precision.FP64)
+    job = whole.model_copy(update={"skip": SkipSpec(ratio=ratio), "plan": PlanSpec(method="balanced")})
+    found = train(cluster, job)
+    check(found, run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
+    assert found[0] != pytest.approx(train(cluster, whole)[0], rel=1e-3), "nothing was left out"
 
 
 def test_a_model_of_images_trains_like_one_torch_process(cluster: Cluster) -> None:
