@@ -28,7 +28,7 @@ from skein.config.job import (
 )
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
-from tests.e2e.skipping import run_skipping
+from tests.support.skipping import run_skipping
 
 NUM_STEPS = 20
 # fp32: sums of a few thousand terms in another order; float64: the same, so a wrong term would show.

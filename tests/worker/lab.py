@@ -1,7 +1,7 @@
 """Workers in one process without a network: computes, stores between them, and a step as a coordinator would run it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path as FilePath
@@ -130,8 +130,11 @@ class Arrangement:
         return tuple(sorted({chunk.worker for chunk in self.chunks}))
 
 
-def arrange(job: JobSpec) -> Arrangement:
-    """An even cut; replica r's worker of stage s is w<r><s>, microbatches go round the replicas."""
+def arrange(job: JobSpec, ways: Sequence[Sequence[int]] | None = None) -> Arrangement:
+    """An even cut; replica r's worker of stage s is w<r><s>, microbatches go round the replicas.
+
+    Microbatch m visits the stages `ways[m % len(ways)]` in that order, by default all.
+    """
     num_layers = len(layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision))
     is_loop = job.parallel.layout is Layout.LOOP
     bodies = job.parallel.stages
@@ -158,7 +161,11 @@ def arrange(job: JobSpec) -> Arrangement:
         ends = {stages[0].index, stages[-1].index}
         members = tuple(ref for ref in chunks if ref.stage in ends)
         groups.append(Group(group=TIED, members=members, num_shards=2))
-    paths = tuple(Path(hops=rings[m % len(rings)]) for m in range(job.batch.num_microbatches))
+    visited = ways or [[stage.index for stage in stages]]
+    paths = tuple(
+        Path(hops=tuple(rings[m % len(rings)][stage] for stage in visited[m % len(visited)]))
+        for m in range(job.batch.num_microbatches)
+    )
     return Arrangement(stages=stages, chunks=chunks, paths=paths, groups=tuple(groups))
 
 
@@ -199,9 +206,9 @@ class Bench:
 class Lab:
     """All workers of a job; `step` runs one training step, op by op."""
 
-    def __init__(self, job: JobSpec) -> None:
+    def __init__(self, job: JobSpec, ways: Sequence[Sequence[int]] | None = None) -> None:
         self.job = job
-        self.arrangement = arrange(job)
+        self.arrangement = arrange(job, ways)
         self.benches = {worker: Bench(worker, job, self.arrangement) for worker in self.arrangement.workers}
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""
@@ -275,7 +282,7 @@ class Lab:
         at = Step(step)
         losses = [self.microbatch(at, m, path, Phase.TRAIN) for m, path in enumerate(self.arrangement.paths)]
         joined = {group.group: self.reduce(at, group) for group in self.arrangement.groups}
-        record = decide(self.job, at, losses, joined.values(), decision)
+        record = decide(self.job, at, losses, joined, self.arrangement, decision)
         for worker in self.benches:
             self.run(worker, ApplyOp(record=record))
         return record
@@ -290,13 +297,24 @@ class Lab:
 
 
 def decide(
-    job: JobSpec, step: Step, losses: Sequence[Loss], joined: Iterable[Joined], decision: Decision
+    job: JobSpec,
+    step: Step,
+    losses: Sequence[Loss],
+    joined: Mapping[GroupId, Joined],
+    arrangement: Arrangement,
+    decision: Decision,
 ) -> StepRecord:
     """The record that a coordinator would write."""
-    votes = tuple(joined)
     num_tokens = sum(loss.num_tokens for loss in losses)
-    weight = 1 / num_tokens
-    norm = weight * math.sqrt(math.fsum(vote.squared_norm for vote in votes))
+    weights: dict[GroupId, float] = {}
+    for group in arrangement.groups:
+        visitors = [
+            loss.num_tokens
+            for loss, path in zip(losses, arrangement.paths, strict=True)
+            if {hop.stage for hop in path.hops} & {member.stage for member in group.members}
+        ]
+        weights[group.group] = 1 / sum(visitors) if visitors else 0.0
+    norm = math.sqrt(math.fsum(weights[g] ** 2 * vote.squared_norm for g, vote in joined.items()))
     limit = job.optimizer.clip_norm
     return StepRecord(
         step=step,
@@ -304,17 +322,17 @@ def decide(
         reason="",
         results=tuple(
             GroupResult(
-                group=vote.group,
+                group=group,
                 attempt=ATTEMPT,
                 digest=vote.digest,
                 squared_norm=vote.squared_norm,
-                weight=weight,
+                weight=weights[group],
             )
-            for vote in votes
+            for group, vote in joined.items()
         ),
         loss=math.fsum(loss.loss_sum for loss in losses) / num_tokens,
         num_tokens=num_tokens,
-        weight=weight,
+        weight=1 / num_tokens,
         gradient_norm=norm,
         clip=1.0 if limit is None else min(1.0, limit / (norm + 1e-6)),
         learning_rate=job.optimizer.learning_rate,

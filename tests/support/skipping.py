@@ -11,18 +11,21 @@ from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.plan.cut import cut
 from skein.plan.load import job_layers
-from skein.types import Layout
+from skein.types import Layout, StageSpec
 from worker.data.dataset import Dataset, open_dataset
 from worker.model.stage import Stage, build_stage
 
 
-def run_skipping(job: JobSpec, num_steps: int, ways: Sequence[Sequence[int]]) -> list[ReferenceStep]:
+def run_skipping(
+    job: JobSpec, num_steps: int, ways: Sequence[Sequence[int]], *, cut_at: Sequence[StageSpec] | None = None
+) -> list[ReferenceStep]:
     """Train `job` for `num_steps` steps, microbatch m through the stages `ways[m % len(ways)]`, in that order.
 
     Every parameter's summed gradient is divided by the valid tokens of the microbatches that used it, then all are
-    clipped together, by torch's own optimizer and clipping. In `LOOP` the head is the stage after the last.
+    clipped together, by torch's own optimizer and clipping; what nobody used has no gradient, and stays. In `LOOP` the
+    head is the stage after the last. Stages are those of `cut_at`, by default the job's even cut.
     """
-    stages = _stages(job)
+    stages = _stages(job, cut_at or cut(job_layers(job), job.parallel.stages, job.parallel.layout))
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     users = {name: [s for s, stage in enumerate(stages) if name in stage.state_dict()] for name in parameters}
     spec = job.optimizer
@@ -46,8 +49,8 @@ def run_skipping(job: JobSpec, num_steps: int, ways: Sequence[Sequence[int]]) ->
             for stage in way:
                 tokens[stage] += num_valid
         for name, parameter in parameters.items():
-            assert parameter.grad is not None
-            parameter.grad /= max(tokens[stage] for stage in users[name])
+            if parameter.grad is not None:
+                parameter.grad /= max(tokens[stage] for stage in users[name])
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), spec.clip_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(spec, step, job.budget.steps)
@@ -56,7 +59,7 @@ def run_skipping(job: JobSpec, num_steps: int, ways: Sequence[Sequence[int]]) ->
     return steps
 
 
-def _stages(job: JobSpec) -> list[Stage]:
+def _stages(job: JobSpec, cut_at: Sequence[StageSpec]) -> list[Stage]:
     """The job's stages; what two of them hold is one parameter."""
     built = [
         build_stage(
@@ -67,7 +70,7 @@ def _stages(job: JobSpec) -> list[Stage]:
             precision=job.precision,
             device=torch.device("cpu"),
         )
-        for stage in cut(job_layers(job), job.parallel.stages, job.parallel.layout)
+        for stage in cut_at
     ]
     first = dict(built[0].named_parameters())
     for name in first.keys() & dict(built[-1].named_parameters()).keys():
