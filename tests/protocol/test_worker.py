@@ -534,6 +534,36 @@ def test_the_last_stage_reports_its_loss() -> None:
     assert (done.loss_sum, done.tokens) == (4.0, (3, 3))
 
 
+def test_a_chunk_that_no_path_visits_is_reported_complete_at_the_start_of_each_step() -> None:
+    first, idle, last = chunk(0, "w0a"), chunk(1, "w0a"), chunk(2, "w2a")
+    plan = plan_of([first, idle, last], [path(first, last)])
+    hand = ready(plan)
+    hand.start()
+    done = only(hand.said(), StageDone)
+    assert (done.ledger, done.loss_sum, done.tokens) == (ledger(1, "w0a"), 0.0, ())
+    hand.run_all()
+    hand.arrive(hop(Direction.BACKWARD, 0, 0, plan=plan), sender="w2a")
+    hand.run_all()
+    for group in ("s0", "s1"):
+        hand.prepare(group, [ledger(0, "w0a", 0) if group == "s0" else ledger(1, "w0a")])
+        hand.run_all()
+    hand.commit(record(attempts={"s0": attempt(), "s1": attempt()}))
+    hand.end()
+    assert only(hand.said(), StageDone).step == 1
+
+
+def test_evaluation_keeps_to_paths_of_its_own() -> None:
+    first, between, last = chunk(0, "w0a"), chunk(1, "w1a"), chunk(2, "w2a")
+    plan = plan_of([first, between, last], [path(first, last)], full_paths=[path(first, between, last)])
+    hand = ready(plan)
+    hand.hear(Evaluate(epoch=Epoch(1), generation=Generation(1), version=Step(0), num_microbatches=2))
+    for _ in range(2):
+        hand.end()
+        [(to, header)] = hand.sent()
+        assert isinstance(header, HopTensor)
+        assert (to, header.path) == ("w1a", plan.evaluation_paths[0])
+
+
 def test_a_worker_that_holds_everything_sends_nothing() -> None:
     hand = ready(ALONE)
     hand.start()

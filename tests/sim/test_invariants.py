@@ -1,7 +1,10 @@
 """The simulator can fail: each invariant is shown to catch what it is for."""
 
+from dataclasses import replace
+
 import pytest
 
+from skein.model.layers import layers_of
 from skein.protocol.messages import (
     Commit,
     Direction,
@@ -11,6 +14,7 @@ from skein.protocol.messages import (
     Phase,
     StepRecord,
 )
+from skein.protocol.ops import ApplyOp, JoinOp, LossOp
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
@@ -20,13 +24,16 @@ from skein.protocol.records import (
     StepCommitted,
 )
 from skein.protocol.worker import Worker
-from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after
+from skein.sim.executor import SimExecutor, stage_times
+from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after, visits_of
 from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
 from tests.support.hands import Hand, record
 from tests.support.jobs import small_job
-from tests.support.plans import grid_plan
+from tests.support.plans import chunk, grid_plan, path, plan_of, schedule
+from tests.support.reports import attempt
 
 JOB = JobId("small-1")
+SPEC = small_job()
 FIRST, SECOND = record(0), record(1)
 AFTER_FIRST = lineage_after(INITIAL, FIRST)
 
@@ -148,3 +155,54 @@ def test_a_slot_too_many_is_caught() -> None:
 def test_a_worker_that_is_ahead_of_the_log_is_caught(ahead: Worker) -> None:
     with pytest.raises(Violated):
         followed().handled(ahead)
+
+
+# --- what an update is compared with ---
+
+
+def executor_of(*accumulated: int) -> SimExecutor:
+    """Of the only holder of a stage whose schedule adds microbatches 1, 0; it has added these."""
+    alone = chunk(0, "w0a")
+    plan = plan_of([alone], [path(alone)] * 2, schedules=(schedule("w0a", "L0.1 L0.0"),))
+    hand = Hand("w0a")
+    executor = SimExecutor(alone.worker, flops_per_s=1e9)
+    layers = layers_of(SPEC.model, sequence_tokens=SPEC.data.sequence_tokens, precision=SPEC.precision)
+    times = {StageIndex(0): stage_times(SPEC, layers, plan.stages[0])}
+    executor.build(hand.assignment(plan), {StageIndex(0): INITIAL}, times, visits_of(plan))
+    for microbatch in accumulated:
+        executor.run(
+            LossOp(
+                phase=Phase.TRAIN,
+                step=Step(0),
+                microbatch=MicrobatchId(microbatch),
+                hop=0,
+                path=plan.paths[0],
+            )
+        )
+    executor.run(JoinOp(step=Step(0), group=plan.groups[0], attempt=attempt()))
+    return executor
+
+
+def weighted(weight: float) -> ApplyOp:
+    decided = record(0, attempts={"s0": attempt()})
+    return ApplyOp(record=replace(decided, results=(replace(decided.results[0], weight=weight),)))
+
+
+def test_visits_that_count_once_in_their_order_pass() -> None:
+    executor_of(1, 0).run(weighted(1 / 2))
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "weight", "found"),
+    [
+        ((0, 1), 1 / 2, "planned was"),
+        ((1,), 1 / 2, "planned was"),
+        ((1, 0, 0), 1 / 2, "sums"),
+        ((1, 0), 1.0, "weighs 1.0 for 2 tokens"),
+    ],
+)
+def test_visits_out_of_order_missing_repeated_or_wrongly_weighted_are_caught(
+    accumulated: tuple[int, ...], weight: float, found: str
+) -> None:
+    with pytest.raises(Violated, match=found):
+        executor_of(*accumulated).run(weighted(weight))

@@ -1,6 +1,6 @@
 """What ops compute, against plain torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
@@ -20,7 +20,7 @@ from tests.worker.lab import CPU, Lab, digits_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute
-from worker.data.dataset import open_dataset
+from worker.data.dataset import Batch, Dataset, open_dataset
 from worker.executor import Executor, Ran
 from worker.model.stage import Stage, build_stage
 
@@ -321,3 +321,24 @@ def test_a_chunk_that_is_given_up_can_be_fetched_until_a_step_begins(text: Path,
     path = Hops(hops=(ChunkRef(stage=StageIndex(0), worker=bench.worker), elsewhere))
     bench.run(ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path))
     assert bench.compute.chunk_of(before.job_id, given_up.stage, Step(0)) is None
+
+
+def test_batches_are_read_ahead_in_the_order_in_which_they_begin(text: Path, labs: list[Lab]) -> None:
+    asked: list[int] = []
+
+    class Recording(Dataset):
+        def train_batch(self, positions: Sequence[int]) -> Batch:
+            asked.append(positions[0])
+            return super().train_batch(positions)
+
+    lab = Lab(tiny_job(text, stages=1))
+    labs.append(lab)
+    opened = open_dataset(lab.job.data, lab.job.model, seed=lab.job.seed)
+    dataset = Recording(sources=opened.sources, selection=opened.selection, fingerprint=opened.fingerprint)
+    begin = [(0, 2), (0, 0), (1, 2)]
+    batches = BatchReader(dataset, lab.job, [MicrobatchId(2), MicrobatchId(0)])
+    for step, microbatch in begin:
+        batches.batch(Phase.TRAIN, Step(step), MicrobatchId(microbatch))
+    batches.close()
+    # Each once: what was read ahead is what was asked for next. One more may have begun before the end.
+    assert asked[:3] == [positions_of(step, m, lab.job.batch)[0] for step, m in begin]
