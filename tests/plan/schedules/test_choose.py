@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -162,6 +163,20 @@ def test_without_memory_for_anything_every_schedule_is_rejected() -> None:
     assert len(choice.rejected) > 10
 
 
+def test_one_forward_more_per_hop_is_tried() -> None:
+    # By the times 29, 25, … 1 forwards come first, which takes 152 s; 32, 31, 26, … 1 shorten the end of the step.
+    found = seconds(choose(32, [cut_for("zb_h1", 8, 1)], links(8, 4.0)))
+    assert (found["zb_deep"], found["one_f_one_b_deep"]) == (135.0, 173.0)
+
+
+def test_depths_count_the_way_there_and_the_way_back() -> None:
+    stages = [StageCost(forward_s=1, input_s=1, weight_s=1, output_bytes=6, gradient_bytes=30)] * 2
+    latency_s, bytes_per_s = np.array([[0.0, 1.0], [2.0, 0.0]]), np.array([[np.inf, 2.0], [5.0, np.inf]])
+    between = Links(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    # 3 s of ops, 1 + 3 s there, 2 + 6 s back: 15 s away, five microbatches.
+    assert latency_aware_depths(Cut(stages=tuple(stages)), between, 100) == (6, 1)
+
+
 def memory(slots: int, num_workers: int) -> list[int]:
     return [slots * UNIT_BYTES] * num_workers
 
@@ -228,3 +243,9 @@ def test_an_even_cut_keeps_the_work_and_gives_each_worker_its_own() -> None:
     cut = even_cut(shares, 2, Placement.V)
     assert [stage.forward_s for stage in cut.stages] == [0.5, 1.0, 1.5, 1.5, 1.0, 0.5]
     assert [stage.activation_bytes for stage in cut.stages] == [30] * 6
+
+
+def test_an_even_cut_sends_whole_tensors_over_every_boundary() -> None:
+    first = replace(share(), output_bytes=100, gradient_bytes=50)
+    cut = even_cut([first, share()], 2, Placement.LOOP)
+    assert [(stage.output_bytes, stage.gradient_bytes) for stage in cut.stages] == [(100, 50)] * 4

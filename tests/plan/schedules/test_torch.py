@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from skein.plan.schedules.ops import Op, OpKind, Placement, Shape
+from skein.plan.schedules.ops import Op, OpKind, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 
 NAME_THERE = {
@@ -20,13 +20,6 @@ KIND_THERE = {
     "BACKWARD_INPUT": OpKind.BACKWARD_INPUT,
     "BACKWARD_WEIGHT": OpKind.BACKWARD_WEIGHT,
 }
-CASES = [
-    (name, p, m, v)
-    for name in NAME_THERE
-    for p in (1, 2, 3, 4)
-    for m in (p, 2 * p, 5 * p)
-    for v in ((2, 3) if GENERATORS[name].num_chunks is None else (GENERATORS[name].num_chunks or 0,))
-]
 
 
 def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
@@ -50,11 +43,15 @@ def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
     return orders
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
-def test_order_is_the_one_of_torch(name: str, p: int, m: int, v: int) -> None:
-    placement = GENERATORS[name].placement if v > 1 else Placement.LOOP
-    shape = Shape(num_workers=p, num_microbatches=m, num_chunks=v, placement=placement)
-    assert [list(ops) for ops in make_schedule(name, shape).ops_by_worker] == orders_there(name, p, m, v)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAME_THERE)
+def test_order_is_the_one_of_torch(name: str, p: int) -> None:
+    generator = GENERATORS[name]
+    for v in (2, 3) if generator.num_chunks is None else (generator.num_chunks,):
+        for m in (p, 2 * p, 5 * p):
+            shape = Shape(num_workers=p, num_microbatches=m, num_chunks=v, placement=generator.placement)
+            here = [list(ops) for ops in make_schedule(name, shape).ops_by_worker]
+            assert here == orders_there(name, p, m, v), shape
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 6), (4, 10), (3, 8), (8, 5)])
