@@ -1,0 +1,131 @@
+"""What the compiled loops work on: a problem and a routing as flat arrays, in tuples that numba can take apart."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from skein.plan.route.problem import F64, I64, Problem, Routing
+
+U64 = npt.NDArray[np.uint64]
+
+
+class Fixed(NamedTuple):
+    """A problem. Shapes as in `Problem`; `reduce_bytes` (num_stages,) is all zero where aggregation is left out."""
+
+    stage_of: I64
+    first_chunk: I64
+    forward_s: F64
+    backward_s: F64
+    loss_s: F64
+    transfer_s: F64
+    wire_s: F64
+    slots: I64
+    reduce_bytes: F64
+    reduce_latency_s: F64
+    reduce_s_per_byte: F64
+    num_hops: int
+    max_swaps: int
+    max_jump: int
+    is_loop: bool
+    has_wires: bool
+
+
+class State(NamedTuple):
+    """A routing under change, and what follows from its placement.
+
+    holder: (num_seats,) worker in each seat; the first num_chunks seats are the chunks, the rest is idle.
+    path, sequence: as in `Routing`; op: (num_ops,) which op of its microbatch each place in the sequence is.
+    forward_s, backward_s, loss_s, slots: (num_chunks,) of each chunk at its holder.
+    trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
+    reduce_s: (num_stages,) aggregation among a stage's holders.
+    """
+
+    holder: I64
+    path: I64
+    sequence: I64
+    op: I64
+    forward_s: F64
+    backward_s: F64
+    loss_s: F64
+    slots: I64
+    trip_s: F64
+    reduce_s: F64
+
+
+def fixed(problem: Problem) -> Fixed:
+    """The arrays of `problem`."""
+    square = (problem.num_workers, problem.num_workers)
+    reduction = problem.reduction
+    return Fixed(
+        stage_of=problem.stage_of,
+        first_chunk=problem.first_chunk,
+        forward_s=np.ascontiguousarray(problem.forward_s, np.float64),
+        backward_s=np.ascontiguousarray(problem.backward_s, np.float64),
+        loss_s=np.ascontiguousarray(problem.loss_s, np.float64),
+        transfer_s=np.ascontiguousarray(problem.transfer_s, np.float64),
+        wire_s=np.ascontiguousarray(problem.wire_s, np.float64),
+        slots=np.ascontiguousarray(problem.slots, np.int64),
+        reduce_bytes=np.zeros(problem.num_stages) if reduction is None else reduction.num_bytes,
+        reduce_latency_s=np.zeros(square) if reduction is None else reduction.latency_s,
+        reduce_s_per_byte=np.zeros(square) if reduction is None else 1.0 / reduction.bytes_per_s,
+        num_hops=problem.num_hops,
+        max_swaps=problem.max_swaps,
+        max_jump=problem.max_jump,
+        is_loop=problem.num_hops == problem.path_len,
+        has_wires=bool(problem.wire_s.any()),
+    )
+
+
+def num_seats(problem: Problem) -> int:
+    """Seats for chunks: as many on each worker as the fullest one needs."""
+    return problem.num_workers * -(-problem.num_chunks // problem.num_workers)
+
+
+def state(problem: Problem, worker_of: I64, path: I64) -> State:
+    """A state at a placement and paths; its sequence is empty and what is derived is not filled in yet."""
+    chunks, num_microbatches = problem.num_chunks, problem.num_microbatches
+    num_ops = num_microbatches * (2 * problem.num_hops + 1)
+    return State(
+        holder=_seated(problem, worker_of),
+        path=path.astype(np.int64),
+        sequence=np.zeros(num_ops, np.int64),
+        op=np.zeros(num_ops, np.int64),
+        forward_s=np.zeros(chunks),
+        backward_s=np.zeros(chunks),
+        loss_s=np.zeros(chunks),
+        slots=np.zeros(chunks, np.int64),
+        trip_s=np.zeros(num_microbatches),
+        reduce_s=np.zeros(problem.num_stages),
+    )
+
+
+def _seated(problem: Problem, worker_of: I64) -> I64:
+    per_worker = num_seats(problem) // problem.num_workers
+    left = np.full(problem.num_workers, per_worker) - np.bincount(worker_of, minlength=problem.num_workers)
+    if (left < 0).any():
+        raise ValueError(f"worker {int(left.argmin())} holds more than {per_worker} chunks")
+    return np.concatenate([worker_of, np.repeat(np.arange(problem.num_workers), left)]).astype(np.int64)
+
+
+def routing(problem: Problem, state: State) -> Routing:
+    """The routing that a state describes, as a copy."""
+    return Routing(
+        worker_of=state.holder[: problem.num_chunks].copy(),
+        path=state.path.copy(),
+        sequence=state.sequence.copy(),
+    )
+
+
+def op_numbers(sequence: I64, num_microbatches: int) -> I64:
+    """Which op of its microbatch each place in `sequence` is.
+
+    >>> op_numbers(np.array([0, 1, 0, 0, 1]), 2).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    order = np.argsort(sequence, kind="stable")
+    counts = np.bincount(sequence, minlength=num_microbatches)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = np.empty(len(sequence), np.int64)
+    numbers[order] = np.arange(len(sequence)) - firsts
+    return numbers

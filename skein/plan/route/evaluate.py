@@ -1,0 +1,105 @@
+"""A routing as seen from outside: when everything happens, how it bears jitter, and an order where it has none yet."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from skein.plan.route.arrays import fixed, op_numbers, routing, state
+from skein.plan.route.cost import NEVER, fit, run_sequence, scratch
+from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
+from skein.plan.route.simulate import simulate
+from skein.rng import stream
+
+
+def timeline(problem: Problem, routing: Routing) -> Timeline:
+    """Start and end of everything, each worker doing its ops in the routing's order.
+
+    Raises:
+        ValueError: a chunk would hold more than its slots in that order.
+    """
+    arrays = fixed(problem)
+    here = state(problem, routing.worker_of, routing.path)
+    here.sequence[:] = routing.sequence
+    here.op[:] = op_numbers(routing.sequence, problem.num_microbatches)
+    fit(arrays, here)
+    work = scratch(arrays, here)
+    step_s = run_sequence(arrays, here, work, NEVER)
+    if step_s == NEVER:
+        raise ValueError("in this order a chunk would hold more microbatches than it has slots")
+    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    begin_s[here.sequence, here.op] = work.begin_s
+    end_s = work.input_s.copy()
+    return Timeline(
+        begin_s=begin_s,
+        end_s=end_s,
+        reduced_s=work.reduced_s.copy(),
+        makespan_s=float(end_s.max()),
+        step_s=float(step_s),
+    )
+
+
+def jittered(problem: Problem, *, jitter: float, num_draws: int, seed: int) -> tuple[Problem, ...]:
+    """`num_draws` copies in which each worker's ops and each directed link take 1 +- `jitter` times as long."""
+    random = stream(seed, "jitter", problem.name)
+    copies = []
+    for _ in range(num_draws):
+        of_worker = random.uniform(1 - jitter, 1 + jitter, problem.num_workers)
+        of_link = random.uniform(1 - jitter, 1 + jitter, problem.transfer_s.shape)
+        copies.append(
+            replace(
+                problem,
+                forward_s=problem.forward_s * of_worker[:, None],
+                backward_s=problem.backward_s * of_worker[:, None],
+                loss_s=problem.loss_s * of_worker,
+                transfer_s=problem.transfer_s * of_link,
+                wire_s=problem.wire_s * of_link,
+            )
+        )
+    return tuple(copies)
+
+
+def jittered_mean_s(
+    problem: Problem, routing: Routing, *, jitter: float = 0.03, num_draws: int = 32, seed: int = 0
+) -> float:
+    """Mean seconds of the step when times are 1 +- `jitter` times what was measured; the order stays.
+
+    A plan must not live on a lucky tie.
+    """
+    copies = jittered(problem, jitter=jitter, num_draws=num_draws, seed=seed)
+    return float(np.mean([timeline(copy, routing).step_s for copy in copies]))
+
+
+def sequence_of(begin_s: F64) -> I64:
+    """The order of all ops by their starts; of one start, by microbatch. `begin_s` as in `Timeline`."""
+    order = np.argsort(begin_s.ravel(), kind="stable")
+    sequence: I64 = (order // begin_s.shape[1]).astype(np.int64)
+    return sequence
+
+
+def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
+    """Placement and paths with the order in which workers would take ops first come, first served.
+
+    None if microbatches that hold slots would wait for each other for ever.
+    """
+    arrays = fixed(problem)
+    here = state(problem, worker_of, path)
+    fit(arrays, here)
+    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    last_s = simulate(
+        np.ascontiguousarray(path[:, : problem.num_hops]),
+        np.ascontiguousarray(path[:, problem.num_hops]),
+        here.holder,
+        here.forward_s,
+        here.backward_s,
+        here.loss_s,
+        arrays.transfer_s,
+        arrays.wire_s,
+        here.slots,
+        NEVER,
+        begin_s,
+        np.zeros(problem.num_microbatches),
+    )
+    if last_s == NEVER:
+        return None
+    here.sequence[:] = sequence_of(begin_s)
+    return routing(problem, here)

@@ -1,0 +1,157 @@
+"""The path-scheduling problem, as arrays: who computes what in how long, what a transfer takes, what is allowed.
+
+Words of this package: stages are cut already; a *chunk* is a place in a stage that some worker fills (chunks are
+numbered stage by stage); a *routing* fills the places, gives each microbatch its way over chunks, and puts all ops in
+one order.
+
+Source: SkipPipe (arXiv 2502.19913) and its code; unequal workers, directed links that can be busy, several chunks per
+worker, the line layout and aggregation are added.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from skein.types import Layout
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reduction:
+    """What the holders of a stage exchange after its last backward.
+
+    Args:
+        num_bytes: (num_stages,) gradient of one stage.
+        latency_s: (num_workers, num_workers) one way; row sends to column.
+        bytes_per_s: same shape, infinite diagonal.
+    """
+
+    num_bytes: F64
+    latency_s: F64
+    bytes_per_s: F64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One step to be planned. Times in seconds; workers are numbered 0 ... num_workers - 1.
+
+    Args:
+        name: for messages.
+        layout: LOOP: the loss is computed by the origin's worker, the path has `path_len` hops and returns there.
+            LINE: the last hop is on the last stage, always, and computes the loss.
+        stage_sizes: chunks of each stage; stage 0 holds the origins.
+        path_len: stages that a microbatch visits, stage 0 included (LINE: the last one too).
+        num_by_origin: microbatches that start at each chunk of stage 0.
+        max_swaps: hops of one path that may land below the highest stage so far, and then exactly one below it.
+        max_jump: how far above the highest stage so far a hop may land.
+        forward_s: (num_workers, num_stages) forward of one microbatch.
+        backward_s: same shape.
+        loss_s: (num_workers,) the op at the path's end. LINE: forward, loss and backward of the last stage together.
+        transfer_s: (num_workers, num_workers) one boundary tensor from row to column, latency included, zero diagonal.
+        wire_s: same shape, seconds of it that sender's uplink and receiver's downlink carry nothing else; all zero:
+            links carry any number of transfers at once.
+        slots: (num_workers, num_stages) microbatches that a chunk may hold between forward and backward.
+        reduction: None if aggregation is left out.
+    """
+
+    name: str
+    layout: Layout
+    stage_sizes: tuple[int, ...]
+    path_len: int
+    num_by_origin: tuple[int, ...]
+    max_swaps: int
+    max_jump: int
+    forward_s: F64
+    backward_s: F64
+    loss_s: F64
+    transfer_s: F64
+    wire_s: F64
+    slots: I64
+    reduction: Reduction | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.loss_s)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_sizes)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(self.stage_sizes)
+
+    @property
+    def num_microbatches(self) -> int:
+        return sum(self.num_by_origin)
+
+    @property
+    def num_hops(self) -> int:
+        """Hops that run forward and backward; the loss apart."""
+        return self.path_len if self.layout is Layout.LOOP else self.path_len - 1
+
+    @cached_property
+    def first_chunk(self) -> I64:
+        """(num_stages + 1,) chunk numbers at which stages begin, and their end."""
+        return np.concatenate([[0], np.cumsum(self.stage_sizes)]).astype(np.int64)
+
+    @cached_property
+    def stage_of(self) -> I64:
+        """(num_chunks,) stage of each chunk."""
+        return np.repeat(np.arange(self.num_stages), self.stage_sizes).astype(np.int64)
+
+    @cached_property
+    def skippable(self) -> tuple[int, ...]:
+        """Stages that a path may leave out: all but the first, and in LINE the last."""
+        return tuple(range(1, self.num_stages - (self.layout is Layout.LINE)))
+
+    @cached_property
+    def visits_by_stage(self) -> tuple[int, ...]:
+        """How often each stage is visited in a step: skippable ones equally, the lower ones once more if need be."""
+        total = self.num_microbatches
+        fixed = self.num_stages - len(self.skippable)
+        each, rest = divmod(total * (self.path_len - fixed), max(1, len(self.skippable)))
+        return tuple(
+            each + (self.skippable.index(stage) < rest) if stage in self.skippable else total
+            for stage in range(self.num_stages)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routing:
+    """An answer to a `Problem`.
+
+    Args:
+        worker_of: (num_chunks,) who fills each chunk.
+        path: (num_microbatches, num_hops + 1) chunk of each hop; the last column is where the loss is computed.
+        sequence: (num_microbatches * (2 num_hops + 1),) microbatch of each op, in an order in which all ops can run:
+            forwards, the loss, and backwards of a microbatch appear in this order. What one worker does is the part of
+            the sequence that is on its chunks, in this order.
+    """
+
+    worker_of: I64
+    path: I64
+    sequence: I64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """When everything of a routing happens, in seconds from the step's start.
+
+    Args:
+        begin_s: (num_microbatches, 2 num_hops + 1) start of each op: forwards, loss, backwards (last hop first).
+        end_s: (num_microbatches,) end of the microbatch's last backward.
+        reduced_s: (num_stages,) when each stage's aggregation ends (its last backward's end if there is none).
+        makespan_s: the last of `end_s`.
+        step_s: the last of `end_s` and `reduced_s`.
+    """
+
+    begin_s: F64
+    end_s: F64
+    reduced_s: F64
+    makespan_s: float
+    step_s: float

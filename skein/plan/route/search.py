@@ -1,0 +1,155 @@
+"""The search for a good routing: anneal, start again, keep the best. Each call is deterministic; time is the caller's.
+
+What one annealing reaches differs by a few percent from the next, so several shorter ones beat a long one until each
+is long enough; `Search.improve` runs one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.plan.plan import Infeasible
+from skein.plan.route.anneal import Cooling, anneal, anneal_surrogate
+from skein.plan.route.arrays import State, fixed, op_numbers, routing, state
+from skein.plan.route.cost import fit, scratch
+from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
+from skein.plan.route.moves import dice, undo_space
+from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.start import first_paths
+from skein.rng import key, stream
+
+_PATH_SHARES = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
+_MOVES_PER_OP = 8_000
+"""Beyond this an annealing gains less than a second one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """A routing, seconds of its step as predicted, and their mean under 3 % jitter."""
+
+    routing: Routing
+    step_s: float
+    jittered_s: float
+
+
+class Search:
+    """Keeps the best routing of `problem`. Equal problem, seed and calls give equal results.
+
+    Args:
+        problem: what to plan.
+        seed: of all draws.
+        start: a routing to be considered, and from which placement is taken when `improve` is told to stay near it.
+    """
+
+    def __init__(self, problem: Problem, *, seed: int, start: Routing | None = None) -> None:
+        self.problem = problem
+        self.best: Found | None = None
+        self.num_moves = 0
+        self._seed = seed
+        self._num_rounds = 0
+        self._fixed = fixed(problem)
+        if start is not None:
+            self._offer(start)
+
+    def begin(self) -> Found | Infeasible:
+        """A first legal routing, at once."""
+        paths = first_paths(self.problem)
+        if isinstance(paths, Infeasible):
+            return paths
+        for worker_of in self._placements():
+            found = ordered(self.problem, worker_of, paths)
+            if found is not None:
+                return self._offer(found)
+        return Infeasible(reason="no placement has a slot for every chunk")
+
+    def improve(self, num_moves: int) -> Found | Infeasible:
+        """One annealing of `num_moves` proposals from a start of its own; gives the best routing so far."""
+        self._num_rounds += 1
+        random = dice(key(self._seed, "anneal", self._num_rounds))
+        paths = first_paths(self.problem)
+        if isinstance(paths, Infeasible):
+            return paths
+        if self.best is None:
+            begun = self.begin()
+            if isinstance(begun, Infeasible):
+                return begun
+        assert self.best is not None
+        here = state(self.problem, self._scattered(self.best.routing.worker_of), paths)
+        fit(self._fixed, here)
+        undo = undo_space(here)
+        scale_s = self.best.step_s
+        rough = self._cooling(max(1, num_moves // 8), scale_s / 15, scale_s / 1200)
+        anneal_surrogate(self._fixed, here, undo, rough, random)
+        routed = ordered(self.problem, here.holder[: self.problem.num_chunks], here.path)
+        if routed is None:
+            return self.best
+        fine = self._cooling(num_moves, routed_scale(self, routed) / 35, scale_s / 1500)
+        return self._annealed(routed, fine, random)
+
+    def polish(self, num_moves: int, *, warmth: float = 0.004) -> Found | Infeasible:
+        """One annealing of the best routing, from a temperature of `warmth` times its step."""
+        if self.best is None:
+            return self.begin()
+        self._num_rounds += 1
+        random = dice(key(self._seed, "polish", self._num_rounds))
+        step_s = self.best.step_s
+        return self._annealed(
+            self.best.routing, self._cooling(num_moves, warmth * step_s, step_s / 3000), random
+        )
+
+    def _annealed(self, routing_: Routing, cooling: Cooling, random: np.ndarray) -> Found:
+        here, best = self._state(routing_), self._state(routing_)
+        work, undo = scratch(self._fixed, here), undo_space(here)
+        anneal(self._fixed, here, best, work, undo, cooling, random)
+        self.num_moves += cooling.num_moves
+        return self._offer(routing(self.problem, best))
+
+    def _state(self, routing_: Routing) -> State:
+        here = state(self.problem, routing_.worker_of, routing_.path)
+        here.sequence[:] = routing_.sequence
+        here.op[:] = op_numbers(routing_.sequence, self.problem.num_microbatches)
+        fit(self._fixed, here)
+        return here
+
+    def _offer(self, routing_: Routing) -> Found:
+        step_s = timeline(self.problem, routing_).step_s
+        found = Found(
+            routing=routing_,
+            step_s=step_s,
+            jittered_s=jittered_mean_s(self.problem, routing_, num_draws=24, seed=self._seed),
+        )
+        if self.best is None or found.jittered_s < self.best.jittered_s:
+            self.best = found
+        return self.best
+
+    def _placements(self) -> list[I64]:
+        """Placements to try first: workers in order, then drawn ones."""
+        workers = np.arange(self.problem.num_workers)
+        return [self._seat(workers), *(self._seat(self._drawn(n)) for n in range(20))]
+
+    def _drawn(self, number: int) -> I64:
+        return stream(self._seed, "placement", number).permutation(self.problem.num_workers)
+
+    def _seat(self, workers: I64) -> I64:
+        return np.resize(workers, self.problem.num_chunks).astype(np.int64)
+
+    def _scattered(self, worker_of: I64) -> I64:
+        if self.problem.num_chunks > self.problem.num_workers or (self.problem.slots < 1).any():
+            return worker_of
+        return self._seat(self._drawn(100 + self._num_rounds))
+
+    def _cooling(self, num_moves: int, first_s: float, last_s: float) -> Cooling:
+        return Cooling(
+            num_moves=num_moves,
+            first_s=first_s,
+            last_s=last_s,
+            evenness=1.0,
+            order_share=0.4,
+            seat_share=0.06,
+            path_shares=_PATH_SHARES,
+        )
+
+
+def routed_scale(search: Search, routing_: Routing) -> float:
+    """Seconds of a routing's step, which temperatures are measured in."""
+    return timeline(search.problem, routing_).step_s
