@@ -95,8 +95,7 @@ class Sharing(StrEnum):
     """What transfers at the same time do to each other.
 
     `NONE`: nothing, each has its link's bandwidth. `ENDS`: each worker's uplink, and each worker's downlink, carries
-    one transfer at a time, first come first served; a transfer goes over the receiver's downlink as it comes off the
-    sender's uplink.
+    one transfer at a time. A transfer begins when both are free of those that were ready before it.
     """
 
     NONE = "none"

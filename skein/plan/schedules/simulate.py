@@ -77,18 +77,13 @@ class _Way(NamedTuple):
     carried_s: float
 
 
-_UPLINK, _DOWNLINK = 0, 1
-
-
 class _Request(NamedTuple):
-    """A transfer that asks for one end of its way; compared, the earlier goes first, then backward before forward."""
+    """An output that is ready to be sent. The earlier compares less; of one moment, backward before forward."""
 
     at_s: float
-    leg: int
     is_activation: bool
     microbatch: int
     stage: int
-    start_s: float
     op: Op
 
 
@@ -126,11 +121,7 @@ class _Run:
         """Run everything that can run."""
         self._advance_all()
         while self._requests:
-            request = heappop(self._requests)
-            if request.leg == _UPLINK:
-                self._take_uplink(request)
-            else:
-                self._take_downlink(request)
+            self._transfer(heappop(self._requests))
             self._advance_all()
 
     def _advance_all(self) -> None:
@@ -179,29 +170,22 @@ class _Run:
             self.transfers.append(Transfer(op, way.sender, way.receiver, now_s, arrival_s))
             self._arrive(op, way, arrival_s)
         else:
-            self._ask(_UPLINK, op, now_s, now_s)
+            is_activation = op.kind is OpKind.FORWARD
+            heappush(self._requests, _Request(now_s, is_activation, op.microbatch, op.stage, op))
+
+    def _transfer(self, request: _Request) -> None:
+        way = self._way(request.op)
+        free_s = max(self._uplink_free_s[way.sender], self._downlink_free_s[way.receiver])
+        start_s = max(request.at_s, free_s)
+        self._uplink_free_s[way.sender] = self._downlink_free_s[way.receiver] = start_s + way.carried_s
+        arrival_s = start_s + (way.latency_s + way.carried_s)
+        self.transfers.append(Transfer(request.op, way.sender, way.receiver, start_s, arrival_s))
+        self._arrive(request.op, way, arrival_s)
 
     def _arrive(self, op: Op, way: _Way, now_s: float) -> None:
         arrivals_s = self._activation_s if op.kind is OpKind.FORWARD else self._gradient_s
         arrivals_s[way.to_stage][op.microbatch] = now_s
         self._may_go.append(way.receiver)
-
-    def _ask(self, leg: int, op: Op, at_s: float, start_s: float) -> None:
-        is_activation = op.kind is OpKind.FORWARD
-        heappush(self._requests, _Request(at_s, leg, is_activation, op.microbatch, op.stage, start_s, op))
-
-    def _take_uplink(self, request: _Request) -> None:
-        way = self._way(request.op)
-        start_s = max(request.at_s, self._uplink_free_s[way.sender])
-        self._uplink_free_s[way.sender] = start_s + way.carried_s
-        self._ask(_DOWNLINK, request.op, start_s + way.latency_s, start_s)
-
-    def _take_downlink(self, request: _Request) -> None:
-        way = self._way(request.op)
-        end_s = max(request.at_s, self._downlink_free_s[way.receiver]) + way.carried_s
-        self._downlink_free_s[way.receiver] = end_s
-        self.transfers.append(Transfer(request.op, way.sender, way.receiver, request.start_s, end_s))
-        self._arrive(request.op, way, end_s)
 
 
 def _way(worker_by_stage: Sequence[int], stage: int, to_stage: int, num_bytes: int, links: Links) -> _Way:

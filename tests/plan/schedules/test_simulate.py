@@ -51,7 +51,7 @@ def carried_bytes(op: Op, stages: Sequence[StageCost]) -> int:
 
 
 class Ticking:
-    """Whole seconds, one after the other; transfers queue for an uplink, travel, then queue for a downlink."""
+    """Second by second; a transfer waits for lines that are in use or that an earlier one waits for."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageCost], links: Links) -> None:
         self.schedule, self.stages, self.links = schedule, stages, links
@@ -60,16 +60,15 @@ class Ticking:
         self.free_at = [0] * schedule.num_workers
         self.end_s: dict[Op, float] = {}
         self.arrived: set[Op] = set()
-        self.queues: dict[tuple[str, int], list[tuple[int, bool, int, int, Op]]] = {}
+        self.waiting: list[tuple[int, bool, int, int, Op]] = []
         self.line_free_at: dict[tuple[str, int], int] = {}
         self.due: list[tuple[int, str, Op]] = []
 
     def run(self) -> dict[Op, float]:
-        while any(self.to_run) or self.due or any(self.queues.values()):
+        while any(self.to_run) or self.due or self.waiting:
             self._fall_due()
-            # What no time passes over: an op of a second that ends where another starts, a line that is free.
-            while self._start_op() or self._start_transfer():
-                pass
+            self._start_ops()
+            self._start_transfers()
             self.now += 1
         return self.end_s
 
@@ -79,10 +78,8 @@ class Ticking:
             _, what, op = item
             if what == "ended":
                 self._leave(op)
-            elif what == "arrived":
-                self.arrived.add(op)
             else:
-                self._queue("down", self._ways(op)[1], op)
+                self.arrived.add(op)
 
     def _ways(self, op: Op) -> tuple[int, int]:
         place = self.schedule.worker_by_stage
@@ -96,48 +93,32 @@ class Ticking:
         if sender == receiver:
             self.arrived.add(op)
         else:
-            self._queue("up", sender, op)
+            self.waiting.append((self.now, op.kind is OpKind.FORWARD, op.microbatch, op.stage, op))
 
-    def _queue(self, line: str, worker: int, op: Op) -> None:
-        waiting = self.queues.setdefault((line, worker), [])
-        waiting.append((self.now, op.kind is OpKind.FORWARD, op.microbatch, op.stage, op))
-
-    def _start_op(self) -> bool:
+    def _start_ops(self) -> None:
         for worker, ops in enumerate(self.to_run):
             if not ops or self.free_at[worker] > self.now:
                 continue
             before = source(ops[0], self.schedule)
             if before is None or before in self.arrived:
                 op = ops.popleft()
-                end = self.now + int(self.stages[op.stage].op_s(op.kind))
-                self.free_at[worker] = end
-                self.end_s[op] = end
-                self.due.append((end, "ended", op))
-                return True
-        return False
+                self.free_at[worker] = self.now + int(self.stages[op.stage].op_s(op.kind))
+                self.end_s[op] = self.free_at[worker]
+                self.due.append((self.free_at[worker], "ended", op))
 
-    def _start_transfer(self) -> bool:
-        # Uplinks first: what leaves now over a link without latency asks for its downlink now.
-        for line, waiting in sorted(self.queues.items(), reverse=True):
-            if waiting and self.line_free_at.get(line, 0) <= self.now:
-                first = min(waiting)
-                waiting.remove(first)
-                op = first[-1]
-                sender, receiver = self._ways(op)
+    def _start_transfers(self) -> None:
+        taken = {line for line, free_at in self.line_free_at.items() if free_at > self.now}
+        for request in sorted(self.waiting):
+            op = request[-1]
+            sender, receiver = self._ways(op)
+            lines = {("up", sender), ("down", receiver)}
+            if taken.isdisjoint(lines):
+                self.waiting.remove(request)
                 seconds = carried_bytes(op, self.stages)
-                self.line_free_at[line] = self.now + seconds
-                if line[0] == "up":
-                    self._travel(op, int(self.links.latency_s[sender, receiver]))
-                else:
-                    self.due.append((self.now + seconds, "arrived", op))
-                return True
-        return False
-
-    def _travel(self, op: Op, latency: int) -> None:
-        if latency:
-            self.due.append((self.now + latency, "at receiver", op))
-        else:
-            self._queue("down", self._ways(op)[1], op)
+                self.line_free_at.update(dict.fromkeys(lines, self.now + seconds))
+                latency = int(self.links.latency_s[sender, receiver])
+                self.due.append((self.now + seconds + latency, "arrived", op))
+            taken |= lines
 
 
 def ends(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> dict[Op, float]:
@@ -167,12 +148,9 @@ def test_transfers_never_overlap_on_an_uplink_or_a_downlink(pipeline: Priced) ->
     schedule, stages, links = pipeline
     sent = simulate(schedule, stages, links).transfers
     for worker in range(schedule.num_workers):
-        leaving = [x for x in sent if x.sender == worker]
-        for one, other in pairwise(leaving):
-            assert one.start_s + carried_bytes(one.op, stages) <= other.start_s
-        coming = sorted((x for x in sent if x.receiver == worker), key=lambda x: x.end_s)
-        for one, other in pairwise(coming):
-            assert one.end_s <= other.end_s - carried_bytes(other.op, stages)
+        for mine in ([x for x in sent if x.sender == worker], [x for x in sent if x.receiver == worker]):
+            for one, other in pairwise(mine):
+                assert one.start_s + carried_bytes(one.op, stages) <= other.start_s
 
 
 def three_workers(sharing: Sharing) -> tuple[Schedule, list[StageCost], Links]:
