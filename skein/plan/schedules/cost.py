@@ -95,7 +95,8 @@ class Sharing(StrEnum):
     """What transfers at the same time do to each other.
 
     `NONE`: nothing, each has its link's bandwidth. `ENDS`: each worker's uplink, and each worker's downlink, carries
-    one transfer at a time. A transfer begins when both are free of those that were ready before it.
+    one transfer at a time. A transfer begins when both are free of those that were ready before it; one that takes no
+    time but latency neither waits nor is waited for.
     """
 
     NONE = "none"

@@ -165,7 +165,7 @@ class _Run:
     def _send(self, op: Op, way: _Way, now_s: float) -> None:
         if way.sender == way.receiver:
             self._arrive(op, way, now_s)
-        elif self._sharing is Sharing.NONE:
+        elif self._sharing is Sharing.NONE or way.carried_s == 0:
             arrival_s = now_s + (way.latency_s + way.carried_s)
             self.transfers.append(Transfer(op, way.sender, way.receiver, now_s, arrival_s))
             self._arrive(op, way, arrival_s)

@@ -87,7 +87,7 @@ SMALL = [
 def priced(draw: st.DrawFn, sharing: Sharing) -> tuple[Schedule, tuple[StageCost, ...], Links]:
     """Any generator's order for a small pipeline; unequal times of whole seconds, in which sums are exact."""
     name, shape = draw(st.sampled_from(SMALL))
-    seconds, num_bytes = st.integers(1, 5).map(float), st.integers(1, 4)
+    seconds, num_bytes = st.integers(1, 5).map(float), st.integers(0, 4)
     stage = st.builds(
         StageCost,
         forward_s=seconds,
