@@ -91,7 +91,7 @@ def surrogate_s(fixed: Fixed, state: State, chain_s: F64, load_s: F64) -> float:
         total += (load_s[worker] / longest_s) ** 16
     for stage in range(len(state.reduce_s)):
         total += 0.05 * (state.reduce_s[stage] / longest_s) ** 2
-    return float(longest_s * total**0.0625)
+    return float(longest_s * total**0.0625 + state.move_s.sum())
 
 
 @compiled
@@ -142,11 +142,11 @@ def anneal(
 ) -> float:
     """Anneal everything on the step's seconds, from `state` with a sequence; the best goes to `best`.
 
-    Returns the best objective met: seconds of the step and `evenness` times `smoothness`.
+    Returns the best objective met: seconds of the step, `evenness` times `smoothness`, and what is moved.
     """
     chain_s = np.zeros(int(fixed.first_chunk[1]))
     now = run_sequence(fixed, state, work, NEVER)
-    now += cooling.evenness * smoothness(work)
+    now += cooling.evenness * smoothness(work) + state.move_s.sum()
     sort_sequence(state, work)
     waited_s = work.waited_s.copy()
     least = NEVER
@@ -170,12 +170,13 @@ def anneal(
             refit(fixed, state, undo, changed)
         threshold = now - warmth_s * np.log(draw(random) + 1e-300)
         # Every microbatch ends after its trip, so smoothness is at least (0.65 + 0.5) mean trips.
-        limit_s = threshold - cooling.evenness * 1.1 * state.trip_s.mean()
+        move_s = state.move_s.sum()
+        limit_s = threshold - cooling.evenness * 1.1 * state.trip_s.mean() - move_s
         there = NEVER
         if _least_s(state, chain_s) <= limit_s:
             there = run_sequence(fixed, state, work, limit_s)
             if there < NEVER:
-                there += cooling.evenness * smoothness(work)
+                there += cooling.evenness * smoothness(work) + move_s
         if there <= threshold:
             now = there
             sort_sequence(state, work)

@@ -24,11 +24,13 @@ class Fixed(NamedTuple):
     reduce_bytes: F64
     reduce_latency_s: F64
     reduce_s_per_byte: F64
+    move_s: F64
     num_hops: int
     max_swaps: int
     max_jump: int
     is_loop: bool
     has_wires: bool
+    has_fixed_origins: bool
 
 
 class State(NamedTuple):
@@ -39,6 +41,7 @@ class State(NamedTuple):
     forward_s, backward_s, loss_s, slots: (num_chunks,) of each chunk at its holder.
     trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
     reduce_s: (num_stages,) aggregation among a stage's holders.
+    move_s: (num_chunks,) what it costs to bring each chunk to its holder.
     """
 
     holder: I64
@@ -51,12 +54,13 @@ class State(NamedTuple):
     slots: I64
     trip_s: F64
     reduce_s: F64
+    move_s: F64
 
 
 def fixed(problem: Problem) -> Fixed:
     """The arrays of `problem`."""
     square = (problem.num_workers, problem.num_workers)
-    reduction = problem.reduction
+    reduction, shape = problem.reduction, (problem.num_workers, problem.num_stages)
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
@@ -69,11 +73,15 @@ def fixed(problem: Problem) -> Fixed:
         reduce_bytes=np.zeros(problem.num_stages) if reduction is None else reduction.num_bytes,
         reduce_latency_s=np.zeros(square) if reduction is None else reduction.latency_s,
         reduce_s_per_byte=np.zeros(square) if reduction is None else 1.0 / reduction.bytes_per_s,
+        move_s=np.zeros(shape)
+        if problem.move_s is None
+        else np.ascontiguousarray(problem.move_s, np.float64),
         num_hops=problem.num_hops,
         max_swaps=problem.max_swaps,
         max_jump=problem.max_jump,
         is_loop=problem.num_hops == problem.path_len,
         has_wires=bool(problem.wire_s.any()),
+        has_fixed_origins=problem.has_fixed_origins,
     )
 
 
@@ -97,6 +105,7 @@ def state(problem: Problem, worker_of: I64, path: I64) -> State:
         slots=np.zeros(chunks, np.int64),
         trip_s=np.zeros(num_microbatches),
         reduce_s=np.zeros(problem.num_stages),
+        move_s=np.zeros(chunks),
     )
 
 

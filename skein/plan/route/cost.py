@@ -62,6 +62,7 @@ def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
     state.backward_s[chunk] = fixed.backward_s[worker, stage]
     state.loss_s[chunk] = fixed.loss_s[worker]
     state.slots[chunk] = fixed.slots[worker, stage]
+    state.move_s[chunk] = fixed.move_s[worker, stage]
 
 
 @compiled
@@ -184,7 +185,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
 
 @compiled
 def smoothness(work: Scratch) -> float:
-    """What tells two routings of one length apart: ends of microbatches, of origins and of aggregations, on average.
+    """What tells two routings of one length apart: when microbatches and origins end on average.
 
     The step's length alone is flat almost everywhere.
     """

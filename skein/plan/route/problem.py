@@ -56,6 +56,9 @@ class Problem:
             links carry any number of transfers at once.
         slots: (num_workers, num_stages) microbatches that a chunk may hold between forward and backward.
         reduction: None if aggregation is left out.
+        move_s: (num_workers, num_stages) what it costs to bring a stage to a worker, spread over the steps to come; 0
+            where it is held already. None: all 0.
+        has_fixed_origins: whether `num_by_origin` must hold; else only its sum.
     """
 
     name: str
@@ -72,6 +75,8 @@ class Problem:
     wire_s: F64
     slots: I64
     reduction: Reduction | None = None
+    move_s: F64 | None = None
+    has_fixed_origins: bool = True
 
     @property
     def num_workers(self) -> int:
