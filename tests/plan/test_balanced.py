@@ -128,6 +128,15 @@ def test_a_plan_that_skips_is_valid_and_stays_or_says_why_there_is_none(spec: Jo
         assert "bytes" in plan.reason
 
 
+def test_the_fastest_workers_hold_what_nobody_leaves_out() -> None:
+    on = fleet([1e10, 1e10, 3e10, 3e10])
+    skipping = planned(job(stages=4, num_layers=6, replicas=1, num_microbatches=6, skip_ratio=0.25), on)
+    assert {skipping.holders(StageIndex(s))[0] for s in (0, 3)} == {"w2", "w3"}
+    # Where all visit all, the stages between are the heavier ones.
+    full = planned(job(stages=4, num_layers=6, replicas=1, num_microbatches=6), on)
+    assert {full.holders(StageIndex(s))[0] for s in (1, 2)} == {"w2", "w3"}
+
+
 def test_a_rotation_that_jumps_too_far_is_no_plan() -> None:
     spec = job(stages=6, replicas=1, num_layers=6, num_microbatches=8, skip_ratio=1 / 2)
     on = fleet([1e10] * 6)

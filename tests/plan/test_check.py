@@ -131,6 +131,8 @@ def allowing(max_swaps: int, max_jump: int | None) -> JobSpec:
         (through((0, 3, 2, 5)), allowing(0, None), "path of microbatch 0: swaps stages 1 times, the job allows 0"),
         (through((0, 3, 2, 5)), allowing(1, 2), "goes on from stage 0 to stage 3, the job allows 2 at once"),
         (through((0, 5, 3, 2)), allowing(4, None), "goes back from stage 5 to stage 3, which is not the one before"),
+        # After a swap the highest stage so far still counts.
+        (through((0, 3, 2, 1)), allowing(4, None), "goes back from stage 3 to stage 1, which is not the one before"),
         (through((0, 2, 3, 3)), SKIPPING, "path of microbatch 0: visits a stage twice"),
         (through((0, 2, 3)), SKIPPING, "path of microbatch 0: visits 3 stages, the job asks for 4"),
         (through((0, 1, 3, 5), (0, 1, 3, 4)), SKIPPING, "in a step, stage 2 "),

@@ -430,6 +430,17 @@ def test_workers_that_read_different_data_fail_the_job() -> None:
     assert "same files" in reason
 
 
+def test_who_only_evaluates_must_read_the_same_data_too() -> None:
+    first, second = chunk(0, "w0a"), chunk(0, "w0b")
+    plan = plan_of([first, second], [path(first)] * 4, full_paths=[path(second)])
+    desk = began(small_job(stages=1, replicas=2), plan)
+    desk.acknowledge(desk.live)
+    desk.plan(plan)
+    desk.ready(["w0a"], fingerprint="this")
+    desk.ready(["w0b"], fingerprint="that")
+    assert ended(desk)[0] is JobState.FAILED
+
+
 def test_a_newcomer_that_reads_other_data_is_excluded_and_the_job_goes_on() -> None:
     one, two = grid_plan(stages=1, replicas=1), grid_plan(stages=1, replicas=2)
     desk = Desk()

@@ -203,6 +203,17 @@ def new_generation(session: Session, generation: int, *others: Member) -> NewGen
     )
 
 
+async def test_who_only_evaluates_opens_the_data_too(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        told = assignment(text, 1)
+        session.say(replace(told, origins=(), schedule=replace(told.schedule, ops=())))
+        assert (await session.heard(ChunksReady)).num_validation_samples > 0
+
+
 async def test_an_assignment_is_built_and_kept_over_a_generation(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
