@@ -9,6 +9,7 @@ from functools import partial
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan
+from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
     Append,
@@ -60,7 +61,7 @@ from skein.sim.executor import Contributions, SimExecutor
 from skein.sim.invariants import Invariants
 from skein.sim.network import FAILURE_S, Network
 from skein.sim.process import SimWorker
-from skein.topology.fleet import Profile
+from skein.topology.fleet import Fleet, Profile
 from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 APPEND_S = 0.002
@@ -74,6 +75,10 @@ RESTART_S = 1.0
 """From a coordinator's death to its successor."""
 
 
+Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
+"""As `skein.plan.balanced.make_plan`."""
+
+
 class World:
     """Machines, clock and network of one simulated deployment.
 
@@ -82,7 +87,7 @@ class World:
         sites: places that workers may be in.
         seed: of the network's links.
 
-    Of every `repeat_every` tensors that peers take, one arrives twice; 0: none does.
+    Of every `repeat_every` tensors that peers take, one arrives twice; 0: none does. Plans are `planner`'s.
     `before_append` and `after_append` are told how many records the log holds: faults may strike in between.
     """
 
@@ -94,6 +99,7 @@ class World:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.coordinator: Coordinator | None = None
         self.repeat_every = 0
+        self.planner: Planner = make_plan
         self.before_append: Callable[[int], None] | None = None
         self.after_append: Callable[[int], None] | None = None
         self._invariants = Invariants()
@@ -197,7 +203,7 @@ class World:
             case Send():
                 self._send_directive(command)
             case MakePlan():
-                made = make_plan(command.job, command.fleet, command.previous, command.job.seed)
+                made = self.planner(command.job, command.fleet, command.previous, command.job.seed)
                 event = PlanMade(request=command.request, result=made)
                 self.clock.after(PLAN_S, partial(self._tell_term, term, event))
             case WriteManifest():
