@@ -73,13 +73,18 @@ def main(options: WorkerOptions) -> int:
     return asyncio.run(run_worker(options))
 
 
-async def run_worker(options: WorkerOptions) -> int:
+async def run_worker(options: WorkerOptions, *, adapt: "Callable[[Setting], Setting] | None" = None) -> int:
     """Be a worker until the coordinator or a signal ends it; the exit code: 0 done, 1 failed, 2 wrong options.
 
     The first SIGTERM or SIGINT asks the coordinator to take the work away, the second ends the process at once.
+
+    Args:
+        options: what an operator says.
+        adapt: what a program that embeds the worker changes of the setting that follows from the options.
     """
     try:
         setting = _setting(options, begin_logging(options.log_format))
+        setting = setting if adapt is None else adapt(setting)
     except UserError as error:
         return _fail(error, USAGE)
     from worker.process import work

@@ -39,7 +39,8 @@ class Setting:
     """Who a worker is and where; all that is needed to be one.
 
     `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
-    it is that thread's speed that counts.
+    it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
+    something lies between; `compute` makes what carries out the ops.
     """
 
     worker: WorkerId
@@ -56,6 +57,8 @@ class Setting:
     metrics_port: int | None
     take_log_lines: Callable[[], tuple[LogLine, ...]]
     measure: Callable[[torch.device], Profile] = measure_device
+    way_to: Callable[[str], str] = str
+    compute: Callable[[torch.device], Compute] = Compute
 
 
 async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -74,7 +77,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         port = bind(server, setting.listen, setting.port)
         if setting.metrics_port is not None:
             stack.callback(metrics.serve(setting.metrics_host, setting.metrics_port))
-        executor = Executor(Compute(setting.device))
+        executor = Executor(setting.compute(setting.device))
         executor.start()
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))
@@ -116,7 +119,7 @@ class _Parts:
             peers = Peers(
                 setting.worker,
                 group=group,
-                dial=dial,
+                dial=lambda address, lane: dial(setting.way_to(address), lane),
                 on_failed=self.inbox.on_send_failed,
                 statistics=statistics,
             )

@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skein.protocol.messages import Dismiss, Leaving, Refused
+from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, puppet
 from worker import __main__ as command_line
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
@@ -102,6 +104,18 @@ async def test_sigterm_drains() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert "SIGTERM" in (await session.heard(Leaving)).reason
         session.say(Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+async def test_a_program_that_embeds_the_worker_may_change_its_setting() -> None:
+    async with puppet() as (coordinator, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", site="here")
+        embedded = run_worker(options, adapt=lambda setting: replace(setting, site=SiteId("elsewhere")))
+        ended = asyncio.create_task(embedded)
+        session = await coordinator.session()
+        assert session.hello.site == "elsewhere"
+        session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
         async with asyncio.timeout(WAIT_S):
             assert await ended == DONE
 

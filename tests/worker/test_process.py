@@ -159,6 +159,19 @@ async def test_links_are_measured_in_both_directions() -> None:
         assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in links)
 
 
+async def test_a_peer_is_dialled_where_the_setting_says() -> None:
+    """The advertised address answers calls too, but not as a worker does."""
+    async with puppet() as (coordinator, port), running(setting(port, name="w1", incarnation="i1")):
+        peer = (await coordinator.session()).hello
+        ways = {f"127.0.0.1:{port}": peer.address}
+        async with running(replace(setting(port), way_to=lambda address: ways[address])):
+            session = await coordinator.session()
+            advertised = Member(worker=peer.worker, incarnation=peer.incarnation, address=f"127.0.0.1:{port}")
+            session.say(WELCOME, Probe(peers=(advertised,)))
+            links = (await session.heard(LinksMeasured)).links
+            assert {link.sender for link in links} == {"w0", "w1"}
+
+
 # --- building ---
 
 
