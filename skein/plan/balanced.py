@@ -70,7 +70,7 @@ def make_plan(
         even = cut(layers, job.parallel.stages, job.parallel.layout)
     except UserError as error:
         return Infeasible(reason=str(error))
-    setting = _Setting(job=job, layers=layers, pool=_pool(job, fleet, layers))
+    setting = Setting(job=job, layers=layers, pool=pool_of(job, fleet, layers))
     if previous is not None and _has_same_cut(previous, even, job.parallel.layout):
         plan = _replan(setting, previous)
         if plan is not None:
@@ -83,7 +83,7 @@ _MAX_ALTERNATES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
+class Setting:
     """What does not change while one plan is made."""
 
     job: JobSpec
@@ -135,7 +135,8 @@ class _Setting:
         return skipping, distinct
 
 
-def _pool(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
+def pool_of(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
+    """The fleet as arrays; its round trips are of the largest boundary tensor."""
     links = link_cost_s(fleet)
     return Pool(
         workers=tuple(worker.worker for worker in fleet.workers),
@@ -158,7 +159,7 @@ def _has_same_cut(previous: Plan, even: Sequence[StageSpec], layout: Layout) -> 
     return previous.stages[-1].stop == even[-1].stop
 
 
-def _replan(setting: _Setting, previous: Plan) -> Plan | None:
+def _replan(setting: Setting, previous: Plan) -> Plan | None:
     """The plan nearest to the previous one; None if its stages fit nowhere any more."""
     demand = setting.demand(previous.stages)
     position = {worker: i for i, worker in enumerate(setting.pool.workers)}
@@ -171,14 +172,14 @@ def _replan(setting: _Setting, previous: Plan) -> Plan | None:
     return None if isinstance(seating, Infeasible) else _finish(setting, previous.stages, seating, previous)
 
 
-def _plan_afresh(setting: _Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
+def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
     seating = seat(setting.demand(even), setting.pool)
     if isinstance(seating, Infeasible):
         return _plan_by_memory(setting) or seating
     return _finish(setting, even, seating, None)
 
 
-def _plan_by_memory(setting: _Setting) -> Plan | None:
+def _plan_by_memory(setting: Setting) -> Plan | None:
     """A cut by bytes instead of FLOPs: slower, for fleets where nothing else fits."""
     parallel, memory_bytes = setting.job.parallel, np.sort(setting.pool.memory_bytes)[::-1]
     largest = [float(max(x, 1)) for x in memory_bytes[: parallel.stages]]
@@ -191,7 +192,7 @@ def _plan_by_memory(setting: _Setting) -> Plan | None:
 
 
 def _finish(
-    setting: _Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None
+    setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None
 ) -> Plan:
     """Paths, slots, groups and figures of a placement."""
     pool, loads = setting.pool, setting.loads(stages)
@@ -211,7 +212,7 @@ def _finish(
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
     shared = tied_bytes(setting.job, setting.layers, stages)
-    groups = tuple(_groups(stages, chunks, loads, shared))
+    groups = tuple(groups_of(stages, chunks, loads, shared))
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     return Plan(
         layout=layout,
@@ -220,7 +221,7 @@ def _finish(
         paths=paths,
         evaluation_paths=evaluation_paths,
         schedules=ascending_schedules(paths, slots, (chunk.worker for chunk in chunks)),
-        alternates=tuple(_alternates(chunks, pool)),
+        alternates=tuple(alternates_of(chunks, pool)),
         groups=tuple(group for group, _ in groups),
         predicted_step_s=predict_s(step, slots, reductions_s),
         lower_bound_s=lower_bound_s(step, loads, pool),
@@ -243,7 +244,7 @@ def _slots(
     return slots
 
 
-def _alternates(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
+def alternates_of(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
     """For each chunk the nearest others of its stage, by the round trip of a boundary tensor."""
     position = {worker: i for i, worker in enumerate(pool.workers)}
     holders: defaultdict[int, list[ChunkRef]] = defaultdict(list)
@@ -256,7 +257,7 @@ def _alternates(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
         yield Alternates(chunk=chunk, others=tuple(islice(nearest, _MAX_ALTERNATES)))
 
 
-def _groups(
+def groups_of(
     stages: Sequence[StageSpec], chunks: Sequence[ChunkRef], loads: Sequence[StageLoad], shared_bytes: int
 ) -> Iterator[tuple[Group, int]]:
     """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
@@ -286,26 +287,32 @@ def _reasons(
     """Clauses of the plan's reason."""
     counts = [len(holders) for holders in seating.holders]
     fewest, most = min(counts), max(counts)
-    replicas = _counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
+    replicas = counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
     num_busy = sum(1 for held in seating.held if held)
-    stages = _counted(len(counts), "stage")
-    yield f"{num_busy} of {_counted(len(seating.held), 'worker')}: {stages} x {replicas}"
+    stages = counted(len(counts), "stage")
+    yield f"{num_busy} of {counted(len(seating.held), 'worker')}: {stages} x {replicas}"
     first, *others = sorted(chunk.stage for chunk in step.visits if chunk.worker == step.slowest)
-    yield f"{step.slowest} computes longest (stage {first}{_and_more(others)})"
+    yield f"{step.slowest} computes longest (stage {first}{and_more(others)})"
     num_cut = sum(1 for chunk, depth in wanted.items() if slots[chunk] < depth)
     if num_cut:
-        yield f"memory cuts the microbatches in flight of {_counted(num_cut, 'chunk')}"
+        yield f"memory cuts the microbatches in flight of {counted(num_cut, 'chunk')}"
     if previous is not None:
         before = {plan.chunk for plan in previous.chunks}
         moved = sorted(chunk for chunk in slots if chunk not in before)
         if moved:
             state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
-            yield f"moves {state} of state: stage {moved[0].stage} to {moved[0].worker}{_and_more(moved[1:])}"
+            yield f"moves {state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """`count` of `what` in words.
+
+    >>> counted(1, "stage"), counted(2, "stage")
+    ('1 stage', '2 stages')
+    """
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _and_more(others: Sequence[object]) -> str:
+def and_more(others: Sequence[object]) -> str:
+    """What follows the first of a list that is too long to tell."""
     return f" and {len(others)} more" if others else ""

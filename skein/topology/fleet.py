@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from skein.types import SiteId, WorkerId
+from skein.types import SiteId, StageSpec, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,22 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """What a worker takes for one microbatch of a stage, in seconds, as measured while it trained."""
+
+    worker: WorkerId
+    stage: StageSpec
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Workers sorted by id, and the links that were measured; an absent link is unknown, not broken."""
+    """Workers sorted by id, and what was measured: links (an absent one is unknown, not broken) and stages."""
 
     workers: tuple[FleetWorker, ...]
     links: tuple[Link, ...]
+    stage_times: tuple[StageTime, ...] = ()
 
 
 _FACTOR = 1.5
@@ -71,7 +82,8 @@ def rounded(fleet: Fleet) -> Fleet:
     speeds = _Rounding(worker.profile.flops_per_s for worker in fleet.workers)
     bandwidths = _Rounding(link.bytes_per_s for link in fleet.links)
     latencies = _Rounding(max(link.latency_s, _LEAST_LATENCY_S) for link in fleet.links)
-    return Fleet(
+    return replace(
+        fleet,
         workers=tuple(
             replace(w, profile=replace(w.profile, flops_per_s=speeds.of(w.profile.flops_per_s)))
             for w in fleet.workers

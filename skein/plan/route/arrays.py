@@ -30,7 +30,6 @@ class Fixed(NamedTuple):
     max_jump: int
     is_loop: bool
     has_wires: bool
-    has_fixed_origins: bool
 
 
 class State(NamedTuple):
@@ -64,30 +63,32 @@ def fixed(problem: Problem) -> Fixed:
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
-        forward_s=np.ascontiguousarray(problem.forward_s, np.float64),
-        backward_s=np.ascontiguousarray(problem.backward_s, np.float64),
-        loss_s=np.ascontiguousarray(problem.loss_s, np.float64),
-        transfer_s=np.ascontiguousarray(problem.transfer_s, np.float64),
-        wire_s=np.ascontiguousarray(problem.wire_s, np.float64),
+        forward_s=_solid(problem.forward_s),
+        backward_s=_solid(problem.backward_s),
+        loss_s=_solid(problem.loss_s),
+        transfer_s=_solid(problem.transfer_s),
+        wire_s=_solid(problem.wire_s),
         slots=np.ascontiguousarray(problem.slots, np.int64),
-        reduce_bytes=np.zeros(problem.num_stages) if reduction is None else reduction.num_bytes,
-        reduce_latency_s=np.zeros(square) if reduction is None else reduction.latency_s,
-        reduce_s_per_byte=np.zeros(square) if reduction is None else 1.0 / reduction.bytes_per_s,
-        move_s=np.zeros(shape)
-        if problem.move_s is None
-        else np.ascontiguousarray(problem.move_s, np.float64),
+        reduce_bytes=np.zeros(problem.num_stages) if reduction is None else _solid(reduction.num_bytes),
+        reduce_latency_s=np.zeros(square) if reduction is None else _solid(reduction.latency_s),
+        reduce_s_per_byte=np.zeros(square) if reduction is None else _solid(1.0 / reduction.bytes_per_s),
+        move_s=np.zeros(shape) if problem.move_s is None else _solid(problem.move_s),
         num_hops=problem.num_hops,
         max_swaps=problem.max_swaps,
         max_jump=problem.max_jump,
         is_loop=problem.num_hops == problem.path_len,
         has_wires=bool(problem.wire_s.any()),
-        has_fixed_origins=problem.has_fixed_origins,
     )
 
 
+def _solid(values: F64) -> F64:
+    """The form that the loops are compiled for: any other would have them compiled anew."""
+    return np.array(values, np.float64, order="C")
+
+
 def num_seats(problem: Problem) -> int:
-    """Seats for chunks: as many on each worker as the fullest one needs."""
-    return problem.num_workers * -(-problem.num_chunks // problem.num_workers)
+    """Seats for chunks: equally many on each worker."""
+    return problem.num_workers * (problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers))
 
 
 def state(problem: Problem, worker_of: I64, path: I64) -> State:

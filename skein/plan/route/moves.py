@@ -156,17 +156,14 @@ def _exchange_chunks(fixed: Fixed, state: State, random: U64, a: int, b: int) ->
 
 @compiled
 def _move_visit(fixed: Fixed, state: State, random: U64, a: int) -> bool:
-    """A microbatch visits another chunk of a stage, or starts at another origin if it may."""
-    first = 1 if fixed.has_fixed_origins else 0
-    hop = below(random, fixed.num_hops + (0 if fixed.is_loop else 1) - first) + first
+    """A microbatch visits another chunk of a stage."""
+    hop = below(random, fixed.num_hops + (0 if fixed.is_loop else 1) - 1) + 1
     stage = fixed.stage_of[state.path[a, hop]]
     begin, end = fixed.first_chunk[stage], fixed.first_chunk[stage + 1]
     chunk = begin + below(random, end - begin)
     if chunk == state.path[a, hop]:
         return False
     state.path[a, hop] = chunk
-    if hop == 0 and fixed.is_loop:
-        state.path[a, fixed.num_hops] = chunk
     return True
 
 

@@ -58,7 +58,7 @@ class Problem:
         reduction: None if aggregation is left out.
         move_s: (num_workers, num_stages) what it costs to bring a stage to a worker, spread over the steps to come; 0
             where it is held already. None: all 0.
-        has_fixed_origins: whether `num_by_origin` must hold; else only its sum.
+        chunks_per_worker: at most so many; None: as many as are needed if all hold equally many.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Problem:
     slots: I64
     reduction: Reduction | None = None
     move_s: F64 | None = None
-    has_fixed_origins: bool = True
+    chunks_per_worker: int | None = None
 
     @property
     def num_workers(self) -> int:

@@ -4,7 +4,9 @@ What one annealing reaches differs by a few percent from the next, so several sh
 is long enough; `Search.improve` runs one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from skein.plan.route.start import first_paths
 from skein.rng import key, stream
 
 _PATH_SHARES = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
-_MOVES_PER_OP = 8_000
+_MOVES_PER_OP = 4_000
 """Beyond this an annealing gains less than a second one."""
 
 
@@ -85,6 +87,13 @@ class Search:
             return self.best
         fine = self._cooling(num_moves, routed_scale(self, routed) / 35, scale_s / 1500)
         return self._annealed(routed, fine, random)
+
+    def rounds(self, num_moves: int) -> list[Callable[[], Found | Infeasible]]:
+        """What to call in turn to spend `num_moves`: a short annealing, some that are long enough, and a polish."""
+        num_ops = self.problem.num_microbatches * (2 * self.problem.num_hops + 1)
+        count = max(1, min(6, round(0.85 * num_moves / (_MOVES_PER_OP * num_ops))))
+        sizes = [num_moves // 20, *([int(0.85 * num_moves) // count] * count)]
+        return [*(partial(self.improve, size) for size in sizes), partial(self.polish, num_moves // 10)]
 
     def polish(self, num_moves: int, *, warmth: float = 0.004) -> Found | Infeasible:
         """One annealing of the best routing, from a temperature of `warmth` times its step."""

@@ -1,0 +1,125 @@
+"""A job on a fleet as a `Problem`: a plan's stages and seats, with the fleet's times, memory and links as arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec
+from skein.plan.load import StageLoad, job_layers, stage_loads, tied_bytes
+from skein.plan.place import Pool
+from skein.plan.plan import Plan
+from skein.plan.route.problem import F64, I64, Problem, Reduction
+from skein.topology.fleet import Fleet
+from skein.types import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Posed:
+    """The problem of improving `plan`, with its own answer: `worker_of` and `path` as in `Routing`."""
+
+    problem: Problem
+    pool: Pool
+    loads: tuple[StageLoad, ...]
+    worker_of: I64
+    path: I64
+
+
+def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | None = None) -> Posed:
+    """`plan`'s stages and numbers of holders, to be placed and routed anew on `fleet`.
+
+    Args:
+        job: what is trained.
+        fleet: whose workers `pool` has, in the same order.
+        plan: a legal plan of this job on this fleet.
+        pool: the fleet as arrays.
+        move_s: see `Problem`.
+    """
+    layers = job_layers(job)
+    loads = stage_loads(job, layers, plan.stages)
+    is_loop = plan.layout is Layout.LOOP
+    num_stages = len(plan.stages) - is_loop
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    holders = [[position[w] for w in plan.holders(plan.stages[s].index)] for s in range(num_stages)]
+    worker_of = np.array([worker for held in holders for worker in held], np.int64)
+    chunk_at = {
+        (stage, worker): chunk
+        for chunk, (stage, worker) in enumerate((s, w) for s, held in enumerate(holders) for w in held)
+    }
+    rows = [[chunk_at.get((hop.stage, position[hop.worker]), -1) for hop in path.hops] for path in plan.paths]
+    if is_loop:
+        rows = [[*row[:-1], row[0]] for row in rows]
+    path = np.array(rows, np.int64)
+    origins = np.bincount(path[:, 0], minlength=len(holders[0]))
+    forward_s, backward_s = op_times(fleet, loads, pool)
+    most_held = int(np.bincount(worker_of).max())
+    output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
+    wire_s = output_bytes / pool.links.bytes_per_s
+    problem = Problem(
+        name=job.name,
+        layout=plan.layout,
+        stage_sizes=tuple(len(held) for held in holders),
+        path_len=job.num_visited_stages,
+        num_by_origin=tuple(int(count) for count in origins),
+        max_swaps=job.skip.max_swaps,
+        max_jump=job.skip.max_jump or len(plan.stages),
+        forward_s=forward_s[:, :num_stages],
+        backward_s=backward_s[:, :num_stages],
+        loss_s=forward_s[:, -1] + backward_s[:, -1],
+        transfer_s=pool.links.latency_s + wire_s,
+        wire_s=wire_s,
+        slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),
+        reduction=_reduction(job, layers, plan, loads, pool),
+        move_s=move_s,
+        chunks_per_worker=most_held,
+    )
+    return Posed(problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path)
+
+
+def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64]:
+    """Seconds of forward and backward of every stage at every worker, both (num_workers, all stages).
+
+    What was measured counts; a stage that a worker has not run yet takes as long as its arithmetic at the speed the
+    worker showed on others, or else in its profile.
+    """
+    speeds = pool.speeds.copy()
+    flops_by_stage = {load.stage: load for load in loads}
+    measured = [x for x in fleet.stage_times if x.stage in flops_by_stage and x.worker in pool.workers]
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    for worker in {x.worker for x in measured}:
+        own = [x for x in measured if x.worker == worker]
+        flops = sum(flops_by_stage[x.stage].flops for x in own)
+        speeds[position[worker]] = flops / sum(x.forward_s + x.backward_s for x in own)
+    forward_s = np.array([load.forward_flops for load in loads])[None, :] / speeds[:, None]
+    backward_s = np.array([load.backward_flops for load in loads])[None, :] / speeds[:, None]
+    for x in measured:
+        at = position[x.worker], x.stage.index
+        forward_s[at], backward_s[at] = x.forward_s, x.backward_s
+    return forward_s, backward_s
+
+
+def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Pool, most: int) -> I64:
+    """What fits into each worker's memory if it shares it equally between as many chunks as the fullest one holds."""
+    share_bytes = pool.memory_bytes // most_held
+    columns = []
+    for stage in range(num_stages):
+        load = loads[stage]
+        fixed_bytes = load.fixed_bytes
+        if stage == 0 and num_stages < len(loads):
+            fixed_bytes += loads[-1].memory_bytes(1)  # the head of LOOP
+        columns.append((share_bytes - fixed_bytes) // max(1, load.slot_bytes))
+    return np.clip(np.stack(columns, axis=1), 0, most).astype(np.int64)
+
+
+def _reduction(
+    job: JobSpec, layers: Sequence[LayerSpec], plan: Plan, loads: Sequence[StageLoad], pool: Pool
+) -> Reduction:
+    own = [float(load.own_bytes) for load in loads]
+    if plan.layout is Layout.LOOP:
+        own[0] += own.pop()
+    # Tensors that the ends share are reduced among both; they are counted where the step ends.
+    own[0] += tied_bytes(job, layers, plan.stages)
+    return Reduction(
+        num_bytes=np.array(own), latency_s=pool.links.latency_s, bytes_per_s=pool.links.bytes_per_s
+    )

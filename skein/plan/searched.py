@@ -1,0 +1,168 @@
+"""The searching planner: starts from the balanced plan, and looks for a shorter step until its effort is spent.
+
+Rules of this file
+- What is found is taken only if it is legal and predicted to be shorter than what it started from.
+- The effort is counted in moves, so equal inputs give equal plans wherever there is time enough; `may_go_on` only ends
+  a search on a machine that is too slow for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from skein.config.job import JobSpec
+from skein.plan.balanced import alternates_of, counted, groups_of, pool_of
+from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.check import violations
+from skein.plan.load import job_layers, tied_bytes
+from skein.plan.paths import find_paths
+from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.route.arrays import op_numbers
+from skein.plan.route.bound import Bound, Effort, lower_bound
+from skein.plan.route.evaluate import ordered
+from skein.plan.route.of_job import Posed, pose
+from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.search import Found, Search
+from skein.topology.fleet import Fleet
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
+
+OPS_PER_S = 3e7
+"""Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
+
+
+def always() -> bool:
+    """For searches that end by their effort alone."""
+    return True
+
+
+def num_moves_in(budget_s: float, num_ops: int) -> int:
+    """How many moves a budget is worth on a problem of so many ops."""
+    return int(budget_s * OPS_PER_S / max(1, num_ops))
+
+
+def make_plan(
+    job: JobSpec,
+    fleet: Fleet,
+    previous: Plan | None,
+    seed: int,
+    *,
+    may_go_on: Callable[[], bool] = always,
+) -> Plan | Infeasible:
+    """The best plan found for `job` on `fleet` within `job.plan.budget_s`; equal inputs give an equal plan.
+
+    Args:
+        job: what to train; `job.plan.method` says how to plan.
+        fleet: who may be given work.
+        previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can.
+        seed: of all draws.
+        may_go_on: asked between two annealings; False ends the search with what it has.
+    """
+    plan = make_balanced_plan(job, fleet, previous, seed)
+    if isinstance(plan, Infeasible) or job.plan.method == "balanced" or job.plan.budget_s == 0:
+        return plan
+    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    start = ordered(posed.problem, posed.worker_of, posed.path)
+    if start is None or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
+        return plan
+    search = Search(posed.problem, seed=seed, start=start)
+    assert search.best is not None
+    started_s = search.best.jittered_s
+    for run in search.rounds(num_moves_in(job.plan.budget_s, len(start.sequence))):
+        if not may_go_on():
+            break
+        run()
+    better = plan_of(job, plan, posed, search.best, started_s=started_s)
+    return plan if violations(better, job, fleet) else better
+
+
+def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started_s: float) -> Plan:
+    """The plan that a routing of `posed` describes; stages are those of `base`, whose step took `started_s`."""
+    problem, pool, routing = posed.problem, posed.pool, found.routing
+    refs = _refs(posed, routing.worker_of)
+    holders = [
+        sorted(int(w) for w in routing.worker_of[problem.stage_of == stage])
+        for stage in range(problem.num_stages)
+    ]
+    everywhere = [*holders, holders[0]] if base.layout is Layout.LOOP else holders
+    chunks = tuple(
+        ChunkRef(stage=stage.index, worker=pool.workers[worker])
+        for stage, held in zip(base.stages, everywhere, strict=True)
+        for worker in held
+    )
+    num_held = np.bincount(routing.worker_of, minlength=problem.num_workers)
+    full = find_paths(
+        base.stages,
+        base.layout,
+        holders,
+        problem.num_microbatches,
+        pool.speeds / np.maximum(num_held, 1),
+        pool,
+    )
+    shared = tied_bytes(job, job_layers(job), base.stages)
+    bound = lower_bound(problem, effort=Effort.SIMPLE)
+    slots = _slots(problem, routing, refs)
+    return replace(
+        base,
+        chunks=tuple(ChunkPlan(chunk=chunk, slots=slots.get(chunk, 1)) for chunk in chunks),
+        paths=tuple(_path(refs, base, row) for row in routing.path),
+        evaluation_paths=tuple(dict.fromkeys(full)),
+        schedules=_schedules(problem, base, routing, refs),
+        alternates=tuple(alternates_of(chunks, pool)),
+        groups=tuple(group for group, _ in groups_of(base.stages, chunks, posed.loads, shared)),
+        predicted_step_s=found.jittered_s,
+        lower_bound_s=min(bound.seconds, found.step_s),
+        reason=_reason(base, posed, found, bound, started_s),
+    )
+
+
+def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:
+    """Each chunk of the problem as the plan calls it."""
+    stages = posed.problem.stage_of
+    return [
+        ChunkRef(stage=StageIndex(int(stage)), worker=posed.pool.workers[worker])
+        for stage, worker in zip(stages, worker_of, strict=True)
+    ]
+
+
+def _path(refs: Sequence[ChunkRef], base: Plan, row: I64) -> Path:
+    hops = [refs[chunk] for chunk in row]
+    if base.layout is Layout.LOOP:
+        hops[-1] = ChunkRef(stage=base.stages[-1].index, worker=hops[0].worker)
+    return Path(hops=tuple(hops))
+
+
+def _schedules(
+    problem: Problem, base: Plan, routing: Routing, refs: Sequence[ChunkRef]
+) -> tuple[Schedule, ...]:
+    """Every worker's part of the sequence."""
+    num_hops, last = problem.num_hops, base.stages[-1].index
+    ops: dict[WorkerId, list[PlannedOp]] = {ref.worker: [] for ref in sorted(refs, key=lambda x: x.worker)}
+    numbers = op_numbers(routing.sequence, problem.num_microbatches)
+    for m, op in zip(routing.sequence, numbers, strict=True):
+        ref = refs[routing.path[m, op if op <= num_hops else 2 * num_hops - op]]
+        kind = OpKind.FORWARD if op < num_hops else OpKind.LOSS if op == num_hops else OpKind.BACKWARD
+        stage = last if kind is OpKind.LOSS else ref.stage
+        ops[ref.worker].append(PlannedOp(kind=kind, stage=stage, microbatch=MicrobatchId(int(m))))
+    return tuple(Schedule(worker=worker, ops=tuple(planned)) for worker, planned in ops.items())
+
+
+def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict[ChunkRef, int]:
+    """What each chunk may hold: as much as fits, but no more than ever visits it."""
+    visits = np.bincount(routing.path[:, : problem.num_hops].ravel(), minlength=problem.num_chunks)
+    fitting = problem.slots[routing.worker_of, problem.stage_of]
+    return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
+
+
+def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started_s: float) -> str:
+    problem = posed.problem
+    what, _, rest = base.reason.partition("; ")
+    gap = found.step_s / bound.seconds - 1
+    clauses = [
+        what,
+        f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}",
+        f"{found.jittered_s:.3g} s a step, {started_s:.3g} s before the search",
+        f"{gap:.0%} above what any plan needs ({bound.binding})",
+    ]
+    moved = rest.partition("moves ")[2]
+    return "; ".join([*clauses, f"moves {moved}"] if moved else clauses)

@@ -1,0 +1,96 @@
+"""Laws of the searching planner over random jobs and fleets."""
+
+from collections.abc import Callable
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skein.config.job import JobSpec, PlanSpec, SkipSpec
+from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.check import violations
+from skein.plan.order import left_undone
+from skein.plan.plan import Plan
+from skein.plan.searched import always, make_plan
+from skein.topology.fleet import Fleet
+from skein.types import Layout, MicrobatchId
+from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs
+
+
+def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
+    return spec.model_copy(update={"plan": PlanSpec(budget_s=budget_s)})
+
+
+def planned(spec: JobSpec, on: Fleet, *, may_go_on: Callable[[], bool] = always) -> Plan:
+    plan = make_plan(spec, on, None, 0, may_go_on=may_go_on)
+    assert isinstance(plan, Plan), plan
+    assert violations(plan, spec, on) == ()
+    return plan
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(jobs(), skipping_jobs()), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
+def test_a_searched_plan_is_legal_and_there_is_one_wherever_there_is_a_balanced_one(
+    spec: JobSpec, on: Fleet
+) -> None:
+    plan, balanced = make_plan(brief(spec), on, None, 0), make_balanced_plan(spec, on, None, 0)
+    assert type(plan) is type(balanced)
+    if isinstance(plan, Plan):
+        assert violations(plan, brief(spec), on) == ()
+        assert left_undone(plan) == ()
+
+
+@settings(max_examples=10, deadline=None)
+@given(skipping_jobs(), fleets(), st.integers(0, 3))
+def test_equal_inputs_make_equal_plans(spec: JobSpec, on: Fleet, seed: int) -> None:
+    assert make_plan(brief(spec), on, None, seed) == make_plan(brief(spec), on, None, seed)
+
+
+def two_cities() -> Fleet:
+    """Three workers in each of two cities; a link between the cities takes as long as many ops."""
+    names = [f"w{i}" for i in range(6)]
+    sites = ["a", "b"] * 3
+    links = [
+        link(x, y, 0.05 if sites[i] != sites[j] else 0.0001)
+        for (i, x), (j, y) in product(enumerate(names), repeat=2)
+        if x != y
+    ]
+    return fleet([1e9] * 6, sites=sites, links=links)
+
+
+def test_chains_stay_inside_their_cities_where_links_between_these_are_slow() -> None:
+    spec = job(stages=3, replicas=2, num_layers=6, num_microbatches=6)
+    plan = planned(brief(spec, budget_s=0.3), two_cities())
+    city = {f"w{i}": "ab"[i % 2] for i in range(6)}
+    assert all(len({city[hop.worker] for hop in path.hops}) == 1 for path in plan.paths)
+
+
+def test_leaving_stages_out_shortens_the_step() -> None:
+    spec = job(stages=6, replicas=1, num_layers=6, num_microbatches=10, layout=Layout.LOOP)
+    full = planned(brief(spec, budget_s=0.2), two_cities())
+    update = {"plan": PlanSpec(budget_s=0.2), "skip": SkipSpec(ratio=0.34)}
+    short = planned(spec.model_copy(update=update), two_cities())
+    assert short.predicted_step_s < full.predicted_step_s
+    assert {len(path.hops) for path in short.paths} == {5}  # four stages and the head
+
+
+def test_every_worker_is_told_all_that_the_paths_need_of_it() -> None:
+    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6))
+    plan = planned(spec, two_cities())
+    told = plan.microbatches_by_chunk()
+    for chunk, microbatches in told.items():
+        visitors = {MicrobatchId(i) for i, path in enumerate(plan.paths) if chunk in path.hops}
+        assert set(microbatches) == visitors
+
+
+def test_the_bound_is_below_the_prediction() -> None:
+    plan = planned(brief(job(stages=2, replicas=2)), two_cities())
+    assert 0 < plan.lower_bound_s <= plan.predicted_step_s
+
+
+def test_a_search_that_may_not_go_on_gives_what_it_started_from() -> None:
+    spec = job(stages=3, replicas=2, num_layers=6)
+    stopped = planned(spec, two_cities(), may_go_on=lambda: False)
+    balanced = make_balanced_plan(spec, two_cities(), None, 0)
+    assert isinstance(balanced, Plan)
+    assert stopped.paths == balanced.paths
