@@ -8,6 +8,7 @@ from html import escape
 # Okabe and Ito's palette for all kinds of colour vision, less those that fade on white or on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#888888")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "1 4")
+_LOG_FACTORS = ((1, 2, 5), (1, 2, 3, 4, 5, 6, 8))
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 190, 44, 52
 _INNER_WIDTH, _INNER_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
@@ -62,14 +63,19 @@ def ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2 and 5 times the powers of ten within [low, high].
+    """Round numbers within [low, high], as coarse as four of them allow.
 
-    >>> log_ticks(4, 60)
-    (5.0, 10.0, 20.0, 50.0)
+    >>> log_ticks(4, 60), log_ticks(3.3, 12)
+    ((5.0, 10.0, 20.0, 50.0), (4.0, 5.0, 6.0, 8.0, 10.0))
     """
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = (round(factor * 10.0**power, 10) for power in powers for factor in (1, 2, 5))
-    return tuple(tick for tick in found if low <= tick <= high)
+    found: tuple[float, ...] = ()
+    for factors in _LOG_FACTORS:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        marks = (round(factor * 10.0**power, 10) for power in powers for factor in factors)
+        found = tuple(tick for tick in marks if low <= tick <= high)
+        if len(found) >= 4:
+            break
+    return found
 
 
 def line_chart(chart: Chart) -> str:

@@ -176,8 +176,14 @@ def test_ticks_are_a_few_and_within_the_axis(low: float, high: float) -> None:
     assert found[-1] <= high + 1e-9
 
 
-def test_logarithmic_ticks_are_round_and_within_the_axis() -> None:
-    assert log_ticks(3, 30) == (5.0, 10.0, 20.0)
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(3, 300, (5, 10, 20, 50, 100, 200)), (3.3, 12, (4, 5, 6, 8, 10)), (0.9, 2.5, (1, 2))],
+)
+def test_logarithmic_ticks_are_round_and_within_the_axis(
+    low: float, high: float, wanted: tuple[float, ...]
+) -> None:
+    assert log_ticks(low, high) == wanted
 
 
 def test_step_seconds_are_read_by_ratio() -> None:
