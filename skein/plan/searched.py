@@ -18,6 +18,7 @@ from skein.plan.check import violations
 from skein.plan.load import job_layers, tied_bytes
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.recut import recut, widths
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import ordered
@@ -54,13 +55,31 @@ def make_plan(
     Args:
         job: what to train; `job.plan.method` says how to plan.
         fleet: who may be given work.
-        previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can.
+        previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can. A job without
+            one is also cut by the speeds of who would hold what.
         seed: of all draws.
         may_go_on: asked between two annealings; False ends the search with what it has.
     """
-    plan = make_balanced_plan(job, fleet, previous, seed)
-    if isinstance(plan, Infeasible) or job.plan.method == "balanced" or job.plan.budget_s == 0:
+    plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
+    if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
         return plan
+    if previous is not None or recut(job, fleet, plan) is None:
+        return _improved(job, fleet, plan, seed, budget_s=budget_s, may_go_on=may_go_on)
+    even = _improved(job, fleet, plan, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
+    uneven = recut(job, fleet, even)
+    if uneven is None:
+        return even
+    uneven = _improved(job, fleet, uneven, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
+    if uneven.predicted_step_s >= even.predicted_step_s or violations(uneven, job, fleet):
+        return even
+    better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
+    return replace(uneven, reason=f"{uneven.reason}; {widths(uneven)} layers a stage: {better}")
+
+
+def _improved(
+    job: JobSpec, fleet: Fleet, plan: Plan, seed: int, *, budget_s: float, may_go_on: Callable[[], bool]
+) -> Plan:
+    """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
     posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
     start = ordered(posed.problem, posed.worker_of, posed.path)
     if start is None or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
@@ -68,7 +87,7 @@ def make_plan(
     search = Search(posed.problem, seed=seed, start=start)
     assert search.best is not None
     started_s = search.best.jittered_s
-    for run in search.rounds(num_moves_in(job.plan.budget_s, len(start.sequence))):
+    for run in search.rounds(num_moves_in(budget_s, len(start.sequence))):
         if not may_go_on():
             break
         run()

@@ -13,7 +13,7 @@ from skein.plan.order import left_undone
 from skein.plan.plan import Plan
 from skein.plan.searched import always, make_plan
 from skein.topology.fleet import Fleet
-from skein.types import Layout, MicrobatchId
+from skein.types import Layout, MicrobatchId, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs
 
 
@@ -94,3 +94,23 @@ def test_a_search_that_may_not_go_on_gives_what_it_started_from() -> None:
     balanced = make_balanced_plan(spec, two_cities(), None, 0)
     assert isinstance(balanced, Plan)
     assert stopped.paths == balanced.paths
+
+
+def test_a_stage_on_a_slow_worker_gets_fewer_layers() -> None:
+    spec = brief(job(stages=2, replicas=1, num_layers=10, layout=Layout.LOOP), budget_s=0.1)
+    plan = planned(spec, fleet([4e9, 1e9]))
+    first, second, _ = plan.stages
+    num_layers = {plan.holders(stage.index)[0]: stage.stop - stage.first for stage in (first, second)}
+    assert num_layers[WorkerId("w0")] > 2 * num_layers[WorkerId("w1")]
+
+
+def test_a_job_that_has_state_keeps_its_stages() -> None:
+    on, spec = (
+        fleet([4e9, 4e9, 1e9, 1e9]),
+        brief(job(stages=2, replicas=2, num_layers=10, layout=Layout.LOOP)),
+    )
+    even = make_balanced_plan(spec, on, None, 0)
+    assert isinstance(even, Plan)
+    again = make_plan(spec, on, even, 0)
+    assert isinstance(again, Plan)
+    assert again.stages == even.stages

@@ -153,7 +153,7 @@ class Search:
             first_s=first_s,
             last_s=last_s,
             evenness=1.0,
-            order_share=0.4,
+            order_share=0.2,
             seat_share=0.06,
             path_shares=_PATH_SHARES,
         )
