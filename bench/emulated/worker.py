@@ -1,0 +1,98 @@
+"""`python -m bench.emulated.worker FILE`: an ordinary worker, but for what its device and its links are said to be.
+
+It says the emulated speed and memory of itself, dials peers through the relay, and lets each op take its emulated time:
+the op is really carried out, and what is left of the time is slept. An op that takes longer than it should is told of.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.emulated.fleet import EmulatedWorker, OpTimes
+from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
+from skein.topology.fleet import Profile
+from worker.compute.ops import Compute, Done
+from worker.compute.payload import Payload
+from worker.daemon import WorkerOptions, run_worker
+from worker.process import Setting
+
+_log = logging.getLogger("worker.emulated")
+
+
+def seconds_of(op: Op, times: OpTimes) -> float:
+    """How long an op is to take; what is not work on a microbatch takes its own time."""
+    match op:
+        case ForwardOp():
+            return times.forward_s[op.chunk.stage]
+        case BackwardOp():
+            return times.backward_s[op.path.hops[op.hop].stage]
+        case LossOp():
+            return times.loss_s[op.chunk.stage]
+        case _:
+            return 0.0
+
+
+class EmulatedCompute(Compute):
+    """Carries ops out, and waits until their time is over."""
+
+    def __init__(self, device: torch.device, *, times: OpTimes) -> None:
+        super().__init__(device)
+        self._times = times
+        self._num_late = 0
+        self._late_s = 0.0
+
+    def run(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Done:
+        """As `Compute.run`, but not quicker than emulated."""
+        began_s = time.perf_counter()
+        done = super().run(op, operands)
+        takes_s = seconds_of(op, self._times)
+        left_s = takes_s - (time.perf_counter() - began_s)
+        if left_s > 0:
+            time.sleep(left_s)
+        elif takes_s:
+            self._num_late += 1
+            self._late_s -= left_s
+        if isinstance(op, ApplyOp):
+            self._tell()
+        return done
+
+    def _tell(self) -> None:
+        if self._num_late:
+            _log.warning("late_ops=%d by_s=%.3f: the machine is too slow", self._num_late, self._late_s)
+        self._num_late, self._late_s = 0, 0.0
+
+
+def adapted(worker: EmulatedWorker, setting: Setting) -> Setting:
+    """`setting` with an emulated device behind emulated links."""
+    profile = Profile(
+        device="cpu",
+        device_name="emulated",
+        flops_per_s=worker.flops_per_s,
+        memory_bytes=worker.memory_bytes,
+    )
+    return replace(
+        setting,
+        measure=lambda _: profile,
+        way_to=lambda address: worker.ways[address],
+        compute=partial(EmulatedCompute, times=worker.times),
+    )
+
+
+def main() -> int:
+    """Be the worker that the file describes."""
+    worker = EmulatedWorker.model_validate_json(Path(sys.argv[1]).read_bytes())
+    options = WorkerOptions(
+        join=worker.join, name=worker.name, site=worker.site, port=worker.port, device="cpu"
+    )
+    return asyncio.run(run_worker(options, adapt=partial(adapted, worker)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
