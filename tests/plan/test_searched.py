@@ -98,10 +98,10 @@ def test_a_search_that_may_not_go_on_gives_what_it_started_from() -> None:
 
 def test_a_stage_on_a_slow_worker_gets_fewer_layers() -> None:
     spec = brief(job(stages=2, replicas=1, num_layers=10, layout=Layout.LOOP), budget_s=0.1)
-    plan = planned(spec, fleet([4e9, 1e9]))
+    plan = planned(spec, fleet([2e9, 1e9]))
     first, second, _ = plan.stages
     num_layers = {plan.holders(stage.index)[0]: stage.stop - stage.first for stage in (first, second)}
-    assert num_layers[WorkerId("w0")] > 2 * num_layers[WorkerId("w1")]
+    assert num_layers[WorkerId("w0")] > num_layers[WorkerId("w1")] + 1
 
 
 def test_a_job_that_has_state_keeps_its_stages() -> None:
