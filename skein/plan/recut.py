@@ -4,6 +4,7 @@ A plan from nothing is cut as if all workers were alike, because who holds what 
 workers may do better with unequal stages. Only a job without any state may be cut anew: state is kept stage by stage.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -27,14 +28,12 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
     visits = plan.microbatches_by_chunk()
     num_stages = len(plan.stages) - (plan.layout is Layout.LOOP)
+    num_held = Counter(chunk.worker for chunk in visits if chunk.stage < num_stages)
     speeds = []
     for index in range(num_stages):
         held = [chunk for chunk in visits if chunk.stage == index]
         num_visits = sum(len(visits[chunk]) for chunk in held)
-        together = sum(
-            speed_by_worker[chunk.worker] / sum(other.worker == chunk.worker for other in visits)
-            for chunk in held
-        )
+        together = sum(speed_by_worker[chunk.worker] / num_held[chunk.worker] for chunk in held)
         speeds.append(float(together) / max(1, num_visits))
     stages = cut(layers, num_stages, plan.layout, speeds=list(np.array(speeds) / max(speeds)))
     if stages == plan.stages:
