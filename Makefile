@@ -33,6 +33,7 @@ setup: $(READY) ## make .venv with everything in it (again only when pyproject.t
 $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m skein.plan.route.warm
 	touch $@
 
 demo: setup ## train, export and sample a small language model on this machine

@@ -15,7 +15,7 @@ from deploy.docker.make_token import make_token
 from deploy.docker.requirements import requirements
 from skein.wire.tokens import read_token
 from tests.contract.source import ROOT
-from tests.deploy.stack import services
+from tests.deploy.stack import listing, services
 
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8")
 PROJECT = ROOT / "pyproject.toml"
@@ -69,6 +69,15 @@ def test_nothing_is_copied_that_was_not_named() -> None:
 def test_workers_keep_big_buffers_instead_of_faulting_them_in() -> None:
     found = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", stages()["worker"]))
     assert found.keys() == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+
+
+def test_the_planner_is_compiled_before_the_coordinator_starts() -> None:
+    text = stages()["coordinator"]
+    [folder] = re.findall(r"NUMBA_CACHE_DIR=(\S+)", text)
+    assert folder in stages()["runtime"], "it must belong to the user that compiles"
+    assert "RUN python -m skein.plan.route.warm" in text
+    assert folder in {str(volume) for volume in listing(services()["coordinator"]["volumes"])}
+    assert "-m skein.plan.route.warm" in (ROOT / "Makefile").read_text()
 
 
 def test_health_is_asked_at_the_port_that_the_service_listens_on() -> None:

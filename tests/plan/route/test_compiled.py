@@ -1,0 +1,98 @@
+"""Compiled code is never older than its sources, and warming up compiles all that searches use."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skein.config.job import PlanSpec
+from skein.plan.route import anneal, cost, moves, simulate
+from skein.plan.route.compiled import STAMP, compiled, drop_stale
+from skein.plan.route.search import Found, Search
+from skein.plan.route.warm import tiny_problem, warm_up
+from skein.plan.searched import make_plan
+from skein.types import Layout
+from tests.plan.builders import fleet, job
+
+
+def folders(root: Path) -> tuple[Path, Path]:
+    """A cache with code in it, and the sources that it was made of."""
+    cache, sources = root / "cache", root / "sources"
+    sources.mkdir()
+    (sources / "caller.py").write_text("@compiled\n1")
+    (sources / "callee.py").write_text("@compiled\n2")
+    (sources / "words.py").write_text("no code")
+    assert drop_stale(cache, sources)
+    (cache / "caller.1.nbc").write_bytes(b"code")
+    (cache / "caller.nbi").write_bytes(b"index")
+    return cache, sources
+
+
+def code_in(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir()} - {STAMP}
+
+
+def test_code_stays_while_its_sources_do(tmp_path: Path) -> None:
+    cache, sources = folders(tmp_path)
+    (sources / "words.py").write_text("still none")
+    assert not drop_stale(cache, sources)
+    assert code_in(cache) == {"caller.1.nbc", "caller.nbi"}
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new"])
+def test_all_code_goes_when_any_of_its_sources_changes(tmp_path: Path, change: str) -> None:
+    cache, sources = folders(tmp_path)
+    match change:
+        case "content":
+            (sources / "callee.py").write_text("@compiled\n3")
+        case "name":
+            (sources / "callee.py").rename(sources / "other.py")
+        case _:
+            (sources / "third.py").write_text("class Arrays(NamedTuple): ...")
+    assert drop_stale(cache, sources)
+    assert code_in(cache) == set()
+    assert not drop_stale(cache, sources)
+
+
+def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
+    _, sources = folders(tmp_path)
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    assert drop_stale(blocked / "cache", sources)
+    assert blocked.read_text() == "no folder"
+
+
+def test_a_compiled_function_says_the_same() -> None:
+    @compiled
+    def doubled(value: float) -> float:
+        return 2 * value
+
+    assert doubled(1.5) == 3.0
+
+
+def num_compiled() -> dict[str, int]:
+    """How many forms of each function there are by now."""
+    return {
+        f"{module.__name__}.{name}": len(value.signatures)
+        for module in (anneal, cost, moves, simulate)
+        for name, value in sorted(vars(module).items())
+        if hasattr(value, "signatures")
+    }
+
+
+def test_after_warming_up_a_search_compiles_nothing_more() -> None:
+    warm_up()
+    before = num_compiled()
+    assert before["skein.plan.route.anneal.anneal"] > 0
+    for layout in Layout:
+        spec = job(stages=3, replicas=2, num_layers=6, layout=layout)
+        make_plan(spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)}), fleet([1e9] * 6), None, 0)
+    assert num_compiled() == before
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_the_tiny_problem_has_an_answer(layout: Layout) -> None:
+    search = Search(tiny_problem(layout), seed=0)
+    assert isinstance(search.begin(), Found)
+    assert search.best is not None
+    assert np.isfinite(search.best.step_s)
