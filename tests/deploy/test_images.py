@@ -34,9 +34,14 @@ def names(extra: str) -> set[str]:
 # --- packages ---
 
 
-def test_the_coordinator_needs_ray_and_no_torch() -> None:
-    assert "ray" in names("coordinator")
+def test_the_coordinator_needs_ray_and_a_compiler_and_no_torch() -> None:
+    assert names("coordinator") >= {"ray", "numba"}
     assert "torch" not in names("coordinator")
+
+
+def test_an_extra_of_extras_is_what_these_need() -> None:
+    assert names("all") >= names("coordinator") | names("worker")
+    assert "skein-train" not in names("all")
 
 
 def test_the_worker_needs_torch_and_no_ray() -> None:
