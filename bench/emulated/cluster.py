@@ -9,7 +9,7 @@ from statistics import median
 import psutil
 
 from bench.cluster import START_S, Cluster
-from bench.emulated.fleet import EmulatedWorker, Links, OpTimes, Relays, cities_of
+from bench.emulated.fleet import EmulatedWorker, Links, OpTimes, Relays, cities_of, write_whole
 from bench.emulated.job import ACTIVATION_BYTES
 from client.local import HOST, free_port
 from skein.protocol.coordinator import NUM_PROBED_PEERS
@@ -24,7 +24,8 @@ _POLL_S = 0.05
 class EmulatedCluster(Cluster):
     """Workers e00, e01, ... in the ten cities, in turn; each joins when the one before has probed its links.
 
-    So no two probe at once, which would find each other's bytes on the lines.
+    So no two probe at once, which would find each other's bytes on the lines. The programs are started together, and
+    wait for their files.
     """
 
     def __init__(self, directory: Path, links: Links) -> None:
@@ -41,6 +42,8 @@ class EmulatedCluster(Cluster):
             memory_bytes: likewise.
         """
         self.start_coordinator()
+        for name in self.names:
+            self._start_worker(name)
         relays = self._start_relay()
         cities = cities_of(len(self.names))
         with self.client() as client:
@@ -57,7 +60,7 @@ class EmulatedCluster(Cluster):
                     times=times[i],
                     ways=relays.ways[i],
                 )
-                self._start_worker(worker)
+                write_whole(self._file_of(name), worker.model_dump_json())
                 num_links += 2 * min(i, NUM_PROBED_PEERS)
                 until_s = time.monotonic() + START_S
                 while len(client.workers()) <= i or len(client.links()) < num_links:
@@ -88,12 +91,13 @@ class EmulatedCluster(Cluster):
             time.sleep(_POLL_S)
         return Relays.model_validate(json.loads(out.read_text(encoding="utf-8")))
 
-    def _start_worker(self, worker: EmulatedWorker) -> None:
-        path = self.directory / f"{worker.name}.json"
-        path.write_text(worker.model_dump_json(), encoding="utf-8")
-        process = self._start("bench.emulated.worker", [str(path)], log=worker.name)
+    def _start_worker(self, name: str) -> None:
+        process = self._start("bench.emulated.worker", [str(self._file_of(name))], log=name)
         psutil.Process(process.pid).nice(NICE)
-        self.workers[worker.name] = process
+        self.workers[name] = process
+
+    def _file_of(self, name: str) -> Path:
+        return self.directory / f"{name}.json"
 
 
 def free_addresses(count: int) -> tuple[str, ...]:

@@ -78,6 +78,13 @@ class _Cities(_File):
     links: tuple[_Pair, ...]
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Let a file appear with all that is in it, for whoever waits for it."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(path)
+
+
 def load_cities(path: Path = _CITIES) -> _Cities:
     """The table in this folder."""
     return _Cities.model_validate(json.loads(path.read_text(encoding="utf-8")))

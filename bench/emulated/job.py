@@ -66,7 +66,7 @@ def make_job(
             sequence_tokens=SEQUENCE_TOKENS,
         ),
         batch=BatchSpec(samples=microbatches * SAMPLES, microbatch_samples=SAMPLES),
-        parallel=ParallelSpec(stages=stages, replicas=-(-num_workers // stages), layout=Layout.LOOP),
+        parallel=ParallelSpec(stages=stages, replicas=-(-num_workers // stages) + 1, layout=Layout.LOOP),
         skip=SkipSpec(ratio=skip_ratio),
         plan=PlanSpec(method=method),
         budget=BudgetSpec(steps=steps),

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from bench.emulated.fleet import Links, Relays
+from bench.emulated.fleet import Links, Relays, write_whole
 from bench.emulated.lines import Lines
 from skein.wire.channel import join_address, split_address
 
@@ -142,9 +142,7 @@ async def relay(links: Links, out: Path) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     relays = await Relay(links).listen()
-    partial_out = out.with_suffix(".part")
-    partial_out.write_text(relays.model_dump_json(), encoding="utf-8")
-    partial_out.rename(out)
+    write_whole(out, relays.model_dump_json())
     await stopped.wait()
 
 

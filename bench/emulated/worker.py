@@ -2,6 +2,7 @@
 
 It says the emulated speed and memory of itself, dials peers through the relay, and lets each op take its emulated time:
 the op is really carried out, and what is left of the time is slept. An op that takes longer than it should is told of.
+It waits for FILE to appear, so that programs can be started together and join one after the other.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from worker.daemon import WorkerOptions, run_worker
 from worker.process import Setting
 
 _log = logging.getLogger("worker.emulated")
+
+_POLL_S = 0.05
 
 
 def seconds_of(op: Op, times: OpTimes) -> float:
@@ -86,8 +89,11 @@ def adapted(worker: EmulatedWorker, setting: Setting) -> Setting:
 
 
 def main() -> int:
-    """Be the worker that the file describes."""
-    worker = EmulatedWorker.model_validate_json(Path(sys.argv[1]).read_bytes())
+    """Be the worker that the file describes, as soon as there is one."""
+    path = Path(sys.argv[1])
+    while not path.exists():
+        time.sleep(_POLL_S)
+    worker = EmulatedWorker.model_validate_json(path.read_bytes())
     options = WorkerOptions(
         join=worker.join, name=worker.name, site=worker.site, port=worker.port, device="cpu"
     )
