@@ -21,8 +21,8 @@ from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp
 from skein.plan.recut import recut, widths
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
-from skein.plan.route.evaluate import ordered
 from skein.plan.route.of_job import Posed, pose
+from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import Found, Search
 from skein.topology.fleet import Fleet
@@ -81,22 +81,23 @@ def _improved(
 ) -> Plan:
     """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
     posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
-    start = ordered(posed.problem, posed.worker_of, posed.path)
-    if start is None or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
+    orders = named_orders(posed.problem, posed.worker_of, posed.path)
+    if FIRST_COME not in orders or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
         return plan
-    search = Search(posed.problem, seed=seed, start=start)
-    assert search.best is not None
-    started_s = search.best.jittered_s
-    for run in search.rounds(num_moves_in(budget_s, len(start.sequence))):
+    search = Search(posed.problem, seed=seed)
+    founds = ((search.consider(routing), name) for name, routing in orders.items())
+    started = min((found.jittered_s, name) for found, name in founds if found is not None)
+    for run in search.rounds(num_moves_in(budget_s, len(orders[FIRST_COME].sequence))):
         if not may_go_on():
             break
         run()
-    better = plan_of(job, plan, posed, search.best, started_s=started_s)
+    assert search.best is not None
+    better = plan_of(job, plan, posed, search.best, started=started)
     return plan if violations(better, job, fleet) else better
 
 
-def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started_s: float) -> Plan:
-    """The plan that a routing of `posed` describes; stages are those of `base`, whose step took `started_s`."""
+def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:
+    """The plan that a routing of `posed` describes; stages are those of `base`, whose best order by name `started` it."""
     problem, pool, routing = posed.problem, posed.pool, found.routing
     refs = _refs(posed, routing.worker_of)
     holders = [
@@ -131,7 +132,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started_s: 
         groups=tuple(group for group, _ in groups_of(base.stages, chunks, posed.loads, shared)),
         predicted_step_s=found.jittered_s,
         lower_bound_s=min(bound.seconds, found.step_s),
-        reason=_reason(base, posed, found, bound, started_s),
+        reason=_reason(base, posed, found, bound, started),
     )
 
 
@@ -173,14 +174,14 @@ def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
 
 
-def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started_s: float) -> str:
+def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: tuple[float, str]) -> str:
     problem = posed.problem
     what, _, rest = base.reason.partition("; ")
     gap = found.step_s / bound.seconds - 1
     clauses = [
         what,
         f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}",
-        f"{found.jittered_s:.3g} s a step, {started_s:.3g} s before the search",
+        f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})",
         f"{gap:.0%} above what any plan needs ({bound.binding})",
     ]
     moved = rest.partition("moves ")[2]

@@ -1,0 +1,144 @@
+"""The orders that the field has names for, as starting points: each is simulated for the problem at hand.
+
+Pipelines in which every microbatch visits all stages fall into chains; the ops of a chain are put in order by the
+generators of `skein.plan.schedules`. Where paths skip stages there are no chains, and first come, first served remains.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from skein.errors import UserError
+from skein.plan.route.evaluate import ordered
+from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.schedules.ops import Op, OpKind, Placement, Shape
+from skein.plan.schedules.table import GENERATORS, make_schedule
+from skein.plan.schedules.whole import one_f_one_b
+from skein.plan.timing import warm_up_depths
+from skein.types import Layout
+
+FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"
+_WHOLE = ("one_f_one_b", "gpipe", "interleaved", "looped_bfs")
+"""Generators whose ops the workers have: backwards are not split."""
+
+_Ways = Mapping[int, Sequence[Op]]
+"""Ops of each worker, in order."""
+
+
+def named_orders(problem: Problem, worker_of: I64, path: I64) -> dict[str, Routing]:
+    """The routing of placement and paths in every order that can be made for it, by name.
+
+    Whether an order keeps to the slots is left to who runs it.
+    """
+    found: dict[str, Routing] = {}
+    first = ordered(problem, worker_of, path)
+    if first is not None:
+        found[FIRST_COME] = first
+    chains = _chains(problem, path)
+    for name in (DEEP, *_WHOLE) if chains else ():
+        ways = _ways(problem, worker_of, chains, name)
+        sequence = None if ways is None else _sequence(problem, ways)
+        if sequence is not None:
+            found[name] = Routing(worker_of=worker_of, path=path, sequence=sequence)
+    return found
+
+
+def _chains(problem: Problem, path: I64) -> dict[tuple[int, ...], list[int]]:
+    """Microbatches by the chunks they visit; nothing if stages are skipped or chunks are on several chains."""
+    if problem.path_len < problem.num_stages:
+        return {}
+    chains: dict[tuple[int, ...], list[int]] = {}
+    for m, row in enumerate(path):
+        chains.setdefault(tuple(int(chunk) for chunk in row[: problem.path_len]), []).append(m)
+    visited = [chunk for chain in chains for chunk in chain]
+    return chains if len(visited) == len(set(visited)) else {}
+
+
+def _ways(
+    problem: Problem, worker_of: I64, chains: Mapping[tuple[int, ...], list[int]], name: str
+) -> _Ways | None:
+    """What each worker does in the order called `name`; None if some chain has not the shape for it."""
+    ways: dict[int, list[Op]] = {}
+    for chain, microbatches in chains.items():
+        workers = list(dict.fromkeys(int(worker_of[chunk]) for chunk in chain))
+        if ways.keys() & set(workers):
+            return None
+        ops_by_worker = _ops(
+            problem, [int(worker_of[chunk]) for chunk in chain], workers, len(microbatches), name
+        )
+        if ops_by_worker is None:
+            return None
+        for worker, ops in zip(workers, ops_by_worker, strict=True):
+            ways[worker] = [op._replace(microbatch=microbatches[op.microbatch]) for op in ops]
+    return ways
+
+
+def _ops(
+    problem: Problem, holders: Sequence[int], workers: Sequence[int], num_microbatches: int, name: str
+) -> Sequence[Sequence[Op]] | None:
+    num_chunks, rest = divmod(len(holders), len(workers))
+    for placement in Placement:
+        shape = Shape(
+            num_workers=len(workers),
+            num_microbatches=num_microbatches,
+            num_chunks=max(1, num_chunks),
+            placement=placement,
+        )
+        if rest or [workers[w] for w in shape.worker_by_stage] != list(holders):
+            continue
+        if name == DEEP:
+            return one_f_one_b(shape, _depths(problem, holders)).ops_by_worker if num_chunks == 1 else None
+        if GENERATORS[name].does(shape.num_chunks, placement):
+            try:
+                return make_schedule(name, shape).ops_by_worker
+            except UserError:
+                return None
+    return None
+
+
+def _depths(problem: Problem, holders: Sequence[int]) -> tuple[int, ...]:
+    stages = range(len(holders))
+    op_s = [
+        float(problem.forward_s[w, s] + problem.backward_s[w, s])
+        for s, w in zip(stages, holders, strict=True)
+    ]
+    there = problem.transfer_s
+    hop_s = [float(there[a, b] + there[b, a]) for a, b in pairwise(holders)]
+    depths = warm_up_depths(op_s, hop_s, [max(op_s)] * len(op_s))
+    slots = [int(problem.slots[w, s]) for s, w in zip(stages, holders, strict=True)]
+    # All go down together: a deep worker before a shallow one fills up with what cannot go on.
+    share = min(1.0, *(slot / depth for slot, depth in zip(slots, depths, strict=True)))
+    return tuple(max(1, int(share * depth)) for depth in depths)
+
+
+def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
+    """One order of all ops that keeps each worker's; None if they run in a circle. A loop's losses go when they may."""
+    hops = problem.num_hops
+    queues = {worker: deque(_own_ops(problem, ops)) for worker, ops in ways.items()}
+    done = np.zeros(problem.num_microbatches, np.int64)
+    sequence: list[int] = []
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for queue in queues.values():
+            while queue and done[queue[0][0]] == queue[0][1]:
+                m, op = queue.popleft()
+                sequence.append(m)
+                done[m] += 1
+                is_moving = True
+                if problem.layout is Layout.LOOP and op == hops - 1:
+                    sequence.append(m)
+                    done[m] += 1
+    return np.array(sequence, np.int64) if (done == 2 * hops + 1).all() else None
+
+
+def _own_ops(problem: Problem, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
+    """(microbatch, number of the op) of what a generator lists. A line's last stage does all in its loss."""
+    hops = problem.num_hops
+    for op in ops:
+        if op.stage < hops:
+            yield op.microbatch, op.stage if op.kind is OpKind.FORWARD else 2 * hops - op.stage
+        elif op.kind is OpKind.BACKWARD:
+            yield op.microbatch, hops

@@ -1,0 +1,80 @@
+"""Orders by name: each is what its generator says, and the best start is found by simulating them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from skein.plan.route.evaluate import timeline
+from skein.plan.route.orders import DEEP, FIRST_COME, named_orders
+from skein.plan.route.problem import Problem
+from skein.types import Layout
+
+
+def pipeline(
+    num_workers: int,
+    num_microbatches: int,
+    *,
+    hop_s: float,
+    slots: int,
+    chunks: int = 1,
+    layout: Layout = Layout.LINE,
+) -> Problem:
+    """One chain of equal workers, 1 s forward and 2 s backward a stage; `chunks` stages on each, in a loop."""
+    num_stages = num_workers * chunks
+    times = np.ones((num_workers, num_stages)) / chunks
+    links = np.full((num_workers, num_workers), hop_s)
+    np.fill_diagonal(links, 0.0)
+    return Problem(
+        name="pipeline",
+        layout=layout,
+        stage_sizes=(1,) * num_stages,
+        path_len=num_stages,
+        num_by_origin=(num_microbatches,),
+        max_swaps=0,
+        max_jump=num_stages,
+        forward_s=times,
+        backward_s=2 * times,
+        loss_s=np.full(num_workers, 3.0 / chunks if layout is Layout.LINE else 0.0),
+        transfer_s=links,
+        wire_s=np.zeros_like(links),
+        slots=np.full((num_workers, num_stages), slots),
+    )
+
+
+def steps(problem: Problem) -> dict[str, float]:
+    worker_of = np.arange(problem.num_chunks) % problem.num_workers
+    row = [*range(problem.num_stages), *([0] if problem.layout is Layout.LOOP else [])]
+    path = np.array([row] * problem.num_microbatches)
+    orders = named_orders(problem, worker_of, path)
+    return {name: timeline(problem, routing).step_s for name, routing in orders.items()}
+
+
+def test_one_f_one_b_and_gpipe_take_what_their_closed_form_says() -> None:
+    taken = steps(pipeline(4, 8, hop_s=0.0, slots=8))
+    assert taken["one_f_one_b"] == taken["gpipe"] == pytest.approx((8 + 3) * 3.0)
+
+
+def test_depth_by_latency_beats_the_textbook_over_slow_links() -> None:
+    # (m + p - 1) T + 2 (p - 1) c against (m + p - 1) T + c (2 m (p - 1) / p + 2 (p - 2)), T = 3, c = 2.
+    taken = steps(pipeline(4, 16, hop_s=2.0, slots=16))
+    assert taken[DEEP] == pytest.approx(19 * 3 + 6 * 2)
+    assert taken["one_f_one_b"] == pytest.approx(19 * 3 + 2 * (24 + 4))
+
+
+def test_interleaving_shortens_the_bubble_where_workers_hold_two_stages_each() -> None:
+    taken = steps(pipeline(4, 8, hop_s=0.0, slots=16, chunks=2))
+    assert taken["interleaved"] == pytest.approx(8 * 3 + 3 * 3 / 2)
+    assert "one_f_one_b" not in taken
+
+
+def test_paths_that_skip_have_no_order_by_name_but_first_come() -> None:
+    problem = pipeline(4, 4, hop_s=0.0, slots=4, layout=Layout.LOOP)
+    worker_of, path = np.arange(4), np.array([[0, 1, 2, 0], [0, 2, 3, 0], [0, 1, 3, 0], [0, 1, 2, 0]])
+    short = replace(problem, path_len=3)
+    assert set(named_orders(short, worker_of, path)) == {FIRST_COME}
+
+
+def test_a_loop_has_the_same_orders_with_its_losses_in_between() -> None:
+    taken = steps(pipeline(3, 6, hop_s=0.5, slots=6, layout=Layout.LOOP))
+    assert {FIRST_COME, DEEP, "one_f_one_b", "gpipe"} <= set(taken)
