@@ -97,7 +97,7 @@ def _improved(
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:
-    """The plan that a routing of `posed` describes; stages are those of `base`, whose best order by name `started` it."""
+    """The plan that a routing of `posed` describes; stages are those of `base`, `started` its best order by name."""
     problem, pool, routing = posed.problem, posed.pool, found.routing
     refs = _refs(posed, routing.worker_of)
     holders = [
