@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import alternates_of, counted, groups_of, pool_of
+from skein.plan.balanced import alternates_of, and_more, counted, groups_of, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.load import job_layers, tied_bytes
@@ -25,6 +25,7 @@ from skein.plan.route.of_job import Posed, pose
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import Found, Search
+from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 
@@ -93,6 +94,8 @@ def _improved(
         run()
     assert search.best is not None
     better = plan_of(job, plan, posed, search.best, started=started)
+    if doubted := _doubted(fleet, posed):
+        better = replace(better, reason=f"{better.reason}; {doubted}")
     return plan if violations(better, job, fleet) else better
 
 
@@ -134,6 +137,16 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         lower_bound_s=min(bound.seconds, found.step_s),
         reason=_reason(base, posed, found, bound, started),
     )
+
+
+def _doubted(fleet: Fleet, posed: Posed) -> str:
+    """Which links should be measured again, in a clause; nothing if none looks broken."""
+    doubts = questioned_links(posed.problem.transfer_s, [worker.site for worker in fleet.workers])
+    if not doubts:
+        return ""
+    worst, workers = doubts[0], posed.pool.workers
+    link = f"{workers[worst.sender]} -> {workers[worst.receiver]}"
+    return f"measure {link} again: {worst.factor:.0f} times what {worst.like} take{and_more(doubts[1:])}"
 
 
 def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:

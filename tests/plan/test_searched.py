@@ -1,7 +1,7 @@
 """Laws of the searching planner over random jobs and fleets."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +114,13 @@ def test_a_job_that_has_state_keeps_its_stages() -> None:
     again = make_plan(spec, on, even, 0)
     assert isinstance(again, Plan)
     assert again.stages == even.stages
+
+
+def test_a_link_far_off_its_like_is_named_and_not_used() -> None:
+    names = [f"w{i}" for i in range(6)]
+    links = [link(x, y, 0.5 if (x, y) == ("w1", "w4") else 0.001) for x in names for y in names if x != y]
+    on = fleet([1e9] * 6, links=links)
+    plan = planned(brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.2), on)
+    assert "measure w1 -> w4 again: " in plan.reason
+    hops = {(a.worker, b.worker) for path in plan.paths for a, b in pairwise(path.hops)}
+    assert not hops & {("w1", "w4"), ("w4", "w1")}
