@@ -13,7 +13,7 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 
 DOUBTED_FROM = 30.0
-"""Times the median of its like. Between cities a healthy link is within 10 of it, the known faulty one at 63."""
+"""Times the median of its like. In the reference's instances one pair of cities is at 62, all others are within 2."""
 _LEAST_LIKE = 3
 """Other links that a median needs to say anything."""
 
