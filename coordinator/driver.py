@@ -43,7 +43,6 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.messages import Hello, Report
 from skein.protocol.records import CheckpointCommitted, Record
-from skein.topology.fleet import Fleet
 from skein.types import Incarnation, JobId, Step, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
@@ -85,7 +84,7 @@ class Meter(Protocol):
     def heard(self, worker: WorkerId, report: Report) -> None: ...
 
 
-MakePlanFor = Callable[[JobSpec, Fleet, Plan | None], Awaitable[Plan | Infeasible]]
+AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
 Asked = SubmitAsked | CancelAsked | DrainAsked
 
 
@@ -148,7 +147,7 @@ class Driver:
         machine: Coordinator,
         log: AppendLog,
         *,
-        plan: MakePlanFor,
+        plan: AnswerPlan,
         checkpoints: CheckpointFiles,
         clock: Callable[[], float],
         journal: Journal,
@@ -386,9 +385,9 @@ class Driver:
 
     async def _make_plan(self, command: MakePlan) -> None:
         began = time.monotonic()
-        result = await self._plan(command.job, command.fleet, command.previous)
-        self._meter.planned(result, time.monotonic() - began)
-        await self._inbox.put(PlanMade(request=command.request, result=result))
+        made = await self._plan(command)
+        self._meter.planned(made.result, time.monotonic() - began)
+        await self._inbox.put(made)
 
     async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
         spec = self.machine.history.jobs[checkpoint.job].spec

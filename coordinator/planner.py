@@ -1,70 +1,226 @@
-"""Planning as a Ray task, so that a long search uses the cluster and never blocks the coordinator.
+"""Planning as Ray tasks, so that a long search uses the cluster and never blocks the coordinator.
 
-Every request is answered: by the task, by another task if that one is lost or late, or by this process.
+Rules of this file
+- Every request is answered: by tasks, by others if those are lost or late, or by this process.
+- A search runs several seeds side by side. Each hands out whatever is better than what it had, as soon as it has it;
+  so a task that dies, or a budget that ends, costs what would have been found later and nothing else.
+- Of what is found the least predicted step counts, of equal ones the first seed's. Seeds differ in nothing else, and
+  their effort is counted in moves; so equal requests on an equal cluster have equal answers while all tasks live.
+- Nobody waits for the compiler: until the search is compiled the plan is the balanced one, and the answer says that a
+  better one may be had.
 """
 
 import asyncio
 import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
-from skein.topology.fleet import Fleet
+from skein.protocol.coordinator_io import MakePlan, PlanMade
+from skein.rng import key
 
 PLAN_S = 20.0
-"""What one try may take, waiting for a free CPU included."""
+"""What one try may take beyond the job's budget, waiting for a free CPU included."""
 NUM_TRIES = 2
+MAX_SEEDS = 8
+"""More searches of one problem find hardly more."""
+_SLICES = (0.2, 0.8)
+"""Of the budget: a short search first, for the case that the long one never ends."""
 _log = logging.getLogger("coordinator")
 
 
-def plan_here(job: JobSpec, fleet: Fleet, previous: Plan | None) -> Plan | Infeasible:
-    """A plan that holds, made by this process."""
-    plan = make_plan(job, fleet, previous, job.seed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has found so far; `current_s` as in `PlanMade`."""
+
+    plan: Plan
+    current_s: float | None
+
+
+def plan_here(asked: MakePlan) -> PlanMade:
+    """A plan that holds, made by this process without a search."""
+    job, fleet, previous = asked.job, asked.fleet, asked.previous
+    return _answer(asked, _held(make_plan(job, fleet, previous, job.seed), asked))
+
+
+def _answer(
+    asked: MakePlan, result: Plan | Infeasible, *, current_s: float | None = None, may_improve: bool = False
+) -> PlanMade:
+    return PlanMade(request=asked.request, result=result, current_s=current_s, may_improve=may_improve)
+
+
+def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
     if isinstance(plan, Infeasible):
         return plan
-    wrong = violations(plan, job, fleet)
+    wrong = violations(plan, asked.job, asked.fleet)
     return Infeasible(reason=f"the planner made a plan that {wrong[0]}") if wrong else plan
 
 
-async def plan_in_thread(job: JobSpec, fleet: Fleet, previous: Plan | None) -> Plan | Infeasible:
+def search(asked: MakePlan, seed: int) -> Iterator[Found]:
+    """Plans that hold, each with a shorter step than the one before; nothing if none exists."""
+    # Only here: the coordinator's own process starts without numba.
+    from skein.plan.searched import make_plan as make_searched_plan
+
+    best: Plan | None = None
+    for share in _SLICES:
+        budget_s = share * asked.job.plan.budget_s
+        until_s = time.monotonic() + budget_s
+        plan = make_searched_plan(
+            _with_budget(asked.job, budget_s),
+            asked.fleet,
+            asked.previous,
+            seed,
+            may_go_on=lambda until_s=until_s: time.monotonic() < until_s,  # type: ignore[misc]
+        )
+        if isinstance(plan, Plan) and (best is None or plan.predicted_step_s < best.predicted_step_s):
+            best = plan
+            yield Found(plan=best, current_s=None)
+
+
+def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
+    return job.model_copy(update={"plan": job.plan.model_copy(update={"budget_s": budget_s})})
+
+
+def warm_up() -> None:
+    """Have the search compiled on this machine."""
+    from skein.plan.route.warm import warm_up as compile_all
+
+    compile_all()
+
+
+async def plan_in_thread(asked: MakePlan) -> PlanMade:
     """A plan made off the event loop, without Ray."""
-    return await asyncio.to_thread(plan_here, job, fleet, previous)
+    return await asyncio.to_thread(plan_here, asked)
+
+
+class _Searching(Protocol):
+    """A Ray task whose results come one by one, as Ray's own types do not know it."""
+
+    def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[Found]]: ...
 
 
 _plan_task = ray.remote(num_cpus=1, max_retries=2)(plan_here)
+_warm_task = ray.remote(num_cpus=1, max_retries=2)(warm_up)
+_search_task = cast(_Searching, ray.remote(num_cpus=1, max_retries=0)(search))
 
 
 class RayPlanner:
     """Makes plans as tasks of the Ray cluster that this process is in.
 
     Args:
-        limit_s: seconds for one try.
+        limit_s: seconds for one try, beyond what the job lets a search take.
     """
 
     def __init__(self, *, limit_s: float = PLAN_S) -> None:
         self._limit_s = limit_s
+        self._warming: asyncio.Task[bool] | None = None
 
-    async def __call__(self, job: JobSpec, fleet: Fleet, previous: Plan | None) -> Plan | Infeasible:
+    def warm_up(self) -> None:
+        """Begin to compile the search on every machine of the cluster. Wanted once, on the event loop."""
+        self._warming = asyncio.create_task(self._warm())
+
+    async def __call__(self, asked: MakePlan) -> PlanMade:
         """The plan, or why there is none; never an exception of Ray's."""
+        if asked.job.plan.method == "balanced" or asked.job.plan.budget_s == 0:
+            return await self._balanced(asked)
+        if await self._is_warm(asked.job.plan.budget_s):
+            found = await self._portfolio(asked)
+            if found is not None:
+                return found
+        return replace(await self._balanced(asked), may_improve=True)
+
+    # --- without a search ---
+
+    async def _balanced(self, asked: MakePlan) -> PlanMade:
+        job = asked.job
         for _ in range(NUM_TRIES):
-            asked = _plan_task.remote(job, fleet, previous)
+            running = _plan_task.remote(asked)
             try:
                 async with asyncio.timeout(self._limit_s):
-                    return await asked
+                    return await running
             except RayTaskError as error:
                 # It would fail here too.
-                return Infeasible(reason=f"the planner failed: {_last_line(error)}")
+                return _answer(asked, Infeasible(reason=f"the planner failed: {_last_line(error)}"))
             except TimeoutError:
                 _log.warning("job=%s no plan within %.0f s, trying again", job.name, self._limit_s)
             except RayError as error:
                 _log.warning("job=%s planning was lost (%s), trying again", job.name, _last_line(error))
             finally:
-                ray.cancel(asked)
-        return await plan_in_thread(job, fleet, previous)
+                ray.cancel(running)
+        return await plan_in_thread(asked)
+
+    # --- with one ---
+
+    async def _portfolio(self, asked: MakePlan) -> PlanMade | None:
+        """The best of several seeds within the time there is; None if none of them found anything."""
+        best: dict[int, Found] = {}
+        searches = [self._follow(asked, number, best) for number in range(_num_seeds())]
+        try:
+            async with asyncio.timeout(asked.job.plan.budget_s + self._limit_s):
+                await asyncio.gather(*searches)
+        except TimeoutError:
+            _log.warning("job=%s some searches did not end in time", asked.job.name)
+        if not best:
+            return None
+        number = min(best, key=lambda n: (best[n].plan.predicted_step_s, n))
+        return _answer(asked, best[number].plan, current_s=best[number].current_s)
+
+    async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:
+        """Keep what search number `number` finds, for as long as it lives."""
+        seed = key(asked.job.seed, "portfolio", number) if number else asked.job.seed
+        stream = _search_task.remote(asked, seed)
+        try:
+            async for coming in stream:
+                best[number] = await coming
+        except RayError as error:
+            _log.warning("job=%s search %d was lost: %s", asked.job.name, number, _last_line(error))
+        finally:
+            ray.cancel(cast("ray.ObjectRef[Found]", stream))
+
+    # --- the compiler ---
+
+    async def _is_warm(self, budget_s: float) -> bool:
+        """Whether the search is compiled, or will be within the budget."""
+        if self._warming is None:
+            return True
+        await asyncio.wait({self._warming}, timeout=budget_s)
+        return self._warming.done() and self._warming.result()
+
+    async def _warm(self) -> bool:
+        began_s = time.monotonic()
+        machines = [
+            str(x["NodeID"])
+            for x in ray.nodes()  # type: ignore[no-untyped-call]
+            if x["Alive"] and x["Resources"].get("CPU")
+        ]
+        tasks = [
+            _warm_task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=True)
+            ).remote()
+            for machine in machines
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except RayError as error:
+            _log.warning("plans are not searched for: %s", _last_line(error))
+            return False
+        _log.info("the search for plans is compiled, after %.1f s", time.monotonic() - began_s)
+        return True
+
+
+def _num_seeds() -> int:
+    """One search for each CPU of the cluster."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return max(1, min(MAX_SEEDS, int(resources.get("CPU", 1))))
 
 
 def _last_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
-from coordinator.driver import Driver, MakePlanFor, wall_clock
+from coordinator.driver import AnswerPlan, Driver, wall_clock
 from coordinator.exposition import Exposition
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics
@@ -84,7 +84,7 @@ class Serving:
         self._running = asyncio.create_task(self._run())
 
     @classmethod
-    async def start(cls, options: ServingOptions, plan: MakePlanFor) -> "Serving":
+    async def start(cls, options: ServingOptions, plan: AnswerPlan) -> "Serving":
         """Take over the state directory and serve.
 
         Raises:
@@ -101,7 +101,7 @@ class Serving:
 
     @classmethod
     async def _serve(
-        cls, log: RunLog, options: ServingOptions, plan: MakePlanFor, clock: Callable[[], float]
+        cls, log: RunLog, options: ServingOptions, plan: AnswerPlan, clock: Callable[[], float]
     ) -> "Serving":
         machine, metrics = Coordinator(lease_s=options.lease_s), Metrics()
         # A watcher that wants what is no longer kept reads it by way of the driver.

@@ -84,8 +84,9 @@ class Host:
         options = self._options
         try:
             token = None if options.token_file is None else read_token(options.token_file)
-            serving = replace(options.serving, token=token)
-            self._serving = await Serving.start(serving, RayPlanner())
+            serving, planner = replace(options.serving, token=token), RayPlanner()
+            self._serving = await Serving.start(serving, planner)
+            planner.warm_up()
         except SkeinError as error:
             _log.critical("cannot serve: %s", error)
             return Failed(line=str(error))

@@ -56,10 +56,16 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMade:
-    """The answer to MakePlan of the same number."""
+    """The answer to MakePlan of the same number.
+
+    `current_s` is what a step of the previous plan would take on that fleet, by the planner's reckoning; None if it
+    does not know. `may_improve`: nothing was searched for, so that another asking may find better.
+    """
 
     request: int
     result: Plan | Infeasible
+    current_s: float | None = None
+    may_improve: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +113,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakePlan:
-    """Plan this job on this fleet. Answered by PlanMade."""
+    """Plan this job on this fleet, for so many steps to come. Answered by PlanMade."""
 
     request: int
     job: JobSpec
     fleet: Fleet
     previous: Plan | None
+    steps_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from coordinator.driver import Driver
+from coordinator.driver import AnswerPlan, Driver
 from coordinator.journal import Journal
 from coordinator.streams import Stream
 from skein import PROTOCOL_VERSION
@@ -22,6 +22,7 @@ from skein.config.job import (
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.protocol.messages import Ack, CheckpointFile, Decision, Hello, NewGeneration, Report, StepRecord
 from skein.protocol.records import (
     CheckpointCommitted,
@@ -157,8 +158,8 @@ def one_worker_plan() -> Plan:
     return plan
 
 
-async def plan_at_once(job: JobSpec, fleet: Fleet, previous: Plan | None) -> Plan | Infeasible:
-    return make_plan(job, fleet, previous, 0)
+async def plan_at_once(asked: MakePlan) -> PlanMade:
+    return PlanMade(request=asked.request, result=make_plan(asked.job, asked.fleet, asked.previous, 0))
 
 
 @dataclass
@@ -202,7 +203,7 @@ class Lab:
 @asynccontextmanager
 async def lab(
     log: MemoryLog | None = None,
-    plan: Callable[[JobSpec, Fleet, Plan | None], Awaitable[Plan | Infeasible]] = plan_at_once,
+    plan: AnswerPlan = plan_at_once,
 ) -> AsyncIterator[Lab]:
     """A driver over `log`, replayed; stopped at the end if it still runs."""
     log = log or MemoryLog([opened(1)])

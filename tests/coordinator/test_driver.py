@@ -9,8 +9,15 @@ from coordinator.driver import wall_clock
 from coordinator.store import Fenced, LogFull
 from coordinator.streams import Stream
 from skein.errors import LocalError, RemoteError
-from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked, WriteManifest
+from skein.plan.plan import Infeasible
+from skein.protocol.coordinator_io import (
+    CancelAsked,
+    DrainAsked,
+    MakePlan,
+    PlanMade,
+    SubmitAsked,
+    WriteManifest,
+)
 from skein.protocol.messages import Beat, Directive, NewGeneration, Welcome
 from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
 from skein.types import Epoch, JobId, JobState, WorkerId
@@ -150,11 +157,11 @@ async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
     asked: list[int] = []
     held = asyncio.Event()
 
-    async def plan(*args: object) -> Plan | Infeasible:
+    async def plan(question: MakePlan) -> PlanMade:
         asked.append(len(asked))
         if len(asked) == 1:
             await held.wait()
-        return Infeasible(reason=f"answer {len(asked)}")
+        return PlanMade(request=question.request, result=Infeasible(reason=f"answer {len(asked)}"))
 
     async with lab(plan=plan) as it:
         stream = await it.join("w1")
@@ -168,7 +175,7 @@ async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
 
 
 async def test_a_crash_of_the_planner_ends_the_driver_with_its_error() -> None:
-    async def plan(*args: object) -> Plan | Infeasible:
+    async def plan(question: MakePlan) -> PlanMade:
         raise ArithmeticError("no such plan")
 
     async with lab(plan=plan) as it:

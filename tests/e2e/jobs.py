@@ -13,6 +13,7 @@ from skein.config.job import (
     LlamaShape,
     OptimizerSpec,
     ParallelSpec,
+    PlanSpec,
     TextSource,
 )
 
@@ -45,6 +46,7 @@ def text_job(
         parallel=ParallelSpec(stages=stages, replicas=replicas),
         optimizer=OptimizerSpec(learning_rate=3e-3, warmup_steps=5),
         budget=BudgetSpec(steps=steps),
+        plan=PlanSpec(budget_s=0.2),
         evaluation=EvaluationSpec(every_steps=0, samples=4),
         checkpoint=CheckpointSpec(every_steps=checkpoint_every, keep=2),
         seed=3,

@@ -76,6 +76,7 @@ def make_job(
         optimizer=OptimizerSpec(learning_rate=3e-3, warmup_steps=5, clip_norm=1.0),
         precision=precision,
         budget=BudgetSpec(steps=NUM_STEPS),
+        plan=PlanSpec(budget_s=0.2),
         evaluation=EvaluationSpec(every_steps=0, samples=2),
         checkpoint=CheckpointSpec(every_steps=0, keep=1),
         seed=7,

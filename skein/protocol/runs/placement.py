@@ -36,7 +36,13 @@ class Placement:
         recorded = recorded_plan(self._job, fleet)
         if recorded is None:
             request, previous = self._out.history.generation, self.held() or self.plan
-            asked = MakePlan(request=request, job=self._job.spec, fleet=fleet, previous=previous)
+            asked = MakePlan(
+                request=request,
+                job=self._job.spec,
+                fleet=fleet,
+                previous=previous,
+                steps_left=self._job.spec.budget.steps - self._job.version,
+            )
             self._out.commands.append(asked)
         return recorded
 
