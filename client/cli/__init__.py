@@ -62,6 +62,11 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     "links": Verb(help="List measured links.", module="client.cli.fleet", attribute="links"),
     "drain": Verb(help="Take work away from a worker.", module="client.cli.fleet", attribute="drain"),
     "job": _JOB,
+    "plan": Verb(
+        help="Plan a step for an instance or a fleet, and say how good the plan is.",
+        module="client.cli.plan",
+        attribute="plan",
+    ),
     "doctor": Verb(help="Look for what could go wrong.", module="client.cli.doctor", attribute="doctor"),
     "sim": Program(help="Simulate a job on a made-up fleet.", module="skein.sim"),
     "bench": Program(help="Run a comparison (source checkout).", module="bench"),

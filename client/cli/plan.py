@@ -1,0 +1,368 @@
+"""`skein plan` and `skein plan compare`: plans for instance files and fleets, judged and explained."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from client.cli import DONE, INTERRUPTED
+from client.planning.case import Case, NoPlan, Objective, read_text
+from client.planning.hunt import Hunted, Order, began_s, hunt
+from client.planning.member import METHODS, SEARCH
+from client.planning.messages import PlanFound
+from client.planning.portfolio import Standing
+
+if TYPE_CHECKING:
+    from client.planning.report import Report
+
+_LINE_S = 10.0
+"""Between two lines about progress where there is no terminal."""
+_REDRAW_S = 0.25
+_SLOW_S = 8.0
+"""From when a search that has not begun needs an explanation."""
+
+_instance_argument = click.argument("instance", type=click.Path(path_type=Path, allow_dash=True))
+_budget_option = click.option(
+    "--budget-s",
+    type=click.FloatRange(min=0, min_open=True, max=86_400),
+    default=10.0,
+    show_default=True,
+    help="Seconds for the whole command, start to end.",
+)
+_seed_option = click.option(
+    "--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of all draws."
+)
+_workers_option = click.option(
+    "--workers",
+    "num_processes",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Processes that search at once, each with a seed of its own.",
+)
+_rounds_option = click.option(
+    "--rounds",
+    "num_rounds",
+    type=click.IntRange(0, 1_000_000),
+    help="Search so many rounds instead of until the time is up: repeats exactly.",
+)
+_objective_option = click.option(
+    "--objective",
+    type=click.Choice([x.value for x in Objective]),
+    help="Make the whole step short, or the time until its last backward. "
+    "Default: makespan for an instance, step for a fleet.",
+)
+# Not the shared one: its module imports the network.
+_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, one object per line.")
+
+
+class _Plan(click.Command):
+    """`skein plan INSTANCE`, and `skein plan compare INSTANCE`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
+    ) -> click.Context:
+        if args[:1] == [compare.name]:
+            return compare.make_context(f"{info_name} {compare.name}", args[1:], parent)
+        return super().make_context(info_name, args, parent)
+
+
+@click.command(cls=_Plan, epilog="`skein plan compare INSTANCE` tabulates methods.")
+@_instance_argument
+@click.option("--method", type=click.Choice(METHODS), default=SEARCH, show_default=True, help="How to plan.")
+@_budget_option
+@_seed_option
+@_workers_option
+@_rounds_option
+@_objective_option
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the step as SVG.")
+@click.option("--paths", "all_paths", is_flag=True, help="List every microbatch's path.")
+@_json_option
+def plan(
+    instance: Path,
+    *,
+    method: str,
+    budget_s: float,
+    seed: int,
+    num_processes: int,
+    num_rounds: int | None,
+    objective: str | None,
+    out: Path | None,
+    plot: Path | None,
+    all_paths: bool,
+    is_json: bool,
+) -> int:
+    """Plan one training step for INSTANCE: a JSON instance, or YAML with a fleet and a job; `-` is standard input.
+
+    Ctrl-C ends the search; the best plan so far is printed and written all the same.
+    """
+    order = Order(
+        method=method,
+        objective=None if objective is None else Objective(objective),
+        seed=seed,
+        num_processes=num_processes,
+        budget_s=budget_s,
+        num_rounds=num_rounds,
+        began_s=began_s(),
+        wants_others=True,
+    )
+    progress = _Progress(order.began_s, is_quiet=is_json)
+    saved: list[PlanFound] = []
+
+    def on_news(case: Case, standing: Standing, has_changed: bool) -> None:
+        progress.show(standing, has_changed=has_changed)
+        if standing.best is None or [standing.best] == saved[-1:]:
+            return
+        if out is not None:
+            _save(out, case, standing, standing.best)
+        if not saved:
+            # Loads what the report needs while there is nothing else to do.
+            _reported(case, standing, order, num_processes)
+        saved.append(standing.best)
+
+    hunted = hunt(read_text(instance), str(instance), order, on_news=on_news)
+    progress.clear()
+    _tell(hunted, order, out=out, plot=plot, all_paths=all_paths, is_json=is_json)
+    return INTERRUPTED if hunted.is_interrupted else DONE
+
+
+def _tell(
+    hunted: Hunted, order: Order, *, out: Path | None, plot: Path | None, all_paths: bool, is_json: bool
+) -> None:
+    """Prints the report and writes the files."""
+    from client.cli.show import print_json
+    from client.planning.text import report_lines
+
+    case, standing = hunted.case, hunted.standing
+    told, best = _reported(case, standing, order, hunted.num_processes), best_of(standing)
+    if out is not None:
+        _save(out, case, standing, best)
+    if plot is not None:
+        _write(plot, _drawn(case, best))
+    if is_json:
+        print_json(told)
+    else:
+        click.echo("\n".join(report_lines(told, all_paths=all_paths)))
+
+
+def _reported(case: Case, standing: Standing, order: Order, num_processes: int) -> "Report":
+    from client.planning.report import Effort, report
+
+    spent_s = time.monotonic() - order.began_s
+    effort = Effort(
+        seconds=spent_s,
+        first_plan_s=standing.first_plan_s,
+        num_moves=standing.num_moves,
+        moves_per_s=standing.num_moves / max(1e-9, spent_s - (standing.first_plan_s or 0.0)),
+        num_processes=num_processes,
+    )
+    return report(case, standing, best_of(standing), effort)
+
+
+def best_of(standing: Standing) -> PlanFound:
+    """The best plan.
+
+    Raises:
+        NoPlan: there is none; the text says why.
+    """
+    if standing.best is not None:
+        return standing.best
+    reasons = [*standing.refused.values(), *standing.losses]
+    raise NoPlan(reasons[0] if reasons else "no plan was found in time: raise --budget-s")
+
+
+def _drawn(case: Case, best: PlanFound) -> str:
+    from skein.plan.gantt import gantt_svg
+    from skein.plan.route.evaluate import timeline
+
+    problem = replace(case.problem, path_len=best.path_len)
+    return gantt_svg(problem, best.routing, timeline(problem, best.routing), case.names)
+
+
+def _save(out: Path, case: Case, standing: Standing, best: PlanFound) -> None:
+    from skein.plan.route.document import plan_document
+
+    bound_s = None if standing.bound is None else min(standing.bound.seconds, best.step_s)
+    document = plan_document(
+        replace(case.problem, path_len=best.path_len),
+        best.routing,
+        predicted_s=best.step_s,
+        lower_bound_s=bound_s,
+    )
+    document |= {"objective": case.objective.value, "method": best.method, "seed": best.seed}
+    _write(out, json.dumps(document) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: who reads it meanwhile, or ends us, finds the version before."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class _Progress:
+    """How a search stands, on standard error: one line redrawn on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, began_s: float, *, is_quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._began_s = began_s
+        self._now = now
+        self._is_terminal = sys.stderr.isatty()
+        self._is_quiet = is_quiet and not self._is_terminal
+        self._told_at_s = -float("inf")
+        self._has_plan = False
+        self._has_explained = False
+        self._width = 0
+
+    def show(self, standing: Standing, *, has_changed: bool) -> None:
+        """Told now and then."""
+        if not standing.is_under_way and not self._has_explained and self._now() - self._began_s >= _SLOW_S:
+            self._has_explained = True
+            print(
+                "no plan yet: the first search after an installation compiles its loops",
+                file=sys.stderr,
+                flush=True,
+            )
+        if self._is_quiet or standing.best is None:
+            return
+        is_first, self._has_plan = not self._has_plan, True
+        since_s = self._now() - self._told_at_s
+        if self._is_terminal:
+            if is_first or since_s >= _REDRAW_S:
+                self._draw(self._words(standing))
+        elif is_first or (has_changed and since_s >= _LINE_S):
+            print(self._words(standing), file=sys.stderr, flush=True)
+            self._told_at_s = self._now()
+
+    def clear(self) -> None:
+        """Leaves an empty line where progress was drawn."""
+        if self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+
+    def _words(self, standing: Standing) -> str:
+        assert standing.best is not None
+        spent_s = self._now() - self._began_s
+        words = f"after {spent_s:.1f} s: best {standing.best.jittered_s:.4g} s"
+        if standing.bound is not None and standing.bound.seconds > 0:
+            words += f", at most {standing.best.step_s / standing.bound.seconds - 1:.1%} above any".replace(
+                "%", " %"
+            )
+        return f"{words}, {standing.num_moves:,} routings, {standing.num_moves / max(spent_s, 1e-9):,.0f}/s"
+
+    def _draw(self, words: str) -> None:
+        print("\r" + words.ljust(self._width), end="", file=sys.stderr, flush=True)
+        self._width = max(self._width, len(words))
+        self._told_at_s = self._now()
+
+
+# --- compare ---
+
+
+@click.command(name="compare")
+@_instance_argument
+@click.option(
+    "--methods", default=",".join(METHODS), show_default=True, help="Which ones, separated by commas."
+)
+@_budget_option
+@_seed_option
+@_rounds_option
+@_objective_option
+@_json_option
+def compare(
+    instance: Path,
+    *,
+    methods: str,
+    budget_s: float,
+    seed: int,
+    num_rounds: int | None,
+    objective: str | None,
+    is_json: bool,
+) -> int:
+    """Tabulate methods for INSTANCE, one after the other, each with the whole budget."""
+    from client.cli.show import print_json, print_table
+
+    names = _method_names(methods)
+    text = read_text(instance)
+    rows: list[dict[str, object]] = []
+    for name in names:
+        order = Order(
+            method=name,
+            objective=None if objective is None else Objective(objective),
+            seed=seed,
+            num_processes=1,
+            budget_s=budget_s,
+            num_rounds=num_rounds,
+            began_s=time.monotonic(),
+            wants_others=False,
+        )
+        hunted = hunt(text, str(instance), order, on_news=lambda *_: None)
+        if hunted.is_interrupted:
+            return INTERRUPTED
+        rows.append(_row(name, hunted))
+    bounds = [bound for row in rows if isinstance(bound := row["lower_bound_s"], float)]
+    for row in rows:
+        row |= {"lower_bound_s": max(bounds, default=None)}
+        row |= {"gap": _gap(row)}
+    if is_json:
+        for row in rows:
+            print_json(row)
+    else:
+        print_table(
+            ("METHOD", "STEP", "JITTERED", "GAP", "CPU", "NOTE"), map(_cells, rows), nothing="no methods"
+        )
+    if not any(row["step_s"] is not None for row in rows):
+        raise NoPlan(f"none of {', '.join(names)} has a plan")
+    return DONE
+
+
+def _method_names(methods: str) -> list[str]:
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    for name in names:
+        if name not in METHODS:
+            raise click.BadParameter(f"{name}: give some of {', '.join(METHODS)}", param_hint="--methods")
+    return names
+
+
+def _row(name: str, hunted: Hunted) -> dict[str, object]:
+    standing = hunted.standing
+    best, bound = standing.best, standing.bound
+    return {
+        "method": name,
+        "objective": hunted.case.objective.value,
+        "step_s": None if best is None else best.step_s,
+        "jittered_mean_s": None if best is None else best.jittered_s,
+        "lower_bound_s": None if bound is None else bound.seconds,
+        "cpu_s": standing.cpu_s_by_member.get(0),
+        "reason": standing.refused.get(name) or "; ".join(standing.losses),
+    }
+
+
+def _gap(row: Mapping[str, object]) -> float | None:
+    step_s, bound_s = row["step_s"], row["lower_bound_s"]
+    return (
+        step_s / bound_s - 1 if isinstance(step_s, float) and isinstance(bound_s, float) and bound_s else None
+    )
+
+
+def _cells(row: Mapping[str, object]) -> tuple[str, ...]:
+    def figure(key: str, unit: str = " s", factor: float = 1.0) -> str:
+        value = row[key]
+        return f"{value * factor:.4g}{unit}" if isinstance(value, float) else "-"
+
+    return (
+        str(row["method"]),
+        figure("step_s"),
+        figure("jittered_mean_s"),
+        figure("gap", " %", 100.0),
+        figure("cpu_s"),
+        str(row["reason"]),
+    )

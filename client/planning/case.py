@@ -1,0 +1,203 @@
+"""What is to be planned, as a user gave it: the problem, what its workers are called, and what looks wrong with it."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skein.config.explain import Words
+from skein.errors import SkeinError, UserError
+from skein.plan.plan import Infeasible
+from skein.plan.route.instance import activation_bytes_of, locations_of, problem_of, remarks
+from skein.plan.route.problem import Problem, Routing
+from skein.topology.doubts import Doubt, questioned_links
+from skein.topology.fleet import Fleet
+from skein.types import StageSpec
+
+if TYPE_CHECKING:
+    from skein.plan.route.of_job import Posed
+
+STANDARD_INPUT = Path("-")
+_FLEET_KEYS = ("fleet", "job")
+
+
+class Objective(StrEnum):
+    """What is made short: the step with its aggregation, or the time until the last backward ends."""
+
+    STEP = "step"
+    MAKESPAN = "makespan"
+
+
+class NoPlan(SkeinError):
+    """There is none, or none was found in time; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes that a chunk of each stage takes, by itself and for each microbatch it holds, and what workers have."""
+
+    fixed_bytes: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
+    worker_bytes: tuple[int, ...]
+
+    def held_bytes(self, stages: Sequence[int], held: Sequence[int]) -> int:
+        """What a worker takes that holds so many microbatches at chunks of these stages."""
+        return sum(self.fixed_bytes[s] + n * self.slot_bytes[s] for s, n in zip(stages, held, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A problem and what people know about it.
+
+    `problem` has aggregation wherever it is known; `searched` is what a method is given. `names` are unique.
+    `boundary_bytes` is what one boundary tensor weighs, None if nobody said; `start` a routing that is known already.
+    """
+
+    problem: Problem
+    objective: Objective
+    names: tuple[str, ...]
+    boundary_bytes: int | None
+    remarks: tuple[str, ...]
+    doubts: tuple[Doubt, ...]
+    memory: Memory | None = None
+    start: Routing | None = None
+
+    @property
+    def searched(self) -> Problem:
+        return self.problem if self.objective is Objective.STEP else without_reduction(self.problem)
+
+
+def without_reduction(problem: Problem) -> Problem:
+    """`problem` up to the last backward only."""
+    return replace(problem, reduction=None)
+
+
+def read_text(path: Path) -> str:
+    """What a file says; `-` is standard input.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = f"{error.strerror}; give an instance (JSON) or a fleet and a job (YAML)"
+        raise UserError("instance", str(path), hint) from error
+    except UnicodeDecodeError as error:
+        hint = f"byte {error.start} is not UTF-8; save it as UTF-8"
+        raise UserError("instance", str(path), hint) from error
+
+
+def case_of(text: str, *, origin: str, objective: Objective | None = None) -> Case:
+    """The case in the text of an instance file, or of a file with a fleet and a job.
+
+    Args:
+        text: JSON or YAML; what begins with a brace is JSON.
+        origin: where it is from, for people.
+        objective: None: what the file's kind implies. An instance counts as its own format does, up to the last
+            backward; a fleet's job counts the whole step.
+
+    Raises:
+        UserError: something is wrong with it.
+        NoPlan: it makes sense, and nothing fits.
+    """
+    if not text.lstrip().startswith("{"):
+        return _fleet_case(text, origin, objective or Objective.STEP)
+    document = _json(text, origin)
+    if any(key in document for key in _FLEET_KEYS):
+        return _fleet_case(text, origin, objective or Objective.STEP)
+    return _instance_case(document, objective or Objective.MAKESPAN)
+
+
+def _instance_case(document: Mapping[str, object], objective: Objective) -> Case:
+    problem, places = problem_of(document), locations_of(document)
+    numbers = [str(worker) for worker in range(problem.num_workers)]
+    names = numbers if places is None else [f"{n} {place}" for n, place in zip(numbers, places, strict=True)]
+    return Case(
+        problem=problem,
+        objective=objective,
+        names=tuple(names),
+        boundary_bytes=activation_bytes_of(document),
+        remarks=remarks(document),
+        doubts=questioned_links(problem.transfer_s, places),
+    )
+
+
+def _json(text: str, origin: str) -> Mapping[str, object]:
+    try:
+        document: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{origin} line {error.lineno} column {error.colno}"
+        raise UserError(where, Words("not JSON"), f"{error.msg}: give one JSON object") from error
+    except RecursionError as error:
+        raise UserError(origin, Words("not an instance"), "is nested too deeply") from error
+    assert isinstance(document, dict), "it begins with a brace"
+    return document
+
+
+def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
+    """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
+    from client.planning.fleetfile import parse_fleet_file
+    from skein.plan.balanced import make_plan, pool_of
+    from skein.plan.load import job_layers
+    from skein.plan.route.evaluate import ordered
+    from skein.plan.route.of_job import pose
+
+    given = parse_fleet_file(text, origin=origin)
+    job, fleet = given.job, given.fleet
+    plan = make_plan(job, fleet, None, seed=job.seed)
+    if isinstance(plan, Infeasible):
+        raise NoPlan(plan.reason)
+    fleet, unused = _timed(fleet, plan.stages)
+    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    sites = tuple(str(worker.site) for worker in fleet.workers)
+    return Case(
+        problem=posed.problem,
+        objective=objective,
+        names=tuple(str(worker.worker) for worker in fleet.workers),
+        boundary_bytes=max((load.output_bytes for load in posed.loads[:-1]), default=0),
+        remarks=(*_unknown(given.num_unknown_links), *unused),
+        doubts=questioned_links(posed.problem.transfer_s, sites),
+        memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
+        start=ordered(posed.problem, posed.worker_of, posed.path),
+    )
+
+
+def _timed(fleet: Fleet, stages: Sequence[StageSpec]) -> tuple[Fleet, tuple[str, ...]]:
+    """`fleet` with the stage times that are of these stages, and a remark about the others."""
+    stage_at = {(stage.first, stage.stop): stage for stage in stages}
+    used, others = [], set()
+    for time in fleet.stage_times:
+        stage = stage_at.get((time.stage.first, time.stage.stop))
+        if stage is None:
+            others.add((time.stage.first, time.stage.stop))
+        else:
+            used.append(replace(time, stage=stage))
+    cuts = ", ".join(f"{first} to {stop}" for first, stop in sorted(others))
+    where = ", ".join(f"{stage.first} to {stage.stop}" for stage in stages)
+    unused = (f"stage times of layers {cuts} are not used: stages are layers {where}",) if others else ()
+    return replace(fleet, stage_times=tuple(used)), unused
+
+
+def _unknown(num_links: int) -> tuple[str, ...]:
+    if not num_links:
+        return ()
+    return (f"{num_links} links between workers are not given: each counts as the median of its kind",)
+
+
+def _memory(posed: "Posed", worker_bytes: Sequence[int]) -> Memory:
+    """In LOOP the head lies with the first stage, and needs room for one microbatch at a time."""
+    loads, num_stages = posed.loads, posed.problem.num_stages
+    fixed = [load.fixed_bytes for load in loads[:num_stages]]
+    if num_stages < len(loads):
+        fixed[0] += loads[-1].memory_bytes(1)
+    elif num_stages > 1:
+        fixed[-1] += loads[-1].slot_bytes  # LINE's last stage runs one microbatch from forward to backward
+    return Memory(
+        fixed_bytes=tuple(fixed),
+        slot_bytes=tuple(load.slot_bytes for load in loads[:num_stages]),
+        worker_bytes=tuple(worker_bytes),
+    )

@@ -1,0 +1,148 @@
+"""A portfolio run to its end: members sent, news passed on, and how things stood then, even if it was interrupted."""
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+
+from client.planning.case import Case, Objective, case_of
+from client.planning.member import SEARCH, Errand, Role
+from client.planning.portfolio import Portfolio, Standing
+from skein.errors import UserError
+
+OTHERS = ("round-robin", "full-matched")
+"""Quick methods that a plan is compared with."""
+_LEAST_S_FOR_OTHERS = 5.0
+_REPORT_S = 0.3
+"""Kept for telling: a budget covers the command from its start to its end."""
+_START_UP_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is wanted of a hunt.
+
+    Args:
+        method: whose plan.
+        objective: None: as the case implies.
+        seed: of the first process; the n-th one after it has `seed + n`.
+        num_processes: how many search at once; methods other than the search run in one.
+        budget_s: seconds from `began_s` to the report.
+        num_rounds: search so many rounds, however long that takes; None: until the budget is spent.
+        began_s: when the command began, on the monotonic clock.
+        wants_others: whether to see what quick methods reach, if there is time.
+    """
+
+    method: str
+    objective: Objective | None
+    seed: int
+    num_processes: int
+    budget_s: float
+    num_rounds: int | None
+    began_s: float
+    wants_others: bool
+
+    @property
+    def until_s(self) -> float:
+        return float("inf") if self.num_rounds is not None else self.began_s + self.budget_s - _REPORT_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hunted:
+    """How a hunt ended."""
+
+    case: Case
+    standing: Standing
+    num_processes: int
+    is_interrupted: bool
+
+
+def hunt(text: str, origin: str, order: Order, *, on_news: Callable[[Case, Standing, bool], None]) -> Hunted:
+    """The best plan that can be had for the case in `text`.
+
+    Args:
+        text: see `case_of`.
+        origin: where it is from, for people.
+        order: what is wanted.
+        on_news: told now and then how things stand, and whether the best plan or the bound is another than before.
+
+    Raises:
+        UserError: the case makes no sense, or the planner is not installed.
+        NoPlan: nothing fits.
+    """
+    _require_planner()
+    num_processes = order.num_processes if order.method == SEARCH else 1
+    is_interrupted = False
+    with _terminable(), Portfolio(text) as portfolio:
+        for number in range(num_processes):
+            portfolio.send(_errand(order, Role.PLAN, (order.method,), order.seed + number), is_contender=True)
+        # Members read the case at the same time; a mistake in it is told here, once.
+        case = case_of(text, origin=origin, objective=order.objective)
+        standing = portfolio.standing
+        try:
+            for has_changed in portfolio.news(order.until_s):
+                if standing.best is not None and standing.first_plan_s is None:
+                    standing.first_plan_s = time.monotonic() - order.began_s
+                    _send_company(portfolio, order)
+                on_news(case, standing, has_changed)
+        except KeyboardInterrupt:
+            is_interrupted = True
+    return Hunted(case=case, standing=standing, num_processes=num_processes, is_interrupted=is_interrupted)
+
+
+def _require_planner() -> None:
+    """Refuses where the search's libraries are missing, which the rest of the client does without."""
+    for library in ("numba", "scipy"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError("plan", library, "is not installed: pip install 'skein-train[planner]'")
+
+
+def _send_company(portfolio: Portfolio, order: Order) -> None:
+    """Once there is a plan: who proves bounds, and who looks at other methods."""
+    best = portfolio.standing.best
+    assert best is not None
+    portfolio.send(_errand(order, Role.BOUND, (), order.seed, cutoff_s=best.step_s), is_contender=False)
+    others = tuple(method for method in OTHERS if method != order.method)
+    if order.wants_others and order.budget_s >= _LEAST_S_FOR_OTHERS:
+        portfolio.send(_errand(order, Role.OTHERS, others, order.seed), is_contender=False)
+
+
+def _errand(
+    order: Order, role: Role, methods: tuple[str, ...], seed: int, cutoff_s: float | None = None
+) -> Errand:
+    left_s = order.began_s + order.budget_s - _REPORT_S - time.monotonic()
+    return Errand(
+        role=role,
+        objective=order.objective,
+        methods=methods,
+        seed=seed,
+        budget_s=max(0.0, left_s),
+        num_rounds=order.num_rounds,
+        cutoff_s=cutoff_s,
+    )
+
+
+def began_s() -> float:
+    """When this process began, on the monotonic clock; now, if it has been doing other things before."""
+    age_s = time.time() - psutil.Process(os.getpid()).create_time()
+    return time.monotonic() - (age_s if 0 <= age_s <= _START_UP_S else 0.0)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a hunt as Ctrl-C does: with the best plan so far."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

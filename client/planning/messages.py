@@ -1,0 +1,116 @@
+"""What a member of a portfolio tells the process that started it: one JSON object per line.
+
+Only our own processes read these lines. Floats survive: JSON has their shortest exact form.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+
+from skein.plan.route.problem import Routing
+
+if TYPE_CHECKING:
+    from skein.plan.route.bound import Bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFound:
+    """A better routing than this member had before.
+
+    `path_len` is that of the problem which the routing solves: a full pipeline has longer paths than were asked for.
+    """
+
+    method: str
+    seed: int
+    path_len: int
+    step_s: float
+    jittered_s: float
+    worker_of: tuple[int, ...]
+    path: tuple[tuple[int, ...], ...]
+    sequence: tuple[int, ...]
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            worker_of=np.array(self.worker_of, dtype=np.int64),
+            path=np.array(self.path, dtype=np.int64),
+            sequence=np.array(self.sequence, dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A method has no plan."""
+
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """Routings that this member has looked at so far."""
+
+    num_moves: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded:
+    """A lower bound; a later one is no lower."""
+
+    seconds: float
+    binding: str
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """This member has done what it was asked, in so many CPU seconds of its own."""
+
+    cpu_s: float
+
+
+Message: TypeAlias = PlanFound | Refused | Progressed | Bounded | Ended
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (PlanFound, Refused, Progressed, Bounded, Ended)
+}
+
+
+def plan_found(
+    routing: Routing, *, method: str, seed: int, path_len: int, step_s: float, jittered_s: float
+) -> PlanFound:
+    """The message about a routing."""
+    return PlanFound(
+        method=method,
+        seed=seed,
+        path_len=path_len,
+        step_s=step_s,
+        jittered_s=jittered_s,
+        worker_of=tuple(routing.worker_of.tolist()),
+        path=tuple(map(tuple, routing.path.tolist())),
+        sequence=tuple(routing.sequence.tolist()),
+    )
+
+
+def bounded(bound: "Bound") -> Bounded:
+    """The message about a bound."""
+    return Bounded(seconds=bound.seconds, binding=bound.binding, parts=bound.parts)
+
+
+def line_of(message: Message) -> str:
+    """The message as one line, without its end."""
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return json.dumps({"kind": type(message).__name__, **values})
+
+
+def message_of(line: str) -> Message:
+    """The message in a line of `line_of`."""
+    document = cast("dict[str, object]", json.loads(line))
+    kind = _KINDS[str(document.pop("kind"))]
+    values = {name: _frozen(value) for name, value in document.items()}
+    return kind(**values)  # type: ignore[arg-type]
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value

@@ -1,0 +1,170 @@
+"""Several processes at one case: the best plan so far is here, whatever becomes of them.
+
+This process only listens, so it can be interrupted at any moment and ends on time; whoever is still at work is ended
+then. Processes end with this one, however it goes.
+"""
+
+import contextlib
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from client.planning.member import Errand, errand_argument
+from client.planning.messages import Bounded, Ended, Message, PlanFound, Progressed, Refused, message_of
+from client.tether import tethered_arguments
+
+COMPILE_S = 300.0
+"""Far above what compiling takes on a slow and busy core."""
+_LISTEN_S = 0.25
+"""Between two looks at the clock."""
+_END_S = 2.0
+_INPUT = "instance"
+
+
+@dataclass(slots=True)
+class Standing:
+    """All that members have told so far."""
+
+    best: PlanFound | None = None
+    first_plan_s: float | None = None
+    bound: Bounded | None = None
+    plans: dict[str, PlanFound] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    num_moves_by_member: dict[int, int] = field(default_factory=dict)
+    cpu_s_by_member: dict[int, float] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some member has found a plan and looked further, or has said that there is none."""
+        return bool(self.num_moves_by_member or self.cpu_s_by_member or self.refused)
+
+    @property
+    def num_moves(self) -> int:
+        return sum(self.num_moves_by_member.values())
+
+    def take(self, member: int, message: Message, *, is_contender: bool) -> bool:
+        """Be as far as `message` says; whether the best plan or the bound is another now."""
+        match message:
+            case PlanFound():
+                known = self.plans.get(message.method)
+                if known is None or _order(message) < _order(known):
+                    self.plans[message.method] = message
+                if is_contender and (self.best is None or _order(message) < _order(self.best)):
+                    self.best = message
+                    return True
+            case Refused(method=method, reason=reason):
+                self.refused[method] = reason
+            case Progressed(num_moves=num_moves):
+                self.num_moves_by_member[member] = num_moves
+            case Bounded():
+                if self.bound is None or message.seconds > self.bound.seconds:
+                    self.bound = message
+                    return True
+            case Ended(cpu_s=cpu_s):
+                self.cpu_s_by_member[member] = cpu_s
+        return False
+
+
+def _order(plan: PlanFound) -> tuple[float, float, int]:
+    """Plans are ranked by their mean under jitter; ties go to the lower seed, whoever told first."""
+    return plan.jittered_s, plan.step_s, plan.seed
+
+
+@dataclass(slots=True)
+class _Member:
+    """One process and the end of its pipe."""
+
+    number: int
+    errand: Errand
+    is_contender: bool
+    process: "subprocess.Popen[str]"
+    log: Path
+    has_ended: bool = False
+
+
+class Portfolio:
+    """Members at work on the case in `text`, from entering to leaving."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._members: list[_Member] = []
+        self._told: queue.SimpleQueue[tuple[_Member, str | None]] = queue.SimpleQueue()
+        self._files = contextlib.ExitStack()
+        self._folder: Path | None = None
+        self.standing = Standing()
+
+    def __enter__(self) -> "Portfolio":
+        self._folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="skein-plan-")))
+        (self._folder / _INPUT).write_text(self._text, encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members:
+            member.process.kill()
+        for member in self._members:
+            member.process.wait(_END_S)
+        self._files.close()
+
+    def send(self, errand: Errand, *, is_contender: bool) -> None:
+        """Start a member. A contender's plan may become the best one."""
+        assert self._folder is not None, "entered"
+        log = self._folder / f"{len(self._members)}.log"
+        with (self._folder / _INPUT).open("rb") as given, log.open("wb") as errors:
+            process = subprocess.Popen(
+                tethered_arguments("client.planning.member", [errand_argument(errand)]),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+        self._files.enter_context(process.stdout or contextlib.nullcontext())
+        member = _Member(len(self._members), errand, is_contender, process, log)
+        self._members.append(member)
+        threading.Thread(target=self._listen, args=(member,), daemon=True).start()
+
+    def _listen(self, member: _Member) -> None:
+        assert member.process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed, since nobody listens any more
+            for line in member.process.stdout:
+                self._told.put((member, line))
+        self._told.put((member, None))
+
+    def news(self, until_s: float, *, now: Callable[[], float] = time.monotonic) -> Iterator[bool]:
+        """Now and then, whether best plan or bound have changed; ends at `until_s`, or when nobody works any more.
+
+        The first search on a machine compiles its loops, which outlasts a short budget and would never be done if
+        it were cut off each time: until members are under way, they get up to `COMPILE_S` more.
+        """
+        latest_s = until_s + COMPILE_S
+        while not all(x.has_ended for x in self._members):
+            end_s = until_s if self.standing.is_under_way else latest_s
+            if now() >= end_s:
+                return
+            try:
+                member, line = self._told.get(timeout=max(0.0, min(_LISTEN_S, end_s - now())))
+            except queue.Empty:
+                yield False
+                continue
+            if line is None:
+                self._end(member)
+                yield False
+            elif line.endswith("\n"):  # a killed member's last line may be cut
+                message = message_of(line)
+                yield self.standing.take(member.number, message, is_contender=member.is_contender)
+
+    def _end(self, member: _Member) -> None:
+        """Note that a member has ended, and with which words if it broke."""
+        member.has_ended = True
+        code = member.process.wait(_END_S)
+        if code != 0:
+            said = member.log.read_text(encoding="utf-8", errors="replace")
+            lines = said.strip().splitlines() or [f"exit code {code}"]
+            what = " ".join(member.errand.methods) if member.is_contender else member.errand.role.value
+            self.standing.losses.append(f"{what} (seed {member.errand.seed}) broke: {lines[-1]}")

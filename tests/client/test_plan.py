@@ -1,0 +1,341 @@
+"""`skein plan` and `skein plan compare`: what they print, write and answer with."""
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from client.cli import run
+from client.planning.case import case_of
+from client.planning.fleetfile import parse_fleet_file
+from client.planning.member import Errand, Role, told
+from client.planning.messages import PlanFound
+from client.planning.portfolio import Standing
+from client.planning.report import Effort, Report, report
+from client.planning.text import report_lines
+from skein.errors import UserError
+from skein.plan.balanced import make_plan
+from skein.plan.plan import Plan
+from skein.plan.route.document import routing_of
+from skein.plan.route.evaluate import timeline
+from skein.plan.route.rules import violations
+from tests.support.instances import instance, matrix
+
+Captured = pytest.CaptureFixture[str]
+ROUNDS = ["--rounds", "2", "--budget-s", "60"]
+
+FLEET = """
+fleet:
+  sites:
+    - {name: ayr, latency: 1 ms, bandwidth: 1 GB/s}
+    - {name: bonn, latency: 2 ms, bandwidth: 8 Gbit/s}
+  workers:
+    - {name: a1, site: ayr, flops_per_s: 1.0e+12, memory: 8 GB}
+    - {name: a2, site: ayr, flops_per_s: 1.0e+12, memory: 8 GB}
+    - {name: b1, site: bonn, flops_per_s: 2.0e+12, memory: 8 GB}
+    - {name: b2, site: bonn, flops_per_s: 2.0e+12, memory: 8 GB}
+  links:
+    - {ends: [ayr, bonn], latency: 50 ms, bandwidth: 20 MB/s}
+    - {ends: [a1, b1], latency: 90 ms, bandwidth: 10 MB/s, one_way: true}
+job:
+  name: small
+  model: {family: llama, preset: llama-1m}
+  data: {sources: [{format: text, path: books}], sequence_tokens: 64}
+  batch: {samples: 8, microbatch_samples: 1}
+  parallel: {stages: 2, replicas: 2, layout: loop}
+  budget: {steps: 10}
+"""
+
+
+@pytest.fixture
+def instance_file(tmp_path: Path) -> Path:
+    path = tmp_path / "instance.json"
+    path.write_text(json.dumps(instance(sizes=(3, 2, 2), memory=2, waves=2, has_reduction=True)))
+    return path
+
+
+def reported(text: str) -> Report:
+    """The report on the plan of two rounds, without any process."""
+    case = case_of(text, origin="x")
+    errand = Errand(role=Role.PLAN, objective=None, num_rounds=2)
+    best = [message for message in told(text, errand) if isinstance(message, PlanFound)][-1]
+    effort = Effort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
+    return report(case, Standing(best=best), best, effort)
+
+
+# --- the command ---
+
+
+def test_a_plan_is_printed_written_and_drawn(instance_file: Path, tmp_path: Path, capsys: Captured) -> None:
+    out, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
+    command = ["plan", str(instance_file), *ROUNDS, "--out", str(out), "--plot", str(plot)]
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "placement",
+        "stage 2",
+        "paths",
+        "lower bound",
+        "critical way",
+        "workers",
+        "links",
+        "round-robin",
+    ):
+        assert part in text
+    problem = case_of(instance_file.read_text(), origin="x").searched
+    document = json.loads(out.read_text())
+    routing = routing_of(problem, document)
+    assert violations(problem, routing) == ()
+    assert timeline(problem, routing).makespan_s == document["predicted_s"]
+    assert 0 < document["lower_bound_s"] <= document["predicted_s"]
+    assert plot.read_text().startswith("<svg ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["instance.json", "plan.json", "plan.svg"]
+
+
+def test_json_is_one_object_and_repeats_exactly(instance_file: Path, capsys: Captured) -> None:
+    found = []
+    for _ in range(2):
+        assert run(["plan", str(instance_file), *ROUNDS, "--objective", "step", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        [line] = out.splitlines()
+        found.append(json.loads(line))
+    assert {key for key in found[0] if found[0][key] != found[1][key]} == {"effort"}
+    parts, bound = found[0]["parts"], found[0]["bound"]
+    assert parts["step_s"] == pytest.approx(parts["makespan_s"] + parts["exposed_s"])
+    assert bound["gap"] == pytest.approx(parts["step_s"] / bound["seconds"] - 1)
+    assert [row["method"] for row in found[0]["alternatives"]]
+
+
+def test_several_processes_find_what_the_best_of_them_finds(instance_file: Path, capsys: Captured) -> None:
+    def figure(*arguments: str) -> float:
+        assert run(["plan", str(instance_file), *ROUNDS, "--json", *arguments]) == 0
+        found = json.loads(capsys.readouterr().out)
+        seconds = found["parts"]["jittered_mean_s"]
+        assert isinstance(seconds, float)
+        return seconds
+
+    assert figure("--workers", "2") == min(figure("--seed", "0"), figure("--seed", "1"))
+
+
+def test_a_fleet_and_a_job_are_planned_for_the_whole_step(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET)
+    assert run(["plan", str(path), *ROUNDS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["objective"], found["num_microbatches"]) == ("step", 8)
+    assert sorted(name for stage in found["placement"] for name in stage) == ["a1", "a2", "b1", "b2"]
+    assert all(0 < row["held_bytes"] <= row["memory_bytes"] for row in found["workers"])
+
+
+def test_compare_tabulates_methods_against_one_bound(instance_file: Path, capsys: Captured) -> None:
+    command = ["plan", "compare", str(instance_file), *ROUNDS, "--methods", "search,round-robin,full"]
+    assert run([*command, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["method"] for row in rows] == ["search", "round-robin", "full"]
+    assert len({row["lower_bound_s"] for row in rows}) == 1
+    search, *others = rows
+    for row in others:
+        assert row["jittered_mean_s"] >= search["jittered_mean_s"]
+        assert row["gap"] == pytest.approx(row["step_s"] / row["lower_bound_s"] - 1)
+    assert all(row["cpu_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["nowhere.json"], 2, "error: instance: 'nowhere.json': No such file or directory; give an instance (JSON)"),
+        (["nowhere.json", "--method", "magic"], 2, "error: Invalid value for '--method': 'magic' is not one of"),
+        (["nowhere.json", "--budget-s", "0"], 2, "error: Invalid value for '--budget-s'"),
+        (["compare", "nowhere.json", "--methods", "search,magic"], 2, "error: Invalid value for --methods: magic:"),
+    ],
+)  # fmt: skip
+def test_usage_is_answered_in_one_line(arguments: list[str], code: int, error: str, capsys: Captured) -> None:
+    assert run(["plan", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(error)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"n_nodes": 3', "error: x.json line 1 column 14: not JSON: Expecting ',' delimiter: give one JSON object"),
+        ('{"n_nodes": 3}', "error: stage_sizes: missing: an instance needs stage_sizes"),
+        ("just: words", "error: just: no such key: a fleet file has fleet and job"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_a_mistake_of_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, text: str, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").write_text(text)
+    assert run(["plan", "x.json"]) == 2
+    assert capsys.readouterr() == ("", error + "\n")
+
+
+def test_what_fits_nowhere_is_one_line_and_exit_code_1(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET.replace("memory: 8 GB", "memory: 1 MB"))
+    assert run(["plan", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: stage ")
+    assert "of memory; a1 has the most" in err
+    assert err.count("\n") == 1
+
+
+def test_without_the_planners_libraries_it_says_what_to_install(
+    instance_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else object())
+    assert run(["plan", str(instance_file)]) == 2
+    assert capsys.readouterr().err == (
+        "error: plan: 'numba': is not installed: pip install 'skein-train[planner]'\n"
+    )
+
+
+def test_help_names_compare(capsys: Captured) -> None:
+    assert run(["plan", "--help"]) == 0
+    assert "skein plan compare INSTANCE" in capsys.readouterr().out
+    assert run(["plan", "compare", "--help"]) == 0
+    assert "--methods" in capsys.readouterr().out
+
+
+# --- the report ---
+
+
+def test_parts_of_the_critical_way_sum_to_what_was_planned_for() -> None:
+    parts = reported(json.dumps(instance(sizes=(3, 2, 2), waves=2, has_reduction=True))).parts
+    total_s = parts.compute_s + parts.transfer_s + parts.queued_s + parts.reduction_s
+    assert total_s == pytest.approx(parts.makespan_s, abs=1e-9)
+    assert sum(parts.compute_s_by_worker.values()) == pytest.approx(parts.compute_s, abs=1e-9)
+
+
+def test_a_questioned_link_keeps_its_cost_and_is_told_with_its_use() -> None:
+    comm_s = matrix(7, 0.25, 2.0)
+    comm_s[0][3] = comm_s[3][0] = 200.0
+    text = json.dumps(instance(sizes=(3, 2, 2), waves=2) | {"comm_s": comm_s})
+    assert case_of(text, origin="x").problem.transfer_s[0, 3] == 200.0
+    [warning] = [x for x in reported(text).warnings if "link" in x]
+    assert warning.startswith("link 0 Ayr - 3 Bonn takes 200 s, 100 times the usual 2 s of links between")
+    assert warning.endswith("measure it again; this plan avoids it")
+
+
+def test_aggregation_that_was_not_planned_for_is_pointed_out() -> None:
+    slow = instance(sizes=(3, 2, 2), waves=2, has_reduction=True) | {"grad_bytes_per_stage": 2**30}
+    [warning] = [x for x in reported(json.dumps(slow)).warnings if "aggregation" in x]
+    assert "--objective step plans for it" in warning
+
+
+def test_paths_are_grouped_by_stages_or_listed_one_by_one() -> None:
+    told_ = reported(json.dumps(instance(sizes=(3, 2, 2), waves=2)))
+    assert sum(row.num_microbatches for row in told_.subsets) == told_.num_microbatches == 12
+    short, long = (list(report_lines(told_, all_paths=flag)) for flag in (False, True))
+    assert not any("microbatch  11" in line for line in short)
+    assert any("microbatch  11" in line for line in long)
+
+
+def test_text_without_a_bound_says_so() -> None:
+    told_ = replace(reported(json.dumps(instance())), bound=None)
+    assert any("none yet: raise --budget-s" in line for line in report_lines(told_, all_paths=False))
+
+
+def test_each_link_carries_what_its_paths_send() -> None:
+    told_ = reported(json.dumps(instance(sizes=(3, 2, 2), waves=2) | {"activation_bytes": 10}))
+    # LOOP: each of 12 microbatches walks its 2 hops there and back, for the activation and for the gradient.
+    assert sum(row.num_tensors for row in told_.links) == 12 * 4
+    assert sum(row.tensor_bytes or 0 for row in told_.links) == 12 * 4 * 10
+
+
+# --- fleet files ---
+
+
+def test_units_become_si_and_the_nearest_link_counts() -> None:
+    given = parse_fleet_file(FLEET, origin="x")
+    links = {(str(x.sender), str(x.receiver)): (x.latency_s, x.bytes_per_s) for x in given.fleet.links}
+    assert links["a1", "a2"] == (0.001, 1e9)
+    assert links["b2", "b1"] == (0.002, 1e9)
+    assert links["a2", "b1"] == (0.05, 2e7)
+    assert (links["a1", "b1"], links["b1", "a1"]) == ((0.09, 1e7), (0.05, 2e7))
+    assert given.num_unknown_links == 0
+    assert [worker.profile.memory_bytes for worker in given.fleet.workers] == [8 * 10**9] * 4
+
+
+def test_links_that_nobody_gives_are_counted_and_told() -> None:
+    text = "\n".join(line for line in FLEET.splitlines() if "ends:" not in line).replace(
+        "links:", "links: []"
+    )
+    assert parse_fleet_file(text, origin="x").num_unknown_links == 8
+    assert case_of(text, origin="x").remarks == (
+        "8 links between workers are not given: each counts as the median of its kind",
+    )
+
+
+def with_times(first: int, stop: int) -> str:
+    times = f"stage_times: [{{first: {first}, stop: {stop}, forward: 3 s, backward: 6 s}}]"
+    return FLEET.replace("memory: 8 GB}", f"memory: 8 GB, {times}}}", 1)
+
+
+def test_measured_times_of_a_stage_count_where_the_plan_cuts_there() -> None:
+    given = parse_fleet_file(FLEET, origin="x")
+    plan = make_plan(given.job, given.fleet, None, given.job.seed)
+    assert isinstance(plan, Plan)
+    second = plan.stages[1]
+    case = case_of(with_times(second.first, second.stop), origin="x")
+    assert case.names[0] == "a1"
+    assert (case.problem.forward_s[0, 1], case.problem.backward_s[0, 1]) == (3.0, 6.0)
+    assert case.remarks == ()
+
+
+def test_measured_times_of_other_layers_are_told() -> None:
+    [remark] = case_of(with_times(1, 2), origin="x").remarks
+    assert remark.startswith("stage times of layers 1 to 2 are not used: stages are layers 0 to ")
+
+
+def test_a_fleet_may_be_json_too() -> None:
+    given = parse_fleet_file(FLEET, origin="x")
+    workers = [{"name": name, "site": "s", "flops_per_s": 1.0, "memory": "1 GB"} for name in ("w0", "w1")]
+    fleet = {"sites": [{"name": "s", "latency": "1 ms", "bandwidth": "1 GB/s"}], "workers": workers}
+    job = {
+        "name": "small",
+        "model": {"family": "llama", "preset": "llama-1m"},
+        "data": {"sources": [{"format": "text", "path": "/b"}], "sequence_tokens": 64},
+        "budget": {"steps": 1},
+    }
+    again = parse_fleet_file(json.dumps({"fleet": fleet, "job": job}), origin="x")
+    assert [str(worker.worker) for worker in again.fleet.workers] == ["w0", "w1"]
+    assert again.job.model == given.job.model
+
+
+def test_the_example_of_the_documentation_can_be_planned() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    case = case_of(example, origin="docs")
+    assert case.names == ("l1", "l2", "o1", "o2")
+    assert case.problem.path_len == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ("latency: 50 ms", "latency: 50", "fleet.links[0].latency: 50: give text: a duration with its unit"),
+        ("20 MB/s", "fast", "fleet.links[0].bandwidth: 'fast': give text: a bandwidth with its unit"),
+        ("[ayr, bonn]", "[ayr, bern]", "fleet.links[0].ends[1]: 'bern': give one of ayr, bonn, a1, a2, b1, b2"),
+        ("name: b1, site: bonn", "name: b1, site: bern", "fleet.workers[2].site: 'bern': give one of ayr, bonn"),
+        ("name: a2", "name: a1", "fleet.workers[1].name: 'a1': give each site and worker a name of its own"),
+        ("flops_per_s: 1.0e+12", "flops_per_s: 0", "fleet.workers[0].flops_per_s: 0: give a number above 0"),
+        ("one_way: true", "oneway: true", "fleet.links[1].oneway: true: no such key: did you mean"),
+        ("steps: 10", "steps: 0", "job.budget.steps: 0: give a whole number from 1"),
+        ("job:", "jobs:", "jobs: no such key: a fleet file has fleet and job"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_fleet_file_name_the_field(before: str, after: str, error: str) -> None:
+    assert before in FLEET
+    with pytest.raises(UserError) as caught:
+        parse_fleet_file(FLEET.replace(before, after, 1), origin="x")
+    assert str(caught.value).startswith(error)

@@ -1,0 +1,254 @@
+"""What members of a portfolio tell, how it is ranked, and that a portfolio outlives each of them."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from client.planning.case import Objective, case_of
+from client.planning.hunt import Order, hunt
+from client.planning.member import METHODS, Errand, Role, errand_argument, errand_of, rounds_in_time, told
+from client.planning.messages import (
+    Bounded,
+    Ended,
+    Message,
+    PlanFound,
+    Progressed,
+    Refused,
+    line_of,
+    message_of,
+)
+from client.planning.portfolio import Portfolio, Standing
+from skein.plan.methods.table import METHODS as TABLE
+from skein.plan.route.evaluate import timeline
+from skein.plan.route.rules import violations
+from tests.support.instances import instance
+
+TEXT = json.dumps(instance(sizes=(3, 2, 2), memory=2, waves=2, has_reduction=True))
+END_S = 30.0
+"""Far above what members take; reached only when something hangs."""
+
+
+def clock(tick_s: float) -> Callable[[], float]:
+    """A clock that moves on by `tick_s` each time it is read."""
+    times = iter(range(10**9))
+    return lambda: next(times) * tick_s
+
+
+def plan(
+    *, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0, method: str = "search"
+) -> PlanFound:
+    return PlanFound(
+        method=method,
+        seed=seed,
+        path_len=2,
+        step_s=step_s,
+        jittered_s=jittered_s,
+        worker_of=(0, 1),
+        path=((0, 1, 0),),
+        sequence=(0,) * 5,
+    )
+
+
+# --- one member ---
+
+
+def test_method_names_are_those_of_the_table() -> None:
+    assert sorted(METHODS) == sorted(["search", *TABLE])
+
+
+def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
+    messages = list(told(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3)))
+    plans = [x for x in messages if isinstance(x, PlanFound)]
+    problem = case_of(TEXT, origin="x").problem
+    assert len(plans) > 1
+    assert [x.jittered_s for x in plans] == sorted((x.jittered_s for x in plans), reverse=True)
+    for found in plans:
+        assert violations(problem, found.routing) == ()
+        assert timeline(problem, found.routing).step_s == found.step_s
+    assert isinstance(messages[-1], Ended)
+
+
+def test_the_makespan_leaves_aggregation_out() -> None:
+    errand = Errand(role=Role.PLAN, objective=Objective.MAKESPAN, num_rounds=0)
+    found = next(x for x in told(TEXT, errand) if isinstance(x, PlanFound))
+    assert timeline(case_of(TEXT, origin="x").problem, found.routing).makespan_s == found.step_s
+
+
+def test_counted_rounds_repeat_exactly_whatever_the_clock() -> None:
+    errand = Errand(role=Role.PLAN, objective=None, seed=4, num_rounds=4)
+    first = list(told(TEXT, errand, now=clock(1e-6)))[:-1]
+    assert list(told(TEXT, errand, now=clock(1e6)))[:-1] == first
+    other = Errand(role=Role.PLAN, objective=None, seed=5, num_rounds=4)
+    assert list(told(TEXT, other))[:-1] != first
+
+
+def test_a_search_ends_when_its_time_is_up_and_has_a_plan_even_then() -> None:
+    late = list(told(TEXT, Errand(role=Role.PLAN, objective=None, budget_s=0.0), now=clock(1.0)))
+    assert [type(x) for x in late[:1]] == [PlanFound]
+    assert isinstance(late[-1], Ended)
+    assert sum(isinstance(x, Progressed) for x in late) <= 1
+
+
+@dataclass
+class Pace:
+    """A search and a clock that moves on with it."""
+
+    moves_per_s: float
+    num_moves: int = 0
+    now_s: float = 0.0
+
+    def spend(self, num_moves: int) -> None:
+        self.num_moves += num_moves
+        self.now_s += num_moves / self.moves_per_s
+
+
+@pytest.mark.parametrize("budget_s", [2.0, 10.0, 60.0])
+@pytest.mark.parametrize("moves_per_s", [5e3, 1e5, 2e6])
+def test_rounds_fill_the_time_without_passing_it(budget_s: float, moves_per_s: float) -> None:
+    pace = Pace(moves_per_s)
+    problem = case_of(TEXT, origin="x").problem
+    kinds = []
+    for num_moves, is_polish in rounds_in_time(problem, pace, budget_s, lambda: pace.now_s):
+        pace.spend(num_moves)
+        kinds.append(is_polish)
+    # The first round, which measures the pace, is not sized to the budget.
+    assert 0.7 * budget_s <= pace.now_s <= max(budget_s, 2_000 / moves_per_s)
+    assert kinds[:4] == [False] * 4
+    assert kinds[-1]
+
+
+def test_a_machine_that_slows_down_halfway_ends_soon_after_its_time() -> None:
+    pace = Pace(1e5)
+    problem = case_of(TEXT, origin="x").problem
+    for num_moves, _ in rounds_in_time(problem, pace, 10.0, lambda: pace.now_s):
+        pace.moves_per_s = 1e5 if pace.now_s < 5.0 else 5e4
+        pace.spend(num_moves)
+    assert 8.0 < pace.now_s < 13.0
+
+
+def test_bounds_rise_and_never_pass_a_plan() -> None:
+    plans = told(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3))
+    best_s = min(x.step_s for x in plans if isinstance(x, PlanFound))
+    errand = Errand(role=Role.BOUND, objective=Objective.STEP, methods=(), cutoff_s=best_s)
+    bounds = [x.seconds for x in told(TEXT, errand) if isinstance(x, Bounded)]
+    assert bounds == sorted(bounds)
+    assert 0 < bounds[-1] <= best_s
+
+
+def test_other_methods_tell_a_plan_or_why_there_is_none() -> None:
+    methods = ("round-robin", "full")
+    messages = list(told(TEXT, Errand(role=Role.OTHERS, objective=None, methods=methods)))[:-1]
+    assert [x.method for x in messages if isinstance(x, PlanFound | Refused)] == list(methods)
+    full = next(x for x in messages if isinstance(x, PlanFound) and x.method == "full")
+    assert full.path_len == 3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        plan(jittered_s=0.1 + 0.2),
+        Refused(method="full", reason="“no”\nway"),
+        Progressed(num_moves=3),
+        Bounded(seconds=1e-17, binding="trip", parts=(("trip", 1e-17), ("slots", 0.0))),
+        Ended(cpu_s=0.5),
+    ],
+)
+def test_a_message_survives_its_line(message: Message) -> None:
+    line = line_of(message)
+    assert "\n" not in line
+    assert message_of(line) == message
+
+
+def test_an_errand_survives_its_argument() -> None:
+    errand = Errand(
+        role=Role.BOUND, objective=Objective.STEP, methods=("full",), seed=3, num_rounds=2, cutoff_s=1.5
+    )
+    assert errand_of(errand_argument(errand)) == errand
+
+
+# --- ranking ---
+
+
+def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -> None:
+    standing = Standing()
+    steps = [
+        (plan(seed=2, step_s=8.0, jittered_s=12.0), True),
+        (plan(seed=3, step_s=9.0, jittered_s=11.0), True),
+        (plan(seed=1, step_s=9.0, jittered_s=11.0), True),
+        (plan(seed=5, step_s=9.0, jittered_s=11.0), False),
+    ]
+    assert [standing.take(0, found, is_contender=True) for found, _ in steps] == [new for _, new in steps]
+    assert standing.best is not None
+    assert standing.best.seed == 1
+
+
+def test_company_never_takes_the_lead() -> None:
+    standing = Standing()
+    standing.take(0, plan(), is_contender=True)
+    assert not standing.take(1, plan(jittered_s=1.0, method="full"), is_contender=False)
+    assert standing.best == plan()
+    assert standing.plans["full"].jittered_s == 1.0
+
+
+def test_a_bound_is_never_replaced_by_a_lower_one() -> None:
+    standing = Standing()
+    for seconds in (3.0, 5.0, 4.0):
+        standing.take(0, Bounded(seconds=seconds, binding="x", parts=()), is_contender=False)
+    assert standing.bound is not None
+    assert standing.bound.seconds == 5.0
+
+
+# --- processes ---
+
+
+@pytest.fixture
+def portfolio() -> Iterator[Portfolio]:
+    with Portfolio(TEXT) as entered:
+        yield entered
+
+
+def test_a_member_that_breaks_costs_no_plan_and_is_told(portfolio: Portfolio) -> None:
+    good = Errand(role=Role.PLAN, objective=None, num_rounds=0)
+    broken = Errand(role=Role.PLAN, objective=None, methods=("nonsense",), seed=7)
+    portfolio.send(broken, is_contender=True)
+    portfolio.send(good, is_contender=True)
+    for _ in portfolio.news(time.monotonic() + END_S):
+        pass
+    assert portfolio.standing.best is not None
+    [loss] = portfolio.standing.losses
+    assert loss.startswith("nonsense (seed 7) broke: KeyError")
+
+
+def test_leaving_ends_whoever_is_still_at_work() -> None:
+    with Portfolio(TEXT) as portfolio:
+        portfolio.send(Errand(role=Role.PLAN, objective=None, budget_s=1e6), is_contender=True)
+        news = portfolio.news(time.monotonic() + END_S)
+        while portfolio.standing.best is None:
+            next(news)
+        children = psutil.Process().children(recursive=True)
+        assert children
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def test_an_interrupted_hunt_keeps_the_best_plan_so_far() -> None:
+    def interrupt(_case: object, standing: Standing, _has_changed: bool) -> None:
+        if standing.best is not None:
+            raise KeyboardInterrupt
+
+    order = Order(
+        method="search",
+        objective=None,
+        seed=0,
+        num_processes=2,
+        budget_s=END_S,
+        num_rounds=None,
+        began_s=time.monotonic(),
+        wants_others=False,
+    )
+    hunted = hunt(TEXT, "x", order, on_news=interrupt)
+    assert hunted.is_interrupted
+    assert hunted.standing.best is not None
