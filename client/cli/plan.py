@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING
 import click
 
 from client.cli import DONE, INTERRUPTED
-from client.planning.case import Case, NoPlan, Objective, read_text
-from client.planning.hunt import Hunted, Order, began_s, hunt
-from client.planning.member import METHODS, SEARCH
+from client.planning.errand import METHODS, SEARCH, NoPlan, Objective
+from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
 from client.planning.messages import PlanFound
 from client.planning.portfolio import Standing
 
 if TYPE_CHECKING:
+    from client.planning.case import Case
     from client.planning.report import Report
 
 _LINE_S = 10.0
 """Between two lines about progress where there is no terminal."""
 _REDRAW_S = 0.25
-_SLOW_S = 8.0
-"""From when a search that has not begun needs an explanation."""
 
 _instance_argument = click.argument("instance", type=click.Path(path_type=Path, allow_dash=True))
 _budget_option = click.option(
@@ -116,7 +114,7 @@ def plan(
     progress = _Progress(order.began_s, is_quiet=is_json)
     saved: list[PlanFound] = []
 
-    def on_news(case: Case, standing: Standing, has_changed: bool) -> None:
+    def on_news(case: "Case", standing: Standing, has_changed: bool) -> None:
         progress.show(standing, has_changed=has_changed)
         if standing.best is None or [standing.best] == saved[-1:]:
             return
@@ -152,7 +150,7 @@ def _tell(
         click.echo("\n".join(report_lines(told, all_paths=all_paths)))
 
 
-def _reported(case: Case, standing: Standing, order: Order, num_processes: int) -> "Report":
+def _reported(case: "Case", standing: Standing, order: Order, num_processes: int) -> "Report":
     from client.planning.report import Effort, report
 
     spent_s = time.monotonic() - order.began_s
@@ -178,7 +176,7 @@ def best_of(standing: Standing) -> PlanFound:
     raise NoPlan(reasons[0] if reasons else "no plan was found in time: raise --budget-s")
 
 
-def _drawn(case: Case, best: PlanFound) -> str:
+def _drawn(case: "Case", best: PlanFound) -> str:
     from skein.plan.gantt import gantt_svg
     from skein.plan.route.evaluate import timeline
 
@@ -186,7 +184,7 @@ def _drawn(case: Case, best: PlanFound) -> str:
     return gantt_svg(problem, best.routing, timeline(problem, best.routing), case.names)
 
 
-def _save(out: Path, case: Case, standing: Standing, best: PlanFound) -> None:
+def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
     from skein.plan.route.document import plan_document
 
     bound_s = None if standing.bound is None else min(standing.bound.seconds, best.step_s)
@@ -225,10 +223,10 @@ class _Progress:
 
     def show(self, standing: Standing, *, has_changed: bool) -> None:
         """Told now and then."""
-        if not standing.is_under_way and not self._has_explained and self._now() - self._began_s >= _SLOW_S:
+        if standing.is_compiling and not self._has_explained:
             self._has_explained = True
             print(
-                "no plan yet: the first search after an installation compiles its loops",
+                "compiling the search, once after an installation: about a minute",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,15 +1,13 @@
 """What is to be planned, as a user gave it: the problem, what its workers are called, and what looks wrong with it."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from client.planning.errand import NoPlan, Objective
 from skein.config.explain import Words
-from skein.errors import SkeinError, UserError
+from skein.errors import UserError
 from skein.plan.plan import Infeasible
 from skein.plan.route.instance import activation_bytes_of, locations_of, problem_of, remarks
 from skein.plan.route.problem import Problem, Routing
@@ -20,19 +18,7 @@ from skein.types import StageSpec
 if TYPE_CHECKING:
     from skein.plan.route.of_job import Posed
 
-STANDARD_INPUT = Path("-")
 _FLEET_KEYS = ("fleet", "job")
-
-
-class Objective(StrEnum):
-    """What is made short: the step with its aggregation, or the time until the last backward ends."""
-
-    STEP = "step"
-    MAKESPAN = "makespan"
-
-
-class NoPlan(SkeinError):
-    """There is none, or none was found in time; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +59,6 @@ class Case:
 def without_reduction(problem: Problem) -> Problem:
     """`problem` up to the last backward only."""
     return replace(problem, reduction=None)
-
-
-def read_text(path: Path) -> str:
-    """What a file says; `-` is standard input.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
-    except OSError as error:
-        hint = f"{error.strerror}; give an instance (JSON) or a fleet and a job (YAML)"
-        raise UserError("instance", str(path), hint) from error
-    except UnicodeDecodeError as error:
-        hint = f"byte {error.start} is not UTF-8; save it as UTF-8"
-        raise UserError("instance", str(path), hint) from error
 
 
 def case_of(text: str, *, origin: str, objective: Objective | None = None) -> Case:

@@ -3,19 +3,25 @@
 import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
-from client.planning.case import Case, Objective, case_of
-from client.planning.member import SEARCH, Errand, Role
+from client.planning.errand import SEARCH, Errand, Objective, Role
 from client.planning.portfolio import Portfolio, Standing
 from skein.errors import UserError
 
+if TYPE_CHECKING:
+    from client.planning.case import Case
+
+STANDARD_INPUT = Path("-")
 OTHERS = ("round-robin", "full-matched")
 """Quick methods that a plan is compared with."""
 _LEAST_S_FOR_OTHERS = 5.0
@@ -57,13 +63,15 @@ class Order:
 class Hunted:
     """How a hunt ended."""
 
-    case: Case
+    case: "Case"
     standing: Standing
     num_processes: int
     is_interrupted: bool
 
 
-def hunt(text: str, origin: str, order: Order, *, on_news: Callable[[Case, Standing, bool], None]) -> Hunted:
+def hunt(
+    text: str, origin: str, order: Order, *, on_news: "Callable[[Case, Standing, bool], None]"
+) -> Hunted:
     """The best plan that can be had for the case in `text`.
 
     Args:
@@ -83,6 +91,8 @@ def hunt(text: str, origin: str, order: Order, *, on_news: Callable[[Case, Stand
         for number in range(num_processes):
             portfolio.send(_errand(order, Role.PLAN, (order.method,), order.seed + number), is_contender=True)
         # Members read the case at the same time; a mistake in it is told here, once.
+        from client.planning.case import case_of
+
         case = case_of(text, origin=origin, objective=order.objective)
         standing = portfolio.standing
         try:
@@ -126,6 +136,22 @@ def _errand(
         num_rounds=order.num_rounds,
         cutoff_s=cutoff_s,
     )
+
+
+def read_text(path: Path) -> str:
+    """What a file says; `-` is standard input.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = f"{error.strerror}; give an instance (JSON) or a fleet and a job (YAML)"
+        raise UserError("instance", str(path), hint) from error
+    except UnicodeDecodeError as error:
+        hint = f"byte {error.start} is not UTF-8; save it as UTF-8"
+        raise UserError("instance", str(path), hint) from error
 
 
 def began_s() -> float:

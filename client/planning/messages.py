@@ -7,12 +7,9 @@ import json
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-import numpy as np
-
-from skein.plan.route.problem import Routing
-
 if TYPE_CHECKING:
     from skein.plan.route.bound import Bound
+    from skein.plan.route.problem import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,11 @@ class PlanFound:
     sequence: tuple[int, ...]
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> "Routing":
+        import numpy as np
+
+        from skein.plan.route.problem import Routing
+
         return Routing(
             worker_of=np.array(self.worker_of, dtype=np.int64),
             path=np.array(self.path, dtype=np.int64),
@@ -46,6 +47,11 @@ class Refused:
 
     method: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """This member has to compile the search first, which takes about a minute, once after an installation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +77,14 @@ class Ended:
     cpu_s: float
 
 
-Message: TypeAlias = PlanFound | Refused | Progressed | Bounded | Ended
+Message: TypeAlias = PlanFound | Refused | Compiling | Progressed | Bounded | Ended
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (PlanFound, Refused, Progressed, Bounded, Ended)
+    kind.__name__: kind for kind in (PlanFound, Refused, Compiling, Progressed, Bounded, Ended)
 }
 
 
 def plan_found(
-    routing: Routing, *, method: str, seed: int, path_len: int, step_s: float, jittered_s: float
+    routing: "Routing", *, method: str, seed: int, path_len: int, step_s: float, jittered_s: float
 ) -> PlanFound:
     """The message about a routing."""
     return PlanFound(

@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from client.planning.member import Errand, errand_argument
-from client.planning.messages import Bounded, Ended, Message, PlanFound, Progressed, Refused, message_of
+from client.planning.errand import Errand, errand_argument
+from client.planning.messages import (
+    Bounded,
+    Compiling,
+    Ended,
+    Message,
+    PlanFound,
+    Progressed,
+    Refused,
+    message_of,
+)
 from client.tether import tethered_arguments
 
 COMPILE_S = 300.0
@@ -33,6 +42,7 @@ class Standing:
     best: PlanFound | None = None
     first_plan_s: float | None = None
     bound: Bounded | None = None
+    is_compiling: bool = False
     plans: dict[str, PlanFound] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     num_moves_by_member: dict[int, int] = field(default_factory=dict)
@@ -40,9 +50,9 @@ class Standing:
     losses: list[str] = field(default_factory=list)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether some member has found a plan and looked further, or has said that there is none."""
-        return bool(self.num_moves_by_member or self.cpu_s_by_member or self.refused)
+    def is_held_up(self) -> bool:
+        """Whether the search is being compiled, and no member has got further yet."""
+        return self.is_compiling and not (self.num_moves_by_member or self.cpu_s_by_member or self.refused)
 
     @property
     def num_moves(self) -> int:
@@ -58,6 +68,8 @@ class Standing:
                 if is_contender and (self.best is None or _order(message) < _order(self.best)):
                     self.best = message
                     return True
+            case Compiling():
+                self.is_compiling = True
             case Refused(method=method, reason=reason):
                 self.refused[method] = reason
             case Progressed(num_moves=num_moves):
@@ -140,11 +152,11 @@ class Portfolio:
         """Now and then, whether best plan or bound have changed; ends at `until_s`, or when nobody works any more.
 
         The first search on a machine compiles its loops, which outlasts a short budget and would never be done if
-        it were cut off each time: until members are under way, they get up to `COMPILE_S` more.
+        it were cut off each time: until that is done, members get up to `COMPILE_S` more.
         """
         latest_s = until_s + COMPILE_S
         while not all(x.has_ended for x in self._members):
-            end_s = until_s if self.standing.is_under_way else latest_s
+            end_s = latest_s if self.standing.is_held_up else until_s
             if now() >= end_s:
                 return
             try:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from client.planning.case import Case, Objective, without_reduction
+from client.planning.case import Case, without_reduction
+from client.planning.errand import Objective
 from client.planning.messages import Bounded, PlanFound
 from client.planning.portfolio import Standing
 from skein.plan.route.account import (

@@ -10,8 +10,9 @@ import pytest
 
 from client.cli import run
 from client.planning.case import case_of
+from client.planning.errand import Errand, Role
 from client.planning.fleetfile import parse_fleet_file
-from client.planning.member import Errand, Role, told
+from client.planning.member import told
 from client.planning.messages import PlanFound
 from client.planning.portfolio import Standing
 from client.planning.report import Effort, Report, report

@@ -3,16 +3,20 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import psutil
 import pytest
 
-from client.planning.case import Objective, case_of
+from client.planning.case import case_of
+from client.planning.errand import METHODS, Errand, Objective, Role, errand_argument, errand_of
+from client.planning.first import first_plan
 from client.planning.hunt import Order, hunt
-from client.planning.member import METHODS, Errand, Role, errand_argument, errand_of, rounds_in_time, told
+from client.planning.member import rounds_in_time, told
 from client.planning.messages import (
     Bounded,
+    Compiling,
     Ended,
     Message,
     PlanFound,
@@ -23,8 +27,9 @@ from client.planning.messages import (
 )
 from client.planning.portfolio import Portfolio, Standing
 from skein.plan.methods.table import METHODS as TABLE
-from skein.plan.route.evaluate import timeline
+from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.rules import violations
+from skein.plan.route.search import Found, Search
 from tests.support.instances import instance
 
 TEXT = json.dumps(instance(sizes=(3, 2, 2), memory=2, waves=2, has_reduction=True))
@@ -53,6 +58,11 @@ def plan(
     )
 
 
+def found(errand: Errand, now: Callable[[], float]) -> list[Message]:
+    """What a member tells of the search itself."""
+    return [x for x in told(TEXT, errand, now=now) if not isinstance(x, Compiling | Ended)]
+
+
 # --- one member ---
 
 
@@ -72,6 +82,29 @@ def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
     assert isinstance(messages[-1], Ended)
 
 
+def test_the_plan_at_once_is_legal_and_no_better_under_jitter_than_it_says() -> None:
+    problem = case_of(TEXT, origin="x", objective=Objective.MAKESPAN).searched
+    errand = Errand(role=Role.PLAN, objective=Objective.MAKESPAN, num_rounds=0)
+    at_once = next(x for x in told(TEXT, errand) if isinstance(x, PlanFound))
+    assert violations(problem, at_once.routing) == ()
+    assert timeline(problem, at_once.routing).step_s == at_once.step_s
+    assert jittered_mean_s(problem, at_once.routing, jitter=0.03) <= at_once.jittered_s
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2), (1, 1, 1), (5, 3, 3, 3, 3, 3)])
+def test_the_plan_at_once_is_what_the_search_begins_with(sizes: tuple[int, ...]) -> None:
+    problem = case_of(json.dumps(instance(sizes=sizes, path_len=min(4, len(sizes)))), origin="x").searched
+    first, begun = first_plan(problem), Search(problem, seed=0).begin()
+    assert first is not None
+    assert isinstance(begun, Found)
+    assert (first[1], first[0].sequence.tolist()) == (begun.step_s, begun.routing.sequence.tolist())
+
+
+def test_where_slots_deadlock_there_is_no_plan_at_once() -> None:
+    problem = case_of(TEXT, origin="x").searched
+    assert first_plan(replace(problem, slots=np.zeros_like(problem.slots))) is None
+
+
 def test_the_makespan_leaves_aggregation_out() -> None:
     errand = Errand(role=Role.PLAN, objective=Objective.MAKESPAN, num_rounds=0)
     found = next(x for x in told(TEXT, errand) if isinstance(x, PlanFound))
@@ -80,10 +113,9 @@ def test_the_makespan_leaves_aggregation_out() -> None:
 
 def test_counted_rounds_repeat_exactly_whatever_the_clock() -> None:
     errand = Errand(role=Role.PLAN, objective=None, seed=4, num_rounds=4)
-    first = list(told(TEXT, errand, now=clock(1e-6)))[:-1]
-    assert list(told(TEXT, errand, now=clock(1e6)))[:-1] == first
-    other = Errand(role=Role.PLAN, objective=None, seed=5, num_rounds=4)
-    assert list(told(TEXT, other))[:-1] != first
+    first = found(errand, clock(1e-6))
+    assert found(errand, clock(1e6)) == first
+    assert found(replace(errand, seed=5), clock(1e-6)) != first
 
 
 def test_a_search_ends_when_its_time_is_up_and_has_a_plan_even_then() -> None:
@@ -152,6 +184,7 @@ def test_other_methods_tell_a_plan_or_why_there_is_none() -> None:
     [
         plan(jittered_s=0.1 + 0.2),
         Refused(method="full", reason="“no”\nway"),
+        Compiling(),
         Progressed(num_moves=3),
         Bounded(seconds=1e-17, binding="trip", parts=(("trip", 1e-17), ("slots", 0.0))),
         Ended(cpu_s=0.5),
@@ -184,6 +217,14 @@ def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -
     assert [standing.take(0, found, is_contender=True) for found, _ in steps] == [new for _, new in steps]
     assert standing.best is not None
     assert standing.best.seed == 1
+
+
+def test_a_search_that_compiles_is_waited_for_until_it_gets_somewhere() -> None:
+    standing, held_up = Standing(), []
+    for message in (plan(), Compiling(), Progressed(num_moves=1)):
+        standing.take(0, message, is_contender=True)
+        held_up.append(standing.is_held_up)
+    assert held_up == [False, True, False]
 
 
 def test_company_never_takes_the_lead() -> None:

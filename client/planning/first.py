@@ -1,0 +1,51 @@
+"""A plan before machine code is loaded, which takes longer than making one does."""
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+from skein.plan.plan import Infeasible
+from skein.plan.route.evaluate import sequence_of
+from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.simulate import NEVER, simulate
+from skein.plan.route.start import first_paths
+
+_MAX_OPS = 20_000
+"""Python runs about 100,000 in a second; beyond this machine code is loaded sooner."""
+
+
+def first_plan(problem: Problem) -> tuple[Routing, float] | None:
+    """Workers in order on chunks in order, first come, first served, and the makespan.
+
+    None where that has no plan or takes long; the search knows more ways.
+    """
+    paths = first_paths(problem)
+    num_ops = problem.num_microbatches * (2 * problem.num_hops + 1)
+    if isinstance(paths, Infeasible) or num_ops > _MAX_OPS:
+        return None
+    workers = np.resize(np.arange(problem.num_workers), problem.num_chunks).astype(np.int64)
+    stages = problem.stage_of
+    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    makespan_s = _interpreted()(
+        paths[:, : problem.num_hops],
+        paths[:, problem.num_hops],
+        workers,
+        problem.forward_s[workers, stages],
+        problem.backward_s[workers, stages],
+        problem.loss_s[workers],
+        problem.transfer_s,
+        problem.wire_s,
+        problem.slots[workers, stages],
+        NEVER,
+        begin_s,
+        np.zeros(problem.num_microbatches),
+    )
+    if makespan_s == NEVER:
+        return None
+    return Routing(worker_of=workers, path=paths, sequence=sequence_of(begin_s)), makespan_s
+
+
+def _interpreted() -> "Callable[..., float]":
+    """`simulate` as it is written, not as it is compiled."""
+    return cast("Callable[..., float]", getattr(simulate, "py_func", simulate))
