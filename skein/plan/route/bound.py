@@ -8,6 +8,7 @@ Each part is a proof of its own; the bound is the largest. What they rest on:
 - *origin's slots*: `skein.plan.route.lots`, with the shortest trip for every microbatch.
 - *work of a stage*: between the first forward's arrival and the last backward's way home a worker has time for a whole
   number of visits; those of the best n_s workers must be as many as the stage has.
+- *lots*: `skein.plan.route.program`; with origins decided, a branch and bound over who is an origin.
 - *aggregation*: the last backward of all is at stage 0, whose holders reduce then, over links no better than the best
   group has; another stage's last backward ends no earlier than its work allows.
 """
@@ -18,17 +19,28 @@ from enum import IntEnum
 
 import numpy as np
 
+from skein.plan.route.catalogue import catalogue, longest_s
 from skein.plan.route.lots import alone_s
 from skein.plan.route.problem import F64, Problem, Reduction
-from skein.plan.route.trips import Trips, trips_of
+from skein.plan.route.program import Program
+from skein.plan.route.trips import FAR, Trips, trips_of
 from skein.types import Layout
 
 _TOLERANCE = 1e-9
 """Relative; bounds are lowered by it, since sums in another order differ in the last bits."""
 
 
+_CLOSE = 0.002
+"""Part of a bound at which looking for a higher one ends."""
+_MOST_ABOVE = 2.0
+"""Times the simple bound: where looking ends if no plan is known."""
+_ROUNDS_BY_SHARES = 40
+_ROUNDS_BY_CASES = 50
+"""Programs per question: 5 to 15 ms each at 20 workers."""
+
+
 class Effort(IntEnum):
-    """How much work a bound may be: `SIMPLE` formulas only, `ROUTES` one linear program, `FULL` all there is."""
+    """How much work a bound may be: `SIMPLE` formulas only, `ROUTES` linear programs, `FULL` cases too."""
 
     SIMPLE = 0
     ROUTES = 1
@@ -52,7 +64,7 @@ class Bound:
     parts: tuple[tuple[str, float], ...]
 
 
-def lower_bound(problem: Problem, *, cutoff_s: float | None = None, effort: Effort = Effort.FULL) -> Bound:  # noqa: ARG001
+def lower_bound(problem: Problem, *, cutoff_s: float | None = None, effort: Effort = Effort.FULL) -> Bound:
     """The best lower bound within `effort`.
 
     Args:
@@ -61,14 +73,18 @@ def lower_bound(problem: Problem, *, cutoff_s: float | None = None, effort: Effo
         effort: raise it if the gap matters more than a few seconds of one core.
     """
     trips = trips_of(problem)
+    reduction = problem.reduction
+    after_s = 0.0 if reduction is None else reduce_least_s(problem, reduction, 0)
     parts = simple_parts(problem, trips)
+    if effort > Effort.SIMPLE:
+        high_s = FAR if cutoff_s is None else cutoff_s - after_s
+        parts += program_parts(problem, trips, max(value for _, value in parts), high_s, effort)
     parts = sorted(((name, value * (1 - _TOLERANCE)) for name, value in parts), key=lambda x: (-x[1], x[0]))
     name, makespan_s = parts[0]
-    if problem.reduction is None:
+    if reduction is None:
         return Bound(seconds=makespan_s, makespan_s=makespan_s, binding=name, parts=tuple(parts))
-    after_s = reduce_least_s(problem, problem.reduction, 0)
     stages = [
-        (f"stage {stage} and its aggregation", end_s + reduce_least_s(problem, problem.reduction, stage))
+        (f"stage {stage} and its aggregation", end_s + reduce_least_s(problem, reduction, stage))
         for stage, end_s in stage_ends(problem, trips)
     ]
     steps = [(f"{name}, then aggregation of stage 0", makespan_s + after_s), *stages]
@@ -77,6 +93,43 @@ def lower_bound(problem: Problem, *, cutoff_s: float | None = None, effort: Effo
     return Bound(
         seconds=seconds * (1 - _TOLERANCE), makespan_s=makespan_s, binding=binding, parts=tuple(told)
     )
+
+
+def program_parts(
+    problem: Problem, trips: Trips, low_s: float, high_s: float, effort: Effort
+) -> list[tuple[str, float]]:
+    """Parts that a linear program proves, from the makespan `low_s` on and never above `high_s`."""
+    high_s = min(high_s, _MOST_ABOVE * low_s)
+    if not trips.is_single or not np.isfinite(low_s) or low_s >= high_s:
+        return []
+    listed = catalogue(trips, longest_s(trips, problem.num_by_origin, high_s))
+    if listed is None:
+        return []
+    program = Program(problem=problem, trips=trips, listed=listed)
+
+    def by_shares(end_s: float) -> bool:
+        return program.is_proven_beyond(end_s, num_rounds=_ROUNDS_BY_SHARES, may_split=False)
+
+    def by_cases(end_s: float) -> bool:
+        return program.is_proven_beyond(end_s, num_rounds=_ROUNDS_BY_CASES, may_split=True)
+
+    shared_s = _climb(by_shares, low_s, high_s)
+    parts = [("lots of all origins", shared_s)]
+    if effort >= Effort.FULL:
+        parts.append(("lots, origins decided", _climb(by_cases, shared_s, high_s)))
+    return [(name, value) for name, value in parts if value > low_s]
+
+
+def _climb(is_proven_beyond: Callable[[float], bool], low_s: float, high_s: float) -> float:
+    """The highest of some ends from `low_s` to `high_s` that is proven, by growing steps and then halving."""
+    step_s = _CLOSE * low_s
+    while low_s + step_s < high_s and is_proven_beyond(low_s + step_s):
+        low_s, step_s = low_s + step_s, 2 * step_s
+    high_s = min(high_s, low_s + step_s)
+    while high_s - low_s > _CLOSE * low_s:
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if is_proven_beyond(middle_s) else (low_s, middle_s)
+    return low_s
 
 
 def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
@@ -95,12 +148,11 @@ def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
 def _of_origins(problem: Problem, seconds: Callable[[int], F64]) -> float:
     """What the slowest origin takes at least if worker w takes `seconds(count)[w]` for `count` microbatches.
 
-    The k origins with most microbatches are k workers, unless workers hold several chunks: the slowest of them is no
-    better than the k-th best worker with the least of their counts.
+    The k origins with most microbatches are k workers, for none holds a stage twice: the slowest of them is no better
+    than the k-th best worker with the least of their counts.
     """
-    is_single = problem.num_chunks <= problem.num_workers
     counts = sorted((count for count in problem.num_by_origin if count), reverse=True)
-    found = (np.sort(seconds(count))[k if is_single else 0] for k, count in enumerate(counts))
+    found = (np.sort(seconds(count))[min(k, problem.num_workers - 1)] for k, count in enumerate(counts))
     return float(max(found, default=0.0))
 
 
@@ -115,9 +167,20 @@ def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> 
         around_s = np.zeros(problem.num_workers)
         if stage > 0 and trips.is_single:
             around_s = trips.head_s() + (0.0 if tail_s is None else tail_s)
-        visits = problem.visits_by_stage[stage]
-        found.append((stage, _least_window(visit_s[can], around_s[can], problem.stage_sizes[stage], visits)))
+        can &= np.isfinite(around_s)
+        end_s = _least_window(
+            visit_s[can], around_s[can], problem.stage_sizes[stage], least_visits(problem, stage)
+        )
+        found.append((stage, end_s))
     return found
+
+
+def least_visits(problem: Problem, stage: int) -> int:
+    """How often a stage is visited in any plan: skippable ones alike, but which of them once more is free."""
+    if stage not in problem.skippable:
+        return problem.num_microbatches
+    fixed = problem.num_stages - len(problem.skippable)
+    return problem.num_microbatches * (problem.path_len - fixed) // len(problem.skippable)
 
 
 def _least_window(visit_s: F64, around_s: F64, num_holders: int, num_visits: int) -> float:
@@ -142,7 +205,7 @@ def _least_window(visit_s: F64, around_s: F64, num_holders: int, num_visits: int
 def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
     """What the best holders of a stage take to aggregate: some worker has its k - 1 best links in the group."""
     size = problem.stage_sizes[stage]
-    if size < 2 or not problem.visits_by_stage[stage] or problem.num_chunks > problem.num_workers:
+    if not 2 <= size <= problem.num_workers or not least_visits(problem, stage):
         return 0.0
     part_bytes = (size - 1) * reduction.num_bytes[stage] / size
     one_way_s = reduction.latency_s + part_bytes / reduction.bytes_per_s

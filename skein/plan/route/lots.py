@@ -15,9 +15,11 @@ Each microbatch has a rank as a start and a rank as an end, and what lies betwee
 trips cost the same, or cost is convex and falls with length, equal ranks pair best (sorted differences spread least).
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from skein.plan.route.problem import F64
+from skein.plan.route.problem import F64, I64
 from skein.plan.route.trips import FAR, Trips
 
 
@@ -37,3 +39,88 @@ def alone_s(trips: Trips, trip_s: F64, count: int) -> F64:
                 end_s, start_s + trip_s + np.where(k + slots >= count, (count - 1 - k) * backward_s, 0)
             )
     return np.where(np.isfinite(trip_s) & (slots > 0), end_s, FAR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tariff:
+    """Least price of a trip of at most so many seconds at each origin: convex, falling, infinite where it is too short.
+
+    Args:
+        step_s: grid points are 0, 1, 2 ... steps; the last one is the step's end or later.
+        price: (num_workers, num_points).
+    """
+
+    step_s: float
+    price: F64
+
+    def at(self, workers: I64, length_s: F64) -> F64:
+        """(num_workers, num_lengths) at `workers`; lengths are rounded up to the grid, so prices are low enough."""
+        points = np.ceil(length_s / self.step_s).astype(np.int64)
+        last = self.price.shape[1] - 1
+        found: F64 = self.price[workers[:, None], np.clip(points, 0, last)]
+        return np.where(points < 0, FAR, found)
+
+    def line(self, workers: I64, length_s: float) -> tuple[F64, F64]:
+        """Level and slope, (num_workers, 1) each, of a line through the price at `length_s`, nowhere above prices."""
+        first = np.isfinite(self.price[workers]).argmax(axis=1)
+        last = self.price.shape[1] - 1
+        point = np.clip(np.maximum(first, int(length_s / self.step_s)), 0, last - 1)
+        here, there = self.price[workers, point], self.price[workers, point + 1]
+        slope = np.zeros(len(workers))
+        np.divide(there - here, self.step_s, out=slope, where=np.isfinite(here))
+        level = here - slope * point * self.step_s
+        return level[:, None], slope[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lots:
+    """For some workers as origins: the least price of a lot, and (num_workers, count) seconds for each of its trips."""
+
+    price: F64
+    length_s: F64
+
+
+def cheapest_lots(trips: Trips, tariff: Tariff, workers: I64, count: int, end_s: float) -> Lots:
+    """No lot of `count` microbatches that ends by `end_s` costs less; `workers` have equally many slots.
+
+    Turns move on the grid: one in [x, x + step) lets what ends there last until x + step and what begins there last
+    from x, and the next turn is f + b later, rounded down. A microbatch that begins at a turn and ends at one is priced
+    by a line below the tariff, which parts into a term for each of the two turns.
+    """
+    slots = min(int(trips.slots[0][workers[0]]), count)
+    forward_s, backward_s = trips.forward_s[0][workers][:, None], trips.backward_s[0][workers][:, None]
+    num_turns = count - slots
+    cell_s = tariff.step_s * np.arange(tariff.price.shape[1])
+    apart = np.floor(trips.both_s[0][workers] / tariff.step_s).astype(np.int64)[:, None]
+    cells = np.arange(len(cell_s))[None, :]
+    rows = np.arange(len(workers))[:, None]
+    level, slope = tariff.line(workers, end_s * slots / count)
+
+    def end_of(k: int) -> F64:
+        found: F64 = end_s - (count - 1 - k) * backward_s
+        return found
+
+    least = np.zeros((len(workers), len(cell_s)))
+    chosen: list[I64] = []
+    for turn in range(num_turns):
+        if turn:
+            least = np.where(cells < apart, FAR, least[rows, np.maximum(cells - apart, 0)])
+        ended = tariff.at(workers, cell_s + tariff.step_s - turn * forward_s)
+        least = least + (ended if turn < slots else slope * (cell_s + tariff.step_s))
+        begun = tariff.at(workers, end_of(slots + turn) - cell_s)
+        least = least + (begun if slots + turn >= num_turns else level - slope * cell_s)
+        best = np.minimum.accumulate(least, axis=1)
+        is_new = np.hstack([np.ones((len(workers), 1), bool), least[:, 1:] < best[:, :-1]])
+        chosen.append(np.maximum.accumulate(np.where(is_new, cells, 0), axis=1))
+        least = best
+    turns_s = np.zeros((len(workers), num_turns))
+    cell = np.full(len(workers), len(cell_s) - 1)
+    for turn in reversed(range(num_turns)):
+        cell = chosen[turn][rows[:, 0], cell]
+        turns_s[:, turn] = cell_s[cell]
+        cell = np.maximum(cell - apart[:, 0], 0)
+    starts_s = np.hstack([np.arange(slots) * forward_s, turns_s])
+    ends_s = np.hstack([turns_s + tariff.step_s, *(end_of(k) for k in range(num_turns, count))])
+    # Whoever begins at the start and ends at the end meets no turn.
+    price = least[:, -1] + tariff.at(workers, (ends_s - starts_s)[:, num_turns:slots]).sum(axis=1)
+    return Lots(price=price, length_s=ends_s - starts_s)

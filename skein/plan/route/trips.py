@@ -65,14 +65,22 @@ class Trips:
             return self.loss_s.copy()
         if len(pair_s) > MOST_CLOSED:
             return self._open_least_s(pair_s)
-        # [w, o]: from the end of w's forward to the loss at o and back.
-        closed_s = pair_s + self.loss_s
+        least_s: F64 = (pair_s.T + self.both_s[1][:, None] + self.closing_s()[0]).min(axis=0)
+        return least_s
+
+    def closing_s(self) -> tuple[F64, ...]:
+        """For hops 1 ... K - 1, [w, o]: least from the end of w's forward to its backward's start, the loss at o.
+
+        Of a `LOOP`; walks may come back to a worker, but not to the origin before the loss.
+        """
+        pair_s = self.pair_s()
+        found = [pair_s + self.loss_s]
         for hop in range(self.num_hops - 1, 1, -1):
-            closed_s = _least_sum(pair_s, self.both_s[hop][:, None] + closed_s)
+            closed_s = _least_sum(pair_s, self.both_s[hop][:, None] + found[-1])
             if self.is_single:
                 np.fill_diagonal(closed_s, FAR)
-        found_s: F64 = (pair_s.T + self.both_s[1][:, None] + closed_s).min(axis=0)
-        return found_s
+            found.append(closed_s)
+        return tuple(reversed(found))
 
     def _open_least_s(self, pair_s: F64) -> F64:
         """The same if the last link may lead to anybody: cubic work becomes quadratic."""
@@ -95,7 +103,8 @@ class Trips:
 
 def trips_of(problem: Problem) -> Trips:
     """The trips of `problem`."""
-    is_single = problem.num_chunks <= problem.num_workers
+    most_chunks = problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers)
+    is_single = most_chunks == 1
     link_s = problem.transfer_s.copy()
     if is_single:
         np.fill_diagonal(link_s, FAR)
