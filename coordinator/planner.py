@@ -4,14 +4,16 @@ Rules of this file
 - Every request is answered: by tasks, by others if those are lost or late, or by this process.
 - A search runs several seeds side by side. Each hands out whatever is better than what it had, as soon as it has it;
   so a task that dies, or a budget that ends, costs what would have been found later and nothing else.
-- Of what is found the least predicted step counts, of equal ones the first seed's. Seeds differ in nothing else, and
-  their effort is counted in moves; so equal requests on an equal cluster have equal answers while all tasks live.
+- Of what is found the least predicted step counts (with what moving costs, spread over the steps to come), of equal
+  ones the first seed's. Seeds differ in nothing else, and their effort is counted in moves; so equal requests on an
+  equal cluster have equal answers while all tasks live.
 - Nobody waits for the compiler: until the search is compiled the plan is the balanced one, and the answer says that a
   better one may be had.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, replace
@@ -22,8 +24,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_plan, pool_of, reckoned_s
 from skein.plan.check import violations
+from skein.plan.load import job_layers, stage_loads
+from skein.plan.moving import move_s
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.rng import key
@@ -40,16 +44,18 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has found so far; `current_s` as in `PlanMade`."""
+    """What a search has found so far: its step with a share of what moving costs; `current_s` as in `PlanMade`."""
 
     plan: Plan
+    cost_s: float
     current_s: float | None
 
 
 def plan_here(asked: MakePlan) -> PlanMade:
     """A plan that holds, made by this process without a search."""
     job, fleet, previous = asked.job, asked.fleet, asked.previous
-    return _answer(asked, _held(make_plan(job, fleet, previous, job.seed), asked))
+    current_s = None if previous is None else reckoned_s(job, fleet, previous)
+    return _answer(asked, _held(make_plan(job, fleet, previous, job.seed), asked), current_s=current_s)
 
 
 def _answer(
@@ -66,24 +72,37 @@ def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
 
 
 def search(asked: MakePlan, seed: int) -> Iterator[Found]:
-    """Plans that hold, each with a shorter step than the one before; nothing if none exists."""
+    """Plans that hold, each better than the one before; nothing if none exists."""
     # Only here: the coordinator's own process starts without numba.
     from skein.plan.searched import make_plan as make_searched_plan
+    from skein.plan.searched import reckoned_s as reckoned_by_search_s
 
-    best: Plan | None = None
+    previous, least_s = asked.previous, math.inf
+    current_s = None if previous is None else reckoned_by_search_s(asked.job, asked.fleet, previous)
     for share in _SLICES:
         budget_s = share * asked.job.plan.budget_s
         until_s = time.monotonic() + budget_s
         plan = make_searched_plan(
             _with_budget(asked.job, budget_s),
             asked.fleet,
-            asked.previous,
+            previous,
             seed,
             may_go_on=lambda until_s=until_s: time.monotonic() < until_s,  # type: ignore[misc]
+            steps_left=asked.steps_left,
         )
-        if isinstance(plan, Plan) and (best is None or plan.predicted_step_s < best.predicted_step_s):
-            best = plan
-            yield Found(plan=best, current_s=None)
+        if isinstance(plan, Plan) and (cost_s := _cost_s(asked, plan)) < least_s:
+            least_s = cost_s
+            yield Found(plan=plan, cost_s=cost_s, current_s=current_s)
+
+
+def _cost_s(asked: MakePlan, plan: Plan) -> float:
+    """Seconds of a step, and of what moving costs each of those to come."""
+    job, before = asked.job, asked.previous
+    if before is None or before.stages != plan.stages:
+        return plan.predicted_step_s
+    layers = job_layers(job)
+    pool, loads = pool_of(job, asked.fleet, layers), stage_loads(job, layers, plan.stages)
+    return plan.predicted_step_s + move_s(before, plan, loads, pool) / max(1, asked.steps_left)
 
 
 def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
@@ -171,7 +190,7 @@ class RayPlanner:
             _log.warning("job=%s some searches did not end in time", asked.job.name)
         if not best:
             return None
-        number = min(best, key=lambda n: (best[n].plan.predicted_step_s, n))
+        number = min(best, key=lambda n: (best[n].cost_s, n))
         return _answer(asked, best[number].plan, current_s=best[number].current_s)
 
     async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:

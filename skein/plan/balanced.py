@@ -20,6 +20,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
+from skein.plan.check import violations
 from skein.plan.cut import cut, cut_costs
 from skein.plan.load import (
     StageLoad,
@@ -76,6 +77,19 @@ def make_plan(
         if plan is not None:
             return plan
     return _plan_afresh(setting, even)
+
+
+def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
+    """What a step of `plan` takes on `fleet`, as this planner predicts; None if it cannot run there."""
+    if violations(plan, job, fleet):
+        return None
+    layers = job_layers(job)
+    pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, plan.stages)
+    chunks = tuple(placed.chunk for placed in plan.chunks)
+    groups = groups_of(plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages))
+    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
+    slots = {placed.chunk: placed.slots for placed in plan.chunks}
+    return predict_s(traffic(plan.paths, loads, pool), slots, reductions_s)
 
 
 _MAX_ALTERNATES = 8
@@ -191,9 +205,7 @@ def _plan_by_memory(setting: Setting) -> Plan | None:
     return None if isinstance(seating, Infeasible) else _finish(setting, stages, seating, None)
 
 
-def _finish(
-    setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None
-) -> Plan:
+def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None) -> Plan:
     """Paths, slots, groups and figures of a placement."""
     pool, loads = setting.pool, setting.loads(stages)
     holders = [sorted(x) for x in seating.holders]

@@ -15,16 +15,19 @@ from skein.config.job import JobSpec
 from skein.plan.balanced import alternates_of, and_more, counted, groups_of, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.check import violations
-from skein.plan.load import job_layers, tied_bytes
+from skein.plan.load import job_layers, stage_loads, tied_bytes
+from skein.plan.moving import Held
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp, Schedule
 from skein.plan.recut import recut, widths
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
+from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.of_job import Posed, pose
+from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.route.search import Found, Search
+from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
@@ -50,6 +53,7 @@ def make_plan(
     seed: int,
     *,
     may_go_on: Callable[[], bool] = always,
+    steps_left: int | None = None,
 ) -> Plan | Infeasible:
     """The best plan found for `job` on `fleet` within `job.plan.budget_s`; equal inputs give an equal plan.
 
@@ -60,12 +64,15 @@ def make_plan(
             one is also cut by the speeds of who would hold what.
         seed: of all draws.
         may_go_on: asked between two annealings; False ends the search with what it has.
+        steps_left: over which the cost of moving what `previous` placed is spread; None: moving costs nothing.
     """
     plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
     if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
         return plan
     if previous is not None or recut(job, fleet, plan) is None:
-        return _improved(job, fleet, plan, seed, budget_s=budget_s, may_go_on=may_go_on)
+        held = None if previous is None else Held(plan=previous, steps_left=steps_left)
+        base = _base(job, fleet, plan, previous)
+        return _improved(job, fleet, base, seed, budget_s=budget_s, may_go_on=may_go_on, held=held)
     even = _improved(job, fleet, plan, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
     uneven = recut(job, fleet, even)
     if uneven is None:
@@ -77,14 +84,47 @@ def make_plan(
     return replace(uneven, reason=f"{uneven.reason}; {widths(uneven)} layers a stage: {better}")
 
 
+def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
+    """What a step of `plan` takes on `fleet`, by the measure that searches go by; None if it cannot run there."""
+    if violations(plan, job, fleet):
+        return None
+    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    routing = routing_of(plan, posed)
+    if routing is None:
+        return None
+    return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS)
+
+
+def _base(job: JobSpec, fleet: Fleet, balanced: Plan, previous: Plan | None) -> Plan:
+    """What to improve: the previous plan, if it is one that could run on and has a chunk for whoever is of use."""
+    if previous is None or len(previous.chunks) < len(balanced.chunks) or violations(previous, job, fleet):
+        return balanced
+    return previous
+
+
 def _improved(
-    job: JobSpec, fleet: Fleet, plan: Plan, seed: int, *, budget_s: float, may_go_on: Callable[[], bool]
+    job: JobSpec,
+    fleet: Fleet,
+    plan: Plan,
+    seed: int,
+    *,
+    budget_s: float,
+    may_go_on: Callable[[], bool],
+    held: Held | None = None,
 ) -> Plan:
     """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
-    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    layers = job_layers(job)
+    pool = pool_of(job, fleet, layers)
+    loads = stage_loads(job, layers, plan.stages)
+    posed = pose(
+        job, fleet, plan, pool, move_s=None if held is None else held.move_s(plan.stages, loads, pool)
+    )
     orders = named_orders(posed.problem, posed.worker_of, posed.path)
     if FIRST_COME not in orders or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
         return plan
+    own = routing_of(plan, posed)
+    if own is not None:
+        orders = {**orders, "its own": own}
     search = Search(posed.problem, seed=seed)
     founds = ((search.consider(routing), name) for name, routing in orders.items())
     started = min((found.jittered_s, name) for found, name in founds if found is not None)
@@ -94,6 +134,8 @@ def _improved(
         run()
     assert search.best is not None
     better = plan_of(job, plan, posed, search.best, started=started)
+    if held is not None and (moved := held.moved(better, loads)):
+        better = replace(better, reason=f"{better.reason}; {moved}")
     if doubted := _doubted(fleet, posed):
         better = replace(better, reason=f"{better.reason}; {doubted}")
     return plan if violations(better, job, fleet) else better
@@ -189,13 +231,13 @@ def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict
 
 def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: tuple[float, str]) -> str:
     problem = posed.problem
-    what, _, rest = base.reason.partition("; ")
+    what = base.reason.partition("; ")[0]
     gap = found.step_s / bound.seconds - 1
-    clauses = [
-        what,
-        f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}",
-        f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})",
-        f"{gap:.0%} above what any plan needs ({bound.binding})",
-    ]
-    moved = rest.partition("moves ")[2]
-    return "; ".join([*clauses, f"moves {moved}"] if moved else clauses)
+    return "; ".join(
+        [
+            what,
+            f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}",
+            f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})",
+            f"{gap:.0%} above what any plan needs ({bound.binding})",
+        ]
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise, product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,10 +12,10 @@ from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
-from skein.plan.searched import always, make_plan
+from skein.plan.searched import always, make_plan, reckoned_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
-from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs
+from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
 
 
 def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
@@ -124,3 +125,34 @@ def test_a_link_far_off_its_like_is_named_and_not_used() -> None:
     assert "measure w1 -> w4 again: " in plan.reason
     hops = {(a.worker, b.worker) for path in plan.paths for a, b in pairwise(path.hops)}
     assert not hops & {("w1", "w4"), ("w4", "w1")}
+
+
+def test_a_plan_that_runs_is_reckoned_as_it_was_predicted() -> None:
+    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1)
+    plan = planned(spec, two_cities())
+    assert reckoned_s(spec, two_cities(), plan) == pytest.approx(plan.predicted_step_s, rel=1e-9)
+    assert reckoned_s(spec, without(two_cities(), WorkerId("w0")), plan) is None
+
+
+def test_planning_again_is_never_worse_and_moves_nothing_where_nothing_has_changed() -> None:
+    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1)
+    plan = planned(spec, two_cities())
+    again = make_plan(spec, two_cities(), plan, 1, steps_left=10)
+    assert isinstance(again, Plan)
+    assert again.predicted_step_s <= plan.predicted_step_s
+    assert {x.chunk for x in again.chunks} == {x.chunk for x in plan.chunks}
+    assert "moves" not in again.reason
+
+
+@pytest.mark.parametrize(("steps_left", "is_moved"), [(1, False), (10**6, True)])
+def test_a_slow_worker_is_left_for_an_idle_one_if_there_are_steps_enough_for_it(
+    steps_left: int, is_moved: bool
+) -> None:
+    spec = brief(job(stages=2, replicas=1, num_layers=6, layout=Layout.LOOP), budget_s=0.1)
+    even = make_balanced_plan(spec, fleet([1e9, 1e9]), None, 0)
+    assert isinstance(even, Plan)
+    links = [link(x, y, 0.01, 1e5) for x, y in product(("w0", "w1", "w2"), repeat=2) if x != y]
+    plan = make_plan(spec, fleet([1e9, 2e8, 1e9], links=links), even, 0, steps_left=steps_left)
+    assert isinstance(plan, Plan)
+    assert (WorkerId("w1") not in plan.workers) is is_moved
+    assert ("moves" in plan.reason) is is_moved

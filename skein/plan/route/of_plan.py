@@ -1,0 +1,71 @@
+"""A plan's schedules as one order of all its ops: what it takes as it is can then be reckoned for any fleet."""
+
+import math
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from skein.plan.plan import OpKind, Plan
+from skein.plan.route.evaluate import sequence_of, timeline
+from skein.plan.route.of_job import Posed
+from skein.plan.route.problem import Problem, Routing
+from skein.types import WorkerId
+
+_NUM_SORTINGS = 16
+"""Each brings the order nearer to that of time; a handful is enough."""
+
+
+def routing_of(plan: Plan, posed: Posed) -> Routing | None:
+    """The routing that `plan` is, if each worker keeps to its list; None if some list cannot be kept to so strictly.
+
+    Args:
+        plan: whose problem `posed` is.
+        posed: with the plan's own placement and paths.
+    """
+    numbers = [_numbers(plan, microbatch) for microbatch in range(len(plan.paths))]
+    lists = {schedule.worker: deque(schedule.ops) for schedule in plan.schedules}
+    at = [0] * len(plan.paths)
+    waiting: dict[int, list[WorkerId]] = {}
+    sequence: list[int] = []
+    to_try = deque(lists)
+    while to_try:
+        worker = to_try.popleft()
+        ops = lists[worker]
+        while ops:
+            microbatch = int(ops[0].microbatch)
+            if numbers[microbatch].get((ops[0].kind, ops[0].stage)) != at[microbatch]:
+                waiting.setdefault(microbatch, []).append(worker)
+                break
+            ops.popleft()
+            at[microbatch] += 1
+            sequence.append(microbatch)
+            to_try.extend(waiting.pop(microbatch, ()))
+    if any(lists.values()):
+        return None
+    first = Routing(worker_of=posed.worker_of, path=posed.path, sequence=np.array(sequence, np.int64))
+    return _in_time(posed.problem, first)
+
+
+def _in_time(problem: Problem, routing: Routing) -> Routing | None:
+    """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
+    before_s = math.inf
+    for _ in range(_NUM_SORTINGS):
+        try:
+            found = timeline(problem, routing)
+        except ValueError:
+            return None
+        if found.step_s == before_s:
+            break
+        before_s = found.step_s
+        routing = replace(routing, sequence=sequence_of(found.begin_s))
+    return routing
+
+
+def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
+    """Which op of its microbatch each op is: forwards, the loss, backwards."""
+    stages = [hop.stage for hop in plan.paths[microbatch].hops]
+    last = len(stages) - 1
+    forwards = {(OpKind.FORWARD, int(stage)): hop for hop, stage in enumerate(stages[:-1])}
+    backwards = {(OpKind.BACKWARD, int(stage)): 2 * last - hop for hop, stage in enumerate(stages[:-1])}
+    return {**forwards, (OpKind.LOSS, int(stages[-1])): last, **backwards}
