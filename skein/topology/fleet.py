@@ -4,9 +4,7 @@ Frozen, so that a plan can name what it was made for.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from statistics import median
 
 from skein.types import SiteId, StageSpec, WorkerId
 
@@ -62,49 +60,43 @@ class Fleet:
     stage_times: tuple[StageTime, ...] = ()
 
 
-_FACTOR = 1.5
+_FACTOR = 1.01
 """Measurements nearer to each other than this are taken for equal."""
-_LEAST_LATENCY_S = 0.001
+_LEAST_S = 1e-6
 
 
 def rounded(fleet: Fleet) -> Fleet:
-    """`fleet` with speeds and links rounded, so that the noise of measuring makes no other plan.
+    """`fleet` with everything measured put to the nearest power of 1.01, so within half a percent of what it was.
 
-    Speeds go to the nearest power of 1.5 around their median, bandwidths and latencies likewise; latencies of less than
-    a millisecond count as one.
+    Equal workers on equal links then look equal, and predictions are as good as measurements are. Larger noise makes
+    another fleet; that it makes no other plan is up to whoever replaces plans.
 
-    >>> profile = Profile(device="cpu", device_name="", flops_per_s=1.1e10, memory_bytes=1)
-    >>> slow, fast = (FleetWorker(worker=WorkerId(w), site=SiteId(""), profile=replace(profile, flops_per_s=x))
-    ...               for w, x in (("a", 1.0e10), ("b", 1.1e10)))
-    >>> {w.profile.flops_per_s for w in rounded(Fleet(workers=(slow, fast), links=())).workers}
-    {10500000000.0}
+    >>> profile = Profile(device="cpu", device_name="", flops_per_s=1e10, memory_bytes=1)
+    >>> alike = (FleetWorker(worker=WorkerId(w), site=SiteId(""), profile=replace(profile, flops_per_s=x))
+    ...          for w, x in (("a", 1.000e10), ("b", 1.001e10)))
+    >>> {f"{w.profile.flops_per_s:.4g}" for w in rounded(Fleet(workers=tuple(alike), links=())).workers}
+    {'9.992e+09'}
     """
-    speeds = _Rounding(worker.profile.flops_per_s for worker in fleet.workers)
-    bandwidths = _Rounding(link.bytes_per_s for link in fleet.links)
-    latencies = _Rounding(max(link.latency_s, _LEAST_LATENCY_S) for link in fleet.links)
-    return replace(
-        fleet,
+    return Fleet(
         workers=tuple(
-            replace(w, profile=replace(w.profile, flops_per_s=speeds.of(w.profile.flops_per_s)))
+            replace(w, profile=replace(w.profile, flops_per_s=_near(w.profile.flops_per_s)))
             for w in fleet.workers
         ),
         links=tuple(
             replace(
                 link,
-                latency_s=latencies.of(max(link.latency_s, _LEAST_LATENCY_S)),
-                bytes_per_s=bandwidths.of(link.bytes_per_s),
+                latency_s=_near(max(link.latency_s, _LEAST_S)),
+                bytes_per_s=_near(link.bytes_per_s),
             )
             for link in fleet.links
+        ),
+        stage_times=tuple(
+            replace(x, forward_s=_near(x.forward_s), backward_s=_near(x.backward_s))
+            for x in fleet.stage_times
         ),
     )
 
 
-class _Rounding:
-    """To the nearest power of `_FACTOR` around the median of positive values."""
-
-    def __init__(self, values: Iterable[float]) -> None:
-        self._middle = median([*values] or [1.0])
-
-    def of(self, value: float) -> float:
-        steps = round(math.log(value / self._middle, _FACTOR)) if value > 0 < self._middle else 0
-        return float(self._middle * _FACTOR**steps)
+def _near(value: float) -> float:
+    """The power of `_FACTOR` nearest to a positive value; others stay."""
+    return float(_FACTOR ** round(math.log(value, _FACTOR))) if 0 < value < math.inf else value

@@ -15,7 +15,7 @@ from skein.types import ChunkRef, Layout, Step, WorkerId
 
 
 def fleet_of(entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link]) -> Fleet:
-    """These workers and the measured links between them, rounded, so that noise makes no other plan."""
+    """These workers and the measured links between them, as exact as measurements are."""
     workers = tuple(entry.fleet_worker for entry in entries)
     known = {worker.worker for worker in workers}
     between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
