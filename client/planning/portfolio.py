@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from client.planning.errand import Errand, errand_argument
 from client.planning.messages import (
     Bounded,
@@ -118,10 +120,17 @@ class Portfolio:
 
     def __exit__(self, *_: object) -> None:
         for member in self._members:
+            self._note_cpu(member)
             member.process.kill()
         for member in self._members:
             member.process.wait(_END_S)
         self._files.close()
+
+    def _note_cpu(self, member: _Member) -> None:
+        """What a member has spent that is ended before it could say so itself."""
+        with contextlib.suppress(psutil.Error):
+            spent = psutil.Process(member.process.pid).cpu_times()
+            self.standing.cpu_s_by_member.setdefault(member.number, spent.user + spent.system)
 
     def send(self, errand: Errand, *, is_contender: bool) -> None:
         """Start a member. A contender's plan may become the best one."""

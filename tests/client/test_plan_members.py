@@ -272,6 +272,7 @@ def test_leaving_ends_whoever_is_still_at_work() -> None:
             next(news)
         children = psutil.Process().children(recursive=True)
         assert children
+    assert portfolio.standing.cpu_s_by_member[0] > 0
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
