@@ -28,7 +28,7 @@ from skein.errors import UserError
 from skein.plan.cut import cut
 from skein.plan.load import job_layers, stage_loads
 from skein.types import JobState
-from skein.wire.views import GenerationBegun, StepFinished
+from skein.wire.views import GenerationBegun, StateChanged, StepFinished
 
 NUM_WARM_STEPS = 2
 """After a plan is put into place: connections are opened in them. Not counted."""
@@ -41,6 +41,8 @@ BUSIEST = 0.6
 """Share of the machine's time above which ops and links are no longer what they are said to be."""
 SIMULATED = ("search", "full")
 """Methods whose prediction is a simulated step; that of the others is an estimate that knows no busy links."""
+_GATHERING = "waiting for workers"
+"""Why a job is paused at first: fewer are here than its stages and replicas ask for."""
 _LEAST, _MOST = 0.9, 1.1
 _AT_MOST = {"full": 0.6, "balanced": 1.0}
 """What a searched plan may take of another method's step."""
@@ -85,7 +87,7 @@ def train(client: Client, job: JobSpec) -> Outcome:
     """Run a job to its end. Steps count from the second after its last plan.
 
     Raises:
-        UserError: it did not finish, or too few of its steps count.
+        UserError: it was paused or did not finish, or too few of its steps count.
     """
     submitted = client.submit(job)
     commits_s: list[float] = []
@@ -98,6 +100,8 @@ def train(client: Client, job: JobSpec) -> Outcome:
                 commits_s.append(event.wall_s)
                 busy = _Busy() if len(commits_s) == NUM_WARM_STEPS else busy
                 shares = busy.shares()
+            case StateChanged(state=JobState.PAUSED, reason=reason) if reason != _GATHERING:
+                raise UserError("job", job.name, f"paused: {reason}")
             case _:
                 pass
     status = submitted.status()
@@ -177,10 +181,14 @@ def rows_of(outcomes: Sequence[Outcome]) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What is trained on how many workers; everything takes `scale` times as long as between the cities."""
+    """What is trained on how many workers; everything takes `scale` times as long as between the cities.
+
+    `budget_s` is what a search for a plan may take.
+    """
 
     num_workers: int
     scale: float
+    budget_s: float
 
     @property
     def stages(self) -> int:
@@ -197,6 +205,7 @@ class Shape:
             stages=self.stages,
             microbatches=3 * self.num_workers // 2,
             skip_ratio=SKIP_RATIO,
+            budget_s=self.budget_s,
             steps=steps,
         )
 
@@ -245,7 +254,12 @@ def _tell(outcome: Outcome) -> None:
     )
 
 
-def _methods(text: str) -> tuple[Method, ...]:
+def methods_of(text: str) -> tuple[Method, ...]:
+    """Methods by name, between commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one is unknown.
+    """
     known: dict[str, Method] = {method: method for method in get_args(Method)}
     try:
         return tuple(known[name] for name in text.split(","))
@@ -259,12 +273,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=20)
     parser.add_argument("--steps", type=int, default=6, help="counted, in each job")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--methods", type=_methods, default=get_args(Method))
+    parser.add_argument("--methods", type=methods_of, default=get_args(Method))
     parser.add_argument("--scale", type=float, default=1 / 20, help="of all times between the cities")
+    parser.add_argument("--budget-s", type=float, default=10.0, help="for each search")
     parser.add_argument("--folder", type=Path, help="for logs and state; by default a temporary one")
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     args = parser.parse_args()
-    shape = Shape(num_workers=args.workers, scale=args.scale)
+    shape = Shape(num_workers=args.workers, scale=args.scale, budget_s=args.budget_s)
     with tempfile.TemporaryDirectory() as temporary:
         outcomes = list(
             measure(

@@ -1,17 +1,18 @@
 """A coordinator, a relay and emulated workers, as processes on this machine."""
 
 import json
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import psutil
 
 from bench.cluster import START_S, Cluster
-from bench.emulated.fleet import EmulatedWorker, Links, OpTimes, Relays, cities_of, write_whole
+from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, Links, OpTimes, Relays, cities_of, write_whole
 from bench.emulated.job import ACTIVATION_BYTES
-from client.local import HOST, free_port
 from skein.protocol.coordinator import NUM_PROBED_PEERS
 from skein.topology.fleet import Link
 from skein.wire.channel import join_address, split_address
@@ -101,8 +102,9 @@ class EmulatedCluster(Cluster):
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
-    """Where so many workers may listen on this machine."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return tuple(join_address(HOST, port) for port in sorted(ports))
+    """Where so many workers may listen on this machine; nobody else's connections begin at that address."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((WORKER_HOST, 0))
+        return tuple(join_address(WORKER_HOST, each.getsockname()[1]) for each in sockets)

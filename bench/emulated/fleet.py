@@ -13,6 +13,8 @@ from skein.plan.load import job_layers, stage_loads
 _CITIES = Path(__file__).with_name("cities.json")
 _GIB = 2**30
 
+RELAY_HOST, WORKER_HOST = "127.0.0.2", "127.0.0.3"
+"""Not the address at which outgoing connections begin, so that a port once seen free stays so."""
 TABLE_ACTIVATION_BYTES = 4 * 1024 * 1024 * 8
 """Of the microbatches whose transfers are scaled. Source: SkipPipe's 20 workers (arXiv 2502.19913, its scheduler)."""
 OVERHEAD_S = 0.35

@@ -46,6 +46,7 @@ def make_job(
     stages: int,
     microbatches: int,
     skip_ratio: float,
+    budget_s: float,
     steps: int,
 ) -> JobSpec:
     """One block of a Llama to each stage, in the loop layout, with as many replicas as give every worker a place."""
@@ -68,8 +69,8 @@ def make_job(
         batch=BatchSpec(samples=microbatches * SAMPLES, microbatch_samples=SAMPLES),
         parallel=ParallelSpec(stages=stages, replicas=-(-num_workers // stages) + 1, layout=Layout.LOOP),
         skip=SkipSpec(ratio=skip_ratio),
-        plan=PlanSpec(method=method),
+        plan=PlanSpec(method=method, budget_s=budget_s),
         budget=BudgetSpec(steps=steps),
-        evaluation=EvaluationSpec(every_steps=0, samples=1),
+        evaluation=EvaluationSpec(every_steps=0, samples=SAMPLES),
         checkpoint=CheckpointSpec(every_steps=0, keep=1),
     )

@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from bench.emulated.fleet import Links, Relays, write_whole
+from bench.emulated.fleet import RELAY_HOST, Links, Relays, write_whole
 from bench.emulated.lines import Lines
 from skein.wire.channel import join_address, split_address
-
-HOST = "127.0.0.1"
 
 
 class Clock(Protocol):
@@ -103,10 +101,10 @@ class Relay:
         ways: tuple[dict[str, str], ...] = tuple({} for _ in addresses)
         for sender, receiver in ((a, b) for a in range(len(ways)) for b in range(len(ways)) if a != b):
             server = await asyncio.get_running_loop().create_server(
-                partial(self._accept, sender, receiver), HOST, 0
+                partial(self._accept, sender, receiver), RELAY_HOST, 0
             )
             self._servers.append(server)
-            ways[sender][addresses[receiver]] = join_address(HOST, server.sockets[0].getsockname()[1])
+            ways[sender][addresses[receiver]] = join_address(RELAY_HOST, server.sockets[0].getsockname()[1])
         return Relays(ways=ways)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.emulated.fleet import EmulatedWorker, OpTimes
+from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, OpTimes
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.topology.fleet import Profile
 from worker.compute.ops import Compute, Done
@@ -95,7 +95,12 @@ def main() -> int:
         time.sleep(_POLL_S)
     worker = EmulatedWorker.model_validate_json(path.read_bytes())
     options = WorkerOptions(
-        join=worker.join, name=worker.name, site=worker.site, port=worker.port, device="cpu"
+        join=worker.join,
+        name=worker.name,
+        site=worker.site,
+        listen=WORKER_HOST,
+        port=worker.port,
+        device="cpu",
     )
     return asyncio.run(run_worker(options, adapt=partial(adapted, worker)))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bench.emulated import worker as emulated_worker
 from bench.emulated.fleet import (
     TABLE_ACTIVATION_BYTES,
+    WORKER_HOST,
     EmulatedWorker,
     Links,
     OpTimes,
@@ -25,7 +26,7 @@ from bench.emulated.fleet import (
 )
 from bench.emulated.job import make_job
 from bench.emulated.lines import SMALL_BYTES, Lines
-from bench.emulated.links import HOST, Half, Relay
+from bench.emulated.links import Half, Relay
 from bench.emulated.worker import EmulatedCompute, adapted, seconds_of
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Phase
@@ -199,8 +200,8 @@ async def test_workers_reach_each_other_through_the_relay_both_ways() -> None:
         writer.write((await reader.readexactly(len(data))).upper())
         writer.close()
 
-    servers = [await asyncio.start_server(shout, HOST, 0) for _ in range(2)]
-    addresses = tuple(join_address(HOST, x.sockets[0].getsockname()[1]) for x in servers)
+    servers = [await asyncio.start_server(shout, WORKER_HOST, 0) for _ in range(2)]
+    addresses = tuple(join_address(WORKER_HOST, x.sockets[0].getsockname()[1]) for x in servers)
     quick = ((0.0, 1e-3), (1e-3, 0.0))
     relay = Relay(Links(addresses=addresses, latency_s=quick, bytes_per_s=((1e9, 1e9),) * 2))
     relays = await relay.listen()
@@ -266,6 +267,7 @@ def test_a_device_takes_the_job_s_arithmetic_at_its_speed(tmp_path: Path) -> Non
         stages=4,
         microbatches=12,
         skip_ratio=0.33,
+        budget_s=1.0,
         steps=1,
     )
     slow, quick = op_times(job, 1e9), op_times(job, 2e9)

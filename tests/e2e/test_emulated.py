@@ -24,6 +24,7 @@ def test_emulated_workers_train_to_the_loss_of_one_torch_process(tmp_path: Path)
         stages=2,
         microbatches=4,
         skip_ratio=0.0,
+        budget_s=1.0,
         steps=NUM_STEPS,
     )
     links = ten_cities(free_addresses(2), scale=1 / 100, activation_bytes=ACTIVATION_BYTES)
