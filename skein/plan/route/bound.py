@@ -35,7 +35,7 @@ _CLOSE = 0.002
 _MOST_ABOVE = 2.0
 """Times the simple bound: where looking ends if no plan is known."""
 _ROUNDS_BY_SHARES = 40
-_ROUNDS_BY_CASES = 50
+_ROUNDS_BY_CASES = 100
 """Programs per question: 5 to 15 ms each at 20 workers."""
 
 

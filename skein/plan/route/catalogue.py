@@ -12,7 +12,7 @@ import numpy as np
 
 from skein.plan.route.lots import Tariff
 from skein.plan.route.problem import F64, I64
-from skein.plan.route.trips import FAR, Trips
+from skein.plan.route.trips import FAR, MOST_CLOSED, Trips
 
 MOST_TRIPS = 1_000_000
 """Rows up to which trips are listed: about 0.1 s to price once."""
@@ -65,7 +65,10 @@ def longest_s(trips: Trips, counts: tuple[int, ...], end_s: float) -> F64:
 
 def catalogue(trips: Trips, limit_s: F64) -> Catalogue | None:
     """Every trip over different workers that is no longer than `limit_s` at its origin; None if they are too many."""
-    rest_s = _rest_s(trips)
+    size = len(trips.loss_s)
+    if size > MOST_CLOSED:
+        return None
+    rest_s = (*trips.rests_s(), *([] if trips.is_loop else [np.zeros((size, size))]))
     pair_s = trips.pair_s()
     origins = np.flatnonzero(np.isfinite(limit_s))
     rows, so_far_s = origins[:, None], trips.both_s[0][origins]
@@ -76,14 +79,15 @@ def catalogue(trips: Trips, limit_s: F64) -> Catalogue | None:
             return None
         reached_s = so_far_s[:, None] + pair_s[rows[:, -1]] + own_s
         reached_s[np.arange(len(rows))[:, None], rows] = FAR
-        keeps = reached_s + rest_s[hop][:, rows[:, 0]].T <= limit_s[rows[:, 0]][:, None]
+        keeps = reached_s + rest_s[hop - 1][:, rows[:, 0]].T <= limit_s[rows[:, 0]][:, None]
         which, worker = np.nonzero(keeps)
         rows, so_far_s = np.hstack([rows[which], worker[:, None]]), reached_s[which, worker]
     if not len(rows) or len(rows) > MOST_TRIPS:
         return None
-    length_s = so_far_s + (
-        pair_s[rows[:, -1], rows[:, 0]] + trips.loss_s[rows[:, 0]] if trips.is_loop else 0.0
-    )
+    length_s = so_far_s
+    if trips.is_loop:
+        home_s = pair_s[rows[:, -1], rows[:, 0]] if trips.num_hops > 1 else 0.0
+        length_s = length_s + home_s + trips.loss_s[rows[:, 0]]
     held_s = _held_s(trips, rows, length_s)
     rows, length_s, held_s, idle_s = _with_gaps(trips, rows, length_s, held_s)
     order = np.lexsort((length_s, rows[:, 0]))
@@ -113,19 +117,6 @@ def _with_gaps(trips: Trips, rows: I64, length_s: F64, held_s: F64) -> tuple[I64
         np.concatenate([held_s, held_s[short] + waits_s[short, None]]),
         np.concatenate([idle_s, np.zeros(len(short))]),
     )
-
-
-def _rest_s(trips: Trips) -> list[F64]:
-    """For each hop, [w, o]: the least that follows w's forward and backward in a trip from o."""
-    if trips.is_loop:
-        return [np.zeros((0, 0)), *trips.closing_s()]
-    size = len(trips.loss_s)
-    found = [np.zeros(size)]
-    pair_s = trips.pair_s()
-    for hop in range(trips.num_hops, 1, -1):
-        own_s = trips.both_s[hop] if hop < trips.num_hops else trips.loss_s
-        found.append((pair_s + (own_s + found[-1])).min(axis=1))
-    return [np.zeros((0, 0)), *(np.repeat(x[:, None], size, axis=1) for x in reversed(found))]
 
 
 def _held_s(trips: Trips, rows: I64, length_s: F64) -> F64:

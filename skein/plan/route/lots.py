@@ -66,8 +66,7 @@ class Tariff:
         last = self.price.shape[1] - 1
         point = np.clip(np.maximum(first, int(length_s / self.step_s)), 0, last - 1)
         here, there = self.price[workers, point], self.price[workers, point + 1]
-        slope = np.zeros(len(workers))
-        np.divide(there - here, self.step_s, out=slope, where=np.isfinite(here))
+        slope = np.subtract(there, here, out=np.zeros(len(workers)), where=np.isfinite(here)) / self.step_s
         level = here - slope * point * self.step_s
         return level[:, None], slope[:, None]
 

@@ -6,6 +6,8 @@ most one role each: later hops, or the loss of a `LINE`. Then, with x_w = 1 wher
 - *work*: later hops of all lots at w take f + b each, and idle gaps (`skein.plan.route.catalogue`); they fit between
   the soonest arrival of a forward and the latest way home of a backward, a window of T - head_w - tail_w, times x_w;
 - *visits*: so they are no more than the whole number of f + b in that window;
+- *ramps*: before a worker's first backward can start it runs forwards only, no more than it has slots, and after its
+  last forward can end backwards only, no more than slots; the rest of both times it idles, and the window is less;
 - *slots*: they hold slots of w from forward to backward, within that window, each slot but the first taken a forward
   later and left a backward sooner than the one before;
 - *losses* of a `LINE` likewise.
@@ -15,6 +17,7 @@ prices of the windows it opens: an assignment problem. If the least of that is a
 the proof; the program only looks for prices, so its rounding cannot make the answer wrong.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +25,7 @@ import numpy as np
 from skein.plan.route.catalogue import Catalogue, Prices, offers
 from skein.plan.route.lots import alone_s, cheapest_lots
 from skein.plan.route.problem import F64, Problem
-from skein.plan.route.trips import FAR, Trips
+from skein.plan.route.trips import FAR, Bools, Trips
 
 _NUM_POINTS = 600
 _PROOF = 1e-7
@@ -84,6 +87,12 @@ class Program:
     listed: Catalogue
     columns: list[Column] = field(default_factory=list)
     num_rounds_left: int = 0
+    ramps: "Ramps" = field(init=False)
+    twins: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ramps = ramps_of(self.problem, self.trips)
+        self.twins = twins_of(self.problem)
 
     def is_proven_beyond(self, end_s: float, *, num_rounds: int, may_split: bool) -> bool:
         """Whether no plan ends by `end_s`. False may mean that it is not known.
@@ -95,29 +104,26 @@ class Program:
         """
         self.num_rounds_left = num_rounds
         self.columns = [column for column in self.columns if column.end_s <= end_s][-_MOST_COLUMNS:]
-        windows = windows_of(self.trips, end_s)
         size = self.problem.num_workers
         even, zero = np.ones(size) / size, np.zeros(size)
         whole = Case(origins=frozenset(), others=frozenset())
         first = self._priced(Prices(work=zero, visit=zero, hold=zero, loss=zero), end_s)
-        if self._least(first, windows, whole) > _PROOF:
+        if self._least(first, windows_of(self.trips, self.ramps, end_s, whole), whole) > _PROOF:
             return True
         self._priced(Prices(work=even, visit=zero, hold=zero, loss=even), end_s)
         open_cases = [whole]
-        twins = twins_of(self.problem)
         while open_cases:
             case = open_cases.pop()
+            windows = windows_of(self.trips, self.ramps, end_s, case)
             if case.last is not None and self._is_paid(case.last, windows, case, end_s):
                 continue
-            parts = self._settle(case, windows, twins, end_s)
+            parts = self._settle(case, windows, end_s)
             if parts is None or (parts and not may_split):
                 return False
             open_cases += parts
         return True
 
-    def _settle(
-        self, case: Case, windows: Windows, twins: list[list[int]], end_s: float
-    ) -> list[Case] | None:
+    def _settle(self, case: Case, windows: Windows, end_s: float) -> list[Case] | None:
         """The cases that `case` falls into, none if it holds no plan; None if nothing more can be proven."""
         priced = case.last
         while self.num_rounds_left > 0:
@@ -128,7 +134,7 @@ class Program:
                 return None
             excess, prices, shares = solved
             if excess <= _PROOF:
-                return split(case, shares, twins, priced)
+                return split(case, shares, self.twins, priced)
             num_before = len(self.columns)
             priced = self._priced(prices, end_s)
             if self._is_paid(priced, windows, case, end_s):
@@ -280,37 +286,104 @@ def _are_twins(problem: Problem, a: int, b: int) -> bool:
 
 
 def split(case: Case, shares: F64, twins: list[list[int]], last: Priced | None) -> list[Case] | None:
-    """Two cases by a worker whose share as an origin is broken; None if there is none.
+    """Cases that `case` falls into, by a worker whose share as an origin is broken; if all are whole, one case in which
+    they are decided, and the others. None if all were decided already.
 
     Of twins the first ones are the origins, as may be said without loss.
     """
+
+    def part(origins: Iterable[int], others: Iterable[int]) -> Case:
+        return Case(origins=case.origins | set(origins), others=case.others | set(others), last=last)
+
     broken = [
         (abs(float(shares[group].sum()) % 1.0 - 0.5), group)
         for group in twins
         if (np.abs(shares[group] - np.round(shares[group])) > 1e-6).any()
     ]
-    if not broken:
+    if broken:
+        _, group = min(broken)
+        undecided = [worker for worker in group if worker not in case.origins and worker not in case.others]
+        decided = sum(worker in case.origins for worker in group)
+        place = min(int(float(shares[group].sum()) - decided + 1e-6), len(undecided) - 1)
+        return [part((), undecided[place:]), part(undecided[: place + 1], ())]
+    undecided = [w for w in range(len(shares)) if w not in case.origins and w not in case.others]
+    if not undecided:
         return None
-    _, group = min(broken)
-    undecided = [worker for worker in group if worker not in case.origins and worker not in case.others]
-    decided = sum(worker in case.origins for worker in group)
-    place = min(int(float(shares[group].sum()) - decided + 1e-6), len(undecided) - 1)
-    return [
-        Case(origins=case.origins, others=case.others | set(undecided[place:]), last=last),
-        Case(origins=case.origins | set(undecided[: place + 1]), others=case.others, last=last),
-    ]
+    chosen = [worker for worker in undecided if shares[worker] > 0.5]
+    rest = [worker for worker in undecided if shares[worker] <= 0.5]
+    return [*(part(chosen[:i], [worker]) for i, worker in enumerate(chosen)), part(chosen, rest)]
 
 
-def windows_of(trips: Trips, end_s: float) -> Windows:
-    """See the top of the file."""
-    head_s, tail_s = trips.head_s(), trips.tail_s()
-    work_s = np.maximum(0.0, end_s - head_s - tail_s)
-    both_s = trips.both_s[1:].min(axis=0) if trips.num_hops > 1 else np.zeros(len(work_s))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ramps:
+    """What keeps workers from working at both ends of a step.
+
+    Args:
+        head_s: [hop, worker, origin] least from the step's start to a forward; of hops 1 ... K - 1.
+        rest_s: same, from a forward's end to its backward's start.
+        tail_s: same, from a backward's end to the step's end.
+        out_s: (num_workers,) all forwards that a worker's slots hold, at most; `home_s`: all backwards.
+    """
+
+    head_s: F64
+    rest_s: F64
+    tail_s: F64
+    out_s: F64
+    home_s: F64
+
+
+def ramps_of(problem: Problem, trips: Trips) -> Ramps:
+    """The ramps of `problem`."""
+    ways, stages = trips.ways_s(), list(problem.skippable)
+    shape = (trips.num_hops - 1, problem.num_workers, problem.num_workers)
+    return Ramps(
+        head_s=np.array([head_s for head_s, _ in ways]).reshape(shape),
+        rest_s=np.array(trips.rests_s()).reshape(shape),
+        tail_s=np.array([tail_s for _, tail_s in ways]).reshape(shape),
+        out_s=trips.slots[1] * problem.forward_s[:, stages].max(axis=1, initial=0.0),
+        home_s=trips.slots[1] * problem.backward_s[:, stages].max(axis=1, initial=0.0),
+    )
+
+
+def windows_of(trips: Trips, ramps: Ramps, end_s: float, case: Case) -> Windows:
+    """See the top of the file; who is no origin sends no microbatch and gets none back."""
+    may_be = np.ones(len(trips.loss_s), np.bool_)
+    may_be[sorted(case.others)] = False
+    loss_s = np.maximum(0.0, end_s - trips.head_s(may_be) - trips.tail_s(may_be))
+    if trips.num_hops == 1:
+        nothing = np.zeros(len(loss_s))
+        return Windows(work_s=nothing, visits=nothing, hold_s=nothing, loss_s=loss_s)
+    head_s = ramps.head_s[:, :, may_be].min(axis=(0, 2), initial=FAR)
+    tail_s = ramps.tail_s[:, :, may_be].min(axis=(0, 2), initial=FAR)
+    open_s = np.maximum(0.0, end_s - head_s - tail_s)
+    both_s = trips.both_s[1:].min(axis=0)
     both_s = np.where(np.isfinite(both_s), both_s, 0.0)
-    hold_s = np.zeros(len(work_s))
-    for used in range(1, int(trips.slots[1].max(initial=0)) + 1):
-        held_s = used * work_s - used * (used - 1) / 2 * both_s
-        hold_s = np.where(used <= trips.slots[1], np.maximum(hold_s, held_s), hold_s)
-    loss_s = work_s if trips.is_loop else np.maximum(0.0, end_s - trips.head_s() - tail_s)
-    visits = np.floor(work_s / np.maximum(both_s, 1e-12) * (1 + 1e-12) + 1e-9)
+    idle_s = _ramp_idle_s(trips, ramps, end_s, may_be, head_s, tail_s)
+    slots = trips.slots[1]
+    hold_s = np.zeros(len(open_s))
+    for used in range(1, int(slots.max(initial=0)) + 1):
+        held_s = used * open_s - used * (used - 1) / 2 * both_s
+        hold_s = np.where(used <= slots, np.maximum(hold_s, held_s), hold_s)
+    visits = np.floor(
+        np.maximum(0.0, open_s - idle_s.sum(axis=0)) / np.maximum(both_s, 1e-12) * (1 + 1e-12) + 1e-9
+    )
+    # A short gap may be part of each ramp's idle time, which must not count twice.
+    op_s = np.minimum(trips.forward_s[1:].min(axis=0), trips.backward_s[1:].min(axis=0))
+    work_s = np.maximum(0.0, open_s - np.maximum(0.0, idle_s - op_s).sum(axis=0))
     return Windows(work_s=work_s, visits=np.minimum(visits, 1e9), hold_s=hold_s, loss_s=loss_s)
+
+
+def _ramp_idle_s(trips: Trips, ramps: Ramps, end_s: float, may_be: Bools, head_s: F64, tail_s: F64) -> F64:
+    """(2, num_workers) idle time before a worker's first backward can start and after its last forward can end."""
+    rest_s = ramps.rest_s[:, :, may_be]
+    first_s = (ramps.head_s[:, :, may_be] + trips.forward_s[1:, :, None] + rest_s).min(
+        axis=(0, 2), initial=FAR
+    )
+    last_s = (rest_s + trips.backward_s[1:, :, None] + ramps.tail_s[:, :, may_be]).min(
+        axis=(0, 2), initial=FAR
+    )
+    is_apart = first_s + last_s <= end_s
+    with np.errstate(invalid="ignore"):
+        up_s = np.maximum(0.0, first_s - head_s - ramps.out_s)
+        down_s = np.maximum(0.0, last_s - tail_s - ramps.home_s)
+    return np.where(is_apart, np.array([up_s, down_s]), 0.0)

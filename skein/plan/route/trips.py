@@ -13,6 +13,7 @@ from skein.plan.route.problem import F64, Problem
 from skein.types import Layout
 
 FAR = np.inf
+Bools = npt.NDArray[np.bool_]
 MOST_CLOSED = 300
 """Workers up to which shortest trips end where they began; a few seconds of cubic work."""
 
@@ -82,6 +83,26 @@ class Trips:
             found.append(closed_s)
         return tuple(reversed(found))
 
+    def rests_s(self) -> tuple[F64, ...]:
+        """For hops 1 ... K - 1, [w, o]: least from the end of w's forward to its backward's start, in a trip from o."""
+        if self.is_loop:
+            return self.closing_s() if self.num_hops > 1 else ()
+        pair_s, size = self.pair_s(), len(self.loss_s)
+        found: list[F64] = [(pair_s + self.loss_s).min(axis=1)]
+        for hop in range(self.num_hops - 1, 1, -1):
+            found.append((pair_s + (self.both_s[hop] + found[-1])).min(axis=1))
+        return tuple(np.repeat(x[:, None], size, axis=1) for x in reversed(found[: self.num_hops - 1]))
+
+    def ways_s(self) -> tuple[tuple[F64, F64], ...]:
+        """For hops 1 ... K - 1, [w, o]: least from the step's start to w's forward and from its backward to the end."""
+        out_s, home_s = self.forward_s[0][None, :] + self.link_s.T, self.link_s + self.backward_s[0][None, :]
+        found = [(out_s, home_s)]
+        for hop in range(1, self.num_hops - 1):
+            out_s = _least_sum(self.link_s.T, self.forward_s[hop][:, None] + out_s)
+            home_s = _least_sum(self.link_s, self.backward_s[hop][:, None] + home_s)
+            found.append((out_s, home_s))
+        return tuple(found[: self.num_hops - 1])
+
     def _open_least_s(self, pair_s: F64) -> F64:
         """The same if the last link may lead to anybody: cubic work becomes quadratic."""
         rest_s = pair_s.min(axis=1)
@@ -90,14 +111,19 @@ class Trips:
         whole_s: F64 = rest_s + self.loss_s
         return whole_s
 
-    def head_s(self) -> F64:
-        """(num_workers,) from the start of the step to a worker's first forward as a later hop, at least."""
-        head_s: F64 = (self.forward_s[0][:, None] + self.link_s).min(axis=0)
+    def head_s(self, is_origin: Bools | None = None) -> F64:
+        """(num_workers,) from the start of the step to a worker's first forward as a later hop, at least.
+
+        `is_origin` (num_workers,): who may be an origin; None: all.
+        """
+        forward_s = self.forward_s[0] if is_origin is None else np.where(is_origin, self.forward_s[0], FAR)
+        head_s: F64 = (forward_s[:, None] + self.link_s).min(axis=0)
         return head_s
 
-    def tail_s(self) -> F64:
+    def tail_s(self, is_origin: Bools | None = None) -> F64:
         """(num_workers,) from a worker's last backward as a later hop to the end of the step, at least."""
-        tail_s: F64 = (self.link_s + self.backward_s[0]).min(axis=1)
+        backward_s = self.backward_s[0] if is_origin is None else np.where(is_origin, self.backward_s[0], FAR)
+        tail_s: F64 = (self.link_s + backward_s).min(axis=1)
         return tail_s
 
 
@@ -163,7 +189,7 @@ def _of(layer: dict[tuple[int, bool, int], set[int]], alive: set[tuple[int, bool
     return tuple(sorted({stage for key in alive for stage in layer[key]}))
 
 
-def _least(seconds: F64, holds: npt.NDArray[np.bool_], stages: tuple[tuple[int, ...], ...]) -> F64:
+def _least(seconds: F64, holds: Bools, stages: tuple[tuple[int, ...], ...]) -> F64:
     """(num_hops, num_workers) least over the stages of each hop; infinite where none can be held or reached."""
     allowed = np.where(holds, seconds, FAR)
     return np.array([allowed[:, list(at)].min(axis=1) if at else np.full(len(seconds), FAR) for at in stages])
