@@ -3,12 +3,10 @@
 `python -m client.planning.member '{"role": ...}'`. It may be ended at any moment: whatever it has told counts.
 """
 
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +26,7 @@ from client.planning.messages import (
 )
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.rounds import MOVES_PER_OP, Round, rounds
 
 if TYPE_CHECKING:
     from skein.plan.route.search import Search
@@ -38,11 +37,6 @@ _NICENESS = 5
 """Of what is not the search itself, where they share a core."""
 _TRY_MOVES = 2_000
 """Of the round that measures how fast this machine is."""
-_SHARES = {"quick": 0.08, "anneal": 0.62, "polish": 0.3}
-"""Of the moves there is time for: a rough plan, annealings from starts of their own, and more of the best one."""
-_MOVES_PER_OP = 8_000
-"""Beyond this one annealing gains less than a second one does."""
-_LEAST_ANNEALINGS = 2
 _CAUTION = 0.85
 """Of the time left: the machine may be slower than it was, and a round that does not end is lost."""
 _LEAST_ROUND_S = 0.15
@@ -103,14 +97,6 @@ def _planned(problem: Problem, method: str, seed: int, may_go_on: Callable[[], b
 # --- our search ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """A part of a search: `share` of the moves there is time for, from a start of its own or at the best plan."""
-
-    share: float
-    is_polish: bool
-
-
 def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], float]) -> Iterator[Message]:
     """Plans, each better than the one before."""
     from client.planning.first import first_plan
@@ -128,12 +114,12 @@ def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], floa
         return
     yield _news(search, errand.seed)
     if errand.num_rounds is None:
-        rounds = rounds_in_time(problem, search, until_s, now)
+        todo = rounds_in_time(problem, search, until_s, now)
     else:
-        rounds = _counted_rounds(problem, errand.num_rounds)
+        todo = _counted_rounds(problem, errand.num_rounds)
     told_s = found.jittered_s
-    for num_moves, is_polish in rounds:
-        found = search.polish(num_moves) if is_polish else search.improve(num_moves)
+    for num_moves, round_ in todo:
+        found = search.run(round_, num_moves)
         assert not isinstance(found, Infeasible), "it had a plan already"
         if found.jittered_s < told_s:
             told_s = found.jittered_s
@@ -174,10 +160,11 @@ def _news(search: "Search", seed: int) -> Message:
     )
 
 
-def _counted_rounds(problem: Problem, num_rounds: int) -> Iterator[tuple[int, bool]]:
-    """(moves, whether to polish): two annealings, then a polish, and so on."""
+def _counted_rounds(problem: Problem, num_rounds: int) -> Iterator[tuple[int, Round]]:
+    """Rounds of equal size, (moves, what to do)."""
+    once = rounds(1, _num_ops(problem))
     for number in range(num_rounds):
-        yield _ROUND_MOVES_PER_OP * _num_ops(problem), number % 3 == 2
+        yield _ROUND_MOVES_PER_OP * _num_ops(problem), once[number % len(once)]
 
 
 class Counting(Protocol):
@@ -188,32 +175,19 @@ class Counting(Protocol):
 
 def rounds_in_time(
     problem: Problem, search: Counting, until_s: float, now: Callable[[], float]
-) -> Iterator[tuple[int, bool]]:
-    """(moves, whether to polish) for as long as there is time, sized by how fast the rounds before were."""
-    most = _MOVES_PER_OP * _num_ops(problem)
+) -> Iterator[tuple[int, Round]]:
+    """(moves, what to do) for as long as there is time, sized by how fast the rounds before were."""
+    most = MOVES_PER_OP * _num_ops(problem)
     began_s, before = now(), search.num_moves
-    yield _TRY_MOVES, False
+    yield _TRY_MOVES, Round(share=0.0, warmth=None)
     moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
-    rounds = _shared_out(problem, moves_per_s * (until_s - now()))
+    todo = list(rounds(moves_per_s * (until_s - now()), _num_ops(problem)))
     while (left_s := until_s - now()) > _LEAST_ROUND_S:
-        share = rounds[0].share / sum(x.share for x in rounds) if rounds else 1.0
-        is_polish = rounds[0].is_polish if rounds else True
+        share = todo[0].share / sum(x.share for x in todo)
         began_s, before = now(), search.num_moves
-        yield min(most, max(1, int(_CAUTION * share * left_s * moves_per_s))), is_polish
+        yield min(most, max(1, int(_CAUTION * share * left_s * moves_per_s))), todo[0]
         moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
-        rounds = rounds[1:]
-
-
-def _shared_out(problem: Problem, num_moves: float) -> tuple[_Round, ...]:
-    """How to spend so many moves."""
-    most = _MOVES_PER_OP * _num_ops(problem)
-    num_annealings = max(_LEAST_ANNEALINGS, math.ceil(_SHARES["anneal"] * num_moves / most))
-    num_polishes = max(1, math.ceil(_SHARES["polish"] * num_moves / most))
-    return (
-        _Round(share=_SHARES["quick"], is_polish=False),
-        *[_Round(share=_SHARES["anneal"] / num_annealings, is_polish=False)] * num_annealings,
-        *[_Round(share=_SHARES["polish"] / num_polishes, is_polish=True)] * num_polishes,
-    )
+        todo = todo[1:] or todo[-1:]
 
 
 def _num_ops(problem: Problem) -> int:

@@ -17,12 +17,11 @@ from skein.plan.route.cost import fit, scratch
 from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
 from skein.plan.route.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.rounds import Round, rounds
 from skein.plan.route.start import first_paths
 from skein.rng import key, stream
 
 _PATH_SHARES = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
-_MOVES_PER_OP = 4_000
-"""Beyond this an annealing gains less than a second one."""
 NUM_JITTERS = 24
 """Draws that routings are compared by, the same for all seeds, so that searches can be compared too."""
 
@@ -104,11 +103,15 @@ class Search:
         return self._annealed(routed, fine, random)
 
     def rounds(self, num_moves: int) -> list[Callable[[], Found | Infeasible]]:
-        """What to call in turn to spend `num_moves`: a short annealing, some that are long enough, and a polish."""
+        """What to call in turn to spend `num_moves`."""
         num_ops = self.problem.num_microbatches * (2 * self.problem.num_hops + 1)
-        count = max(1, min(6, round(0.85 * num_moves / (_MOVES_PER_OP * num_ops))))
-        sizes = [num_moves // 20, *([int(0.85 * num_moves) // count] * count)]
-        return [*(partial(self.improve, size) for size in sizes), partial(self.polish, num_moves // 10)]
+        return [partial(self.run, x, max(1, int(x.share * num_moves))) for x in rounds(num_moves, num_ops)]
+
+    def run(self, round_: Round, num_moves: int) -> Found | Infeasible:
+        """One round of `num_moves`; gives the best routing so far."""
+        if round_.warmth is None:
+            return self.improve(num_moves)
+        return self.polish(num_moves, warmth=round_.warmth)
 
     def polish(self, num_moves: int, *, warmth: float = 0.004) -> Found | Infeasible:
         """One annealing of the best routing, from a temperature of `warmth` times its step."""
