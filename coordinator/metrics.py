@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client import generate_latest as render_text
@@ -19,7 +20,8 @@ from prometheus_client.registry import Collector
 
 import skein
 from coordinator.journal import Fold, job_of
-from skein.plan.plan import Infeasible, Plan
+from coordinator.status import chunk_times
+from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.messages import Beat, Count, Decision, Report
 from skein.protocol.records import (
@@ -165,6 +167,19 @@ class Metrics:
         self._version = self._gauge("skein_version_steps", "Committed steps that count")
         self._predicted = self._gauge("skein_predicted_step_seconds", "What the plan expects of a step")
         self._lower_bound = self._gauge("skein_lower_bound_step_seconds", "No plan could be faster")
+        self._plan_step = Gauge(
+            "skein_plan_step_seconds",
+            "A step as the plan has it, and the median of the last ones",
+            ["job", "kind"],
+            registry=registry,
+        )
+        self._stage_op = Gauge(
+            "skein_stage_op_seconds",
+            "An op for one microbatch as the plan has it and as measured, mean over a stage's holders",
+            ["job", "stage", "op", "kind"],
+            registry=registry,
+        )
+        self._timed: dict[JobId, set[tuple[str, ...]]] = {}
         self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
         self._tokens = self._counter("skein_trained_tokens_total", "Tokens trained on")
         self._steps = self._counter(
@@ -263,6 +278,7 @@ class Metrics:
                 self._evaluation_loss.labels(job).set(record.loss)
             case PlanAdopted():
                 self._predicted.labels(job).set(record.plan.predicted_step_s)
+                self._plan_step.labels(job, "planned").set(record.plan.predicted_step_s)
                 self._lower_bound.labels(job).set(record.plan.lower_bound_s)
             case GenerationOpened():
                 self._generations.labels(job).inc()
@@ -302,6 +318,9 @@ class Metrics:
                 oldest, _ = self._jobs.popitem(last=False)
                 for metric in self._per_job:
                     metric.remove(oldest)
+                self._show_stages(oldest, {})
+                for kind in ("planned", "measured"):
+                    self._plan_step.remove(oldest, kind)
         return self._jobs[job]
 
     # --- what is ---
@@ -329,11 +348,44 @@ class Metrics:
         for worker in self._leased.difference(leased):
             self._lease.remove(worker)
         self._leased = set(leased)
+        self._sample_times(machine)
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
             if kept.checkpoint_wall_s is not None:
                 self._checkpoint_age.labels(job).set(max(0.0, now - kept.checkpoint_wall_s))
+
+    def _sample_times(self, machine: Coordinator) -> None:
+        """Planned and measured times of the active job."""
+        run = machine.run
+        if run is None or run.plan is None:
+            return
+        job, measured = run.job.job, machine.measured[run.job.job]
+        if measured.step_s is not None:
+            self._plan_step.labels(job, "measured").set(measured.step_s)
+        values: dict[tuple[str, ...], list[float]] = {}
+        for times in chunk_times(run.plan, measured):
+            if times.planned.chunk.stage >= MAX_LABELS:
+                continue
+            for kind, time in (("planned", times.planned), ("measured", times.measured)):
+                for op, seconds in () if time is None else _ops(time):
+                    values.setdefault((str(times.planned.chunk.stage), op, kind), []).append(seconds)
+        self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
+
+    def _show_stages(self, job: JobId, values: Mapping[tuple[str, ...], float]) -> None:
+        for labels, value in values.items():
+            self._stage_op.labels(job, *labels).set(value)
+        for labels in self._timed.pop(job, set()) - values.keys():
+            self._stage_op.remove(job, *labels)
+        if values:
+            self._timed[job] = set(values)
+
+
+def _ops(time: ChunkTime) -> Iterator[tuple[str, float]]:
+    """The ops that there are."""
+    for op, seconds in (("forward", time.forward_s), ("backward", time.backward_s), ("loss", time.loss_s)):
+        if seconds > 0:
+            yield op, seconds
 
 
 def _set_by_state(gauge: Gauge, states: Iterable[str], found: Sequence[str]) -> None:

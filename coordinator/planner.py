@@ -24,10 +24,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, pool_of, reckoned_s
+from skein.plan.balanced import make_plan, reckoned_s
 from skein.plan.check import violations
-from skein.plan.load import job_layers, stage_loads
-from skein.plan.moving import move_s
+from skein.plan.moving import between_s
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.rng import key
@@ -44,24 +43,25 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has found so far: its step with a share of what moving costs; `current_s` as in `PlanMade`."""
+    """What a search has found so far, and what a step costs with its share of moving."""
 
-    plan: Plan
+    made: PlanMade
     cost_s: float
-    current_s: float | None
 
 
 def plan_here(asked: MakePlan) -> PlanMade:
     """A plan that holds, made by this process without a search."""
     job, fleet, previous = asked.job, asked.fleet, asked.previous
     current_s = None if previous is None else reckoned_s(job, fleet, previous)
-    return _answer(asked, _held(make_plan(job, fleet, previous, job.seed), asked), current_s=current_s)
+    result = _held(make_plan(job, fleet, previous, job.seed), asked)
+    move_s = between_s(job, fleet, previous, result) if isinstance(result, Plan) else 0.0
+    return _answer(asked, result, current_s=current_s, move_s=move_s)
 
 
 def _answer(
-    asked: MakePlan, result: Plan | Infeasible, *, current_s: float | None = None, may_improve: bool = False
+    asked: MakePlan, result: Plan | Infeasible, *, current_s: float | None = None, move_s: float = 0.0
 ) -> PlanMade:
-    return PlanMade(request=asked.request, result=result, current_s=current_s, may_improve=may_improve)
+    return PlanMade(request=asked.request, result=result, current_s=current_s, move_s=move_s)
 
 
 def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
@@ -90,19 +90,13 @@ def search(asked: MakePlan, seed: int) -> Iterator[Found]:
             may_go_on=lambda until_s=until_s: time.monotonic() < until_s,  # type: ignore[misc]
             steps_left=asked.steps_left,
         )
-        if isinstance(plan, Plan) and (cost_s := _cost_s(asked, plan)) < least_s:
+        if isinstance(plan, Infeasible):
+            return
+        move_s = between_s(asked.job, asked.fleet, previous, plan)
+        cost_s = plan.predicted_step_s + move_s / max(1, asked.steps_left)
+        if cost_s < least_s:
             least_s = cost_s
-            yield Found(plan=plan, cost_s=cost_s, current_s=current_s)
-
-
-def _cost_s(asked: MakePlan, plan: Plan) -> float:
-    """Seconds of a step, and of what moving costs each of those to come."""
-    job, before = asked.job, asked.previous
-    if before is None or before.stages != plan.stages:
-        return plan.predicted_step_s
-    layers = job_layers(job)
-    pool, loads = pool_of(job, asked.fleet, layers), stage_loads(job, layers, plan.stages)
-    return plan.predicted_step_s + move_s(before, plan, loads, pool) / max(1, asked.steps_left)
+            yield Found(made=_answer(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
 
 
 def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
@@ -191,7 +185,7 @@ class RayPlanner:
         if not best:
             return None
         number = min(best, key=lambda n: (best[n].cost_s, n))
-        return _answer(asked, best[number].plan, current_s=best[number].current_s)
+        return best[number].made
 
     async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:
         """Keep what search number `number` finds, for as long as it lives."""

@@ -1,19 +1,24 @@
 """What clients see of jobs and workers, made of the machine's state and the journal's rates."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 
 from coordinator.journal import Journal
+from skein.plan.plan import Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.membership import Entry
+from skein.protocol.runs.measuring import Measured
+from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
-from skein.wire.views import JobStatus, WorkerState, WorkerStatus
+from skein.wire.views import ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus
 
 NUM_LOST = 64
 """So many lost workers are remembered."""
 
 
 def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
-    """A job of the machine's history, now."""
+    """A job of the machine's history, now, with the times that its plan rests on and those that were measured."""
     history = machine.history.jobs[job]
     rates, last, plan = journal.rates(job), history.last_commit, history.plan
     run = machine.run
@@ -40,6 +45,45 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         plan="" if plan is None else plan.plan.reason,
         predicted_step_s=0.0 if plan is None else plan.plan.predicted_step_s,
         lower_bound_s=0.0 if plan is None else plan.plan.lower_bound_s,
+        measured_step_s=None if job not in machine.measured else machine.measured[job].step_s,
+        chunk_times=() if plan is None else chunk_times(plan.plan, machine.measured.get(job)),
+        transfer_times=()
+        if plan is None
+        else transfer_times(plan.plan, machine.measured.get(job), machine.links),
+    )
+
+
+def brief(status: JobStatus) -> JobStatus:
+    """A job in a list: without a line for each chunk and link."""
+    return replace(status, chunk_times=(), transfer_times=())
+
+
+def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:
+    """Each chunk of a plan, planned and measured."""
+    stages = {stage.index: stage for stage in plan.stages}
+    return tuple(
+        ChunkTimes(
+            planned=planned,
+            measured=None
+            if measured is None
+            else measured.chunk_time(planned.chunk, stages[planned.chunk.stage]),
+        )
+        for planned in plan.chunk_times
+    )
+
+
+def transfer_times(
+    plan: Plan, measured: Measured | None, links: Mapping[tuple[WorkerId, WorkerId], Link]
+) -> tuple[TransferTimes, ...]:
+    """Each directed link that a plan sends boundary tensors over, planned and measured."""
+    return tuple(
+        TransferTimes(
+            planned=planned,
+            measured=None
+            if measured is None
+            else measured.transfer_time(planned.sender, planned.receiver, links),
+        )
+        for planned in plan.transfer_times
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args, get_origin, get_type_hints
 
+from skein.plan import plan
 from skein.protocol import (
     coordinator,
     coordinator_io,
@@ -25,15 +26,18 @@ from skein.protocol import (
 from skein.protocol.runs import (
     evaluation,
     gathering,
+    measuring,
     members,
     placement,
+    replanning,
+    revision,
     run,
     savings,
     stepping,
     strikes,
     watchdog,
 )
-from skein.protocol.work import pipeline, reduction, steps
+from skein.protocol.work import pipeline, reduction, steps, timing
 
 PAGE = Path(__file__).with_name("protocol.md")
 
@@ -133,11 +137,15 @@ PARTS = (
     Section(title="Watchdog", module=watchdog),
     Section(title="Placement", module=placement),
     Section(title="Stepping", module=stepping),
+    Section(title="Measuring", module=measuring),
+    Section(title="Replanning", module=replanning),
+    Section(title="Revision", module=revision),
     Section(title="Evaluation", module=evaluation),
     Section(title="Savings", module=savings),
     Section(title="Steps of a worker", module=steps),
     Section(title="Pipeline", module=pipeline),
     Section(title="Reduction", module=reduction),
+    Section(title="Timing", module=timing),
 )
 MESSAGES = (
     Table(title="Reports: worker to coordinator", members=messages.Report),
@@ -153,6 +161,8 @@ MESSAGES = (
         | messages.Ledger
         | messages.StepRecord
         | messages.GroupResult
+        | plan.ChunkTime
+        | plan.TransferTime
         | messages.CheckpointFile
         | messages.Count,
     ),

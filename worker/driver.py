@@ -52,6 +52,7 @@ from skein.protocol.worker_io import (
     StreamLost,
     StreamOpened,
     TensorArrived,
+    TensorTaken,
     TimePassed,
     WorkerCommand,
     WorkerEvent,
@@ -150,6 +151,10 @@ class WorkerInbox:
         """A peer's tensor is here, whole and checked."""
         self.store.file(envelope.generation, key_of(envelope.header), bundle)
         self.post(TensorArrived(envelope=envelope))
+
+    def on_taken(self, to: WorkerId, envelope: Envelope, num_bytes: int, seconds: float) -> None:
+        """A peer has accepted a tensor."""
+        self.post(TensorTaken(to=to, envelope=envelope, num_bytes=num_bytes, seconds=seconds))
 
     def on_send_failed(self, to: WorkerId, generation: Generation, reason: str) -> None:
         """A peer did not take what was sent to it."""
@@ -294,7 +299,7 @@ class Driver:
             self._metrics.step_abandoned()
         if done.saved is not None:
             self._keep_saving(done.saved)
-        self._inbox.post(OpEnded(op=op, outcome=done.outcome))
+        self._inbox.post(OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
     def _forget_job(self) -> None:
         self._cancel_build()

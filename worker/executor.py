@@ -85,7 +85,10 @@ class Executor:
 
     def _run(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Done:
         try:
-            return self.compute.run(op, operands)
+            done = self.compute.run(op, operands)
+            # On a GPU an op has ended when the device has done it, not when it was asked to.
+            self.compute.synchronize()
+            return done
         except UserError as error:
             return Done(outcome=OpFailed(is_fatal=True, reason=one_line(error)))
         except Exception as error:  # noqa: BLE001 - the outermost loop of this thread: reports, and works on

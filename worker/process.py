@@ -121,6 +121,7 @@ class _Parts:
                 group=group,
                 dial=lambda address, lane: dial(setting.way_to(address), lane),
                 on_failed=self.inbox.on_send_failed,
+                on_taken=self.inbox.on_taken,
                 statistics=statistics,
             )
             builder = Builder(

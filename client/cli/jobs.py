@@ -15,12 +15,14 @@ from client.cli.follow import LINE_S, follow, view
 from client.cli.options import connect, connection_options, json_option, overrides_option
 from client.cli.show import (
     JOB_COLUMNS,
+    TIME_COLUMNS,
     event_object,
     job_lines,
     job_row,
     print_json,
     print_table,
     status_object,
+    time_rows,
     timed,
 )
 from client.jobfile import read_job
@@ -115,13 +117,16 @@ def jobs(*, is_json: bool) -> int:
 @json_option
 @connection_options
 def status(job: str, *, is_json: bool) -> int:
-    """Show how far JOB is."""
+    """Show how far JOB is, and what its plan takes ops, transfers and steps for beside what they take."""
     with connect() as client:
         found = client.job(job).status()
     if is_json:
         print_json(status_object(found))
     else:
         click.echo("\n".join(job_lines(found)))
+        if found.chunk_times:
+            click.echo()
+            print_table(TIME_COLUMNS, time_rows(found), nothing="")
     return DONE
 
 

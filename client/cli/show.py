@@ -123,6 +123,8 @@ def job_lines(status: JobStatus) -> list[str]:
     checkpoint = _NONE if status.checkpoint_version is None else f"step {status.checkpoint_version}"
     state = f"{status.state} ({status.reason})" if status.reason else str(status.state)
     seconds = f"{status.step_s:.3g} s a step"
+    if status.measured_step_s is not None:
+        seconds += f", median {status.measured_step_s:.3g} s"
     if status.predicted_step_s > 0:
         seconds += f", planned {status.predicted_step_s:.3g} s, no plan below {status.lower_bound_s:.3g} s"
     fields = {
@@ -142,6 +144,44 @@ def job_lines(status: JobStatus) -> list[str]:
         "checkpoint": checkpoint,
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+TIME_COLUMNS = ("CHUNK OR LINK", "OP", "PLANNED", "MEASURED", "OFF BY")
+
+
+def time_rows(status: JobStatus) -> list[tuple[str, ...]]:
+    """What the plan takes each op, each transfer and the step for, and what they take; see `TIME_COLUMNS`."""
+    rows = [_time_row("step", "", status.predicted_step_s, status.measured_step_s)]
+    for times in status.chunk_times:
+        chunk, found = times.planned.chunk, times.measured
+        name = f"stage {chunk.stage} on {chunk.worker}"
+        for op, planned_s, measured_s in (
+            ("forward", times.planned.forward_s, None if found is None else found.forward_s),
+            ("backward", times.planned.backward_s, None if found is None else found.backward_s),
+            ("loss", times.planned.loss_s, None if found is None else found.loss_s),
+        ):
+            if planned_s > 0:
+                rows.append(_time_row(name, op, planned_s, measured_s))
+    for way in status.transfer_times:
+        measured_s = None if way.measured is None else way.measured.seconds
+        name = f"{way.planned.sender} -> {way.planned.receiver}"
+        rows.append(_time_row(name, "transfer", way.planned.seconds, measured_s))
+    return rows
+
+
+def _time_row(name: str, op: str, planned_s: float, measured_s: float | None) -> tuple[str, ...]:
+    if not measured_s:
+        return name, op, seconds_text(planned_s), _NONE, _NONE
+    off = f"{measured_s / planned_s - 1:+.0%}" if planned_s > 0 else _NONE
+    return name, op, seconds_text(planned_s), seconds_text(measured_s), off
+
+
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(0.0123), seconds_text(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 WORKER_COLUMNS = (

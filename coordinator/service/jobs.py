@@ -10,7 +10,7 @@ from coordinator.checkpoints import check_url
 from coordinator.driver import Driver
 from coordinator.service.calls import BusyError, NotFoundError
 from coordinator.service.context import Context
-from coordinator.status import Roster, job_status
+from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.cut import check_job
@@ -54,7 +54,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        jobs = [codec.JOB_STATUS.encode(self._status(job)) for job in self._machine.history.jobs]
+        jobs = [codec.JOB_STATUS.encode(brief(self._status(job))) for job in self._machine.history.jobs]
         await self._driver.settled()
         return jobs_pb2.ListJobsReply(jobs=jobs)
 

@@ -177,6 +177,25 @@ _TRAINING = Row(
     ),
 )
 
+_PLAN = Row(
+    title="Plan and reality",
+    columns=2,
+    panels=(
+        Panel(
+            title="Step",
+            about="As planned, and the median of the last ones; too far apart, and another plan is asked for.",
+            queries=(_query("skein_plan_step_seconds", "{{job}} {{kind}}"),),
+            unit=units.Seconds,
+        ),
+        Panel(
+            title="Ops, by stage",
+            about="One microbatch at one of the stage's holders, planned and measured.",
+            queries=(_query("skein_stage_op_seconds", "{{job}} stage {{stage}} {{op}} {{kind}}"),),
+            unit=units.Seconds,
+        ),
+    ),
+)
+
 _WORKERS = Row(
     title="Workers",
     columns=2,
@@ -347,7 +366,7 @@ _COORDINATOR = Row(
     ),
 )
 
-ROWS = (_AT_A_GLANCE, _TRAINING, _WORKERS, _WIRE, _RECOVERY, _COORDINATOR)
+ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _RECOVERY, _COORDINATOR)
 PLAN_CHANGES = "changes(skein_generation_number[$__rate_interval]) > 0"
 
 

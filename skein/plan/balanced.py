@@ -35,6 +35,7 @@ from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
 from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
+from skein.plan.times import with_times
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
@@ -226,7 +227,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(groups_of(stages, chunks, loads, shared))
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
-    return Plan(
+    plan = Plan(
         layout=layout,
         stages=stages,
         chunks=tuple(ChunkPlan(chunk=chunk, slots=slots[chunk]) for chunk in chunks),
@@ -239,6 +240,9 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         lower_bound_s=lower_bound_s(step, loads, pool),
         reason="; ".join(_reasons(seating, step, slots, wanted, loads, previous)),
     )
+    forward_s = np.array([load.forward_flops for load in loads])[None, :] / pool.speeds[:, None]
+    backward_s = np.array([load.backward_flops for load in loads])[None, :] / pool.speeds[:, None]
+    return with_times(plan, loads, pool, forward_s, backward_s)
 
 
 def _slots(

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skein.plan.load import StageLoad
+from skein.config.job import JobSpec
+from skein.plan.balanced import pool_of
+from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan
+from skein.topology.fleet import Fleet
 from skein.topology.links import F64
 from skein.types import ChunkRef, Layout, StageSpec
 from skein.units import format_bytes
@@ -48,6 +51,14 @@ def move_s(before: Plan, after: Plan, loads: Sequence[StageLoad], pool: Pool) ->
             worker = pool.workers.index(plan.chunk.worker)
             total_s[worker] += seconds[worker, plan.chunk.stage]
     return float(total_s.max(initial=0.0))
+
+
+def between_s(job: JobSpec, fleet: Fleet, before: Plan | None, after: Plan) -> float:
+    """`move_s` on `fleet`; 0 if nothing was before, or other stages: then all of it comes from elsewhere."""
+    if before is None or before.stages != after.stages:
+        return 0.0
+    layers = job_layers(job)
+    return move_s(before, after, stage_loads(job, layers, after.stages), pool_of(job, fleet, layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,31 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTime:
+    """Seconds of a chunk's ops for one microbatch: a loss where paths end, else forward and backward; 0: no such op."""
+
+    chunk: ChunkRef
+    forward_s: float
+    backward_s: float
+    loss_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All that a visit takes of the worker's time."""
+        return self.forward_s + self.backward_s + self.loss_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTime:
+    """Seconds for a boundary tensor of so many bytes from one worker to another."""
+
+    sender: WorkerId
+    receiver: WorkerId
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Chunks that reduce the same tensors. Shard i is summed by `owner(i)`, in the order of `members`."""
 
@@ -93,7 +118,7 @@ class Plan:
 
     `paths[m]` is training microbatch m's. Evaluation microbatch e takes `evaluation_paths[e % len(evaluation_paths)]`;
     those visit every stage once, in order. `schedules` has one entry per worker, sorted by worker, and `alternates` one
-    per chunk, in the order of `chunks`.
+    per chunk, in the order of `chunks`. `chunk_times` and `transfer_times` are what the prediction rests on, sorted.
     """
 
     layout: Layout
@@ -108,6 +133,8 @@ class Plan:
     lower_bound_s: float
     reason: str
     """In one line, why this plan and not another."""
+    chunk_times: tuple[ChunkTime, ...] = ()
+    transfer_times: tuple[TransferTime, ...] = ()
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:

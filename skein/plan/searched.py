@@ -23,11 +23,12 @@ from skein.plan.recut import recut, widths
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
-from skein.plan.route.of_job import Posed, pose
+from skein.plan.route.of_job import Posed, op_times, pose
 from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
+from skein.plan.times import with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
@@ -138,7 +139,9 @@ def _improved(
         better = replace(better, reason=f"{better.reason}; {moved}")
     if doubted := _doubted(fleet, posed):
         better = replace(better, reason=f"{better.reason}; {doubted}")
-    return plan if violations(better, job, fleet) else better
+    if violations(better, job, fleet):
+        return plan
+    return with_times(better, loads, pool, *op_times(fleet, loads, pool))
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:

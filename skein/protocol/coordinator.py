@@ -56,11 +56,13 @@ from skein.protocol.messages import (
     Report,
     StageDone,
     Suspected,
+    TimesMeasured,
     Trouble,
     Vote,
     Welcome,
 )
 from skein.protocol.records import JobEnded, JobSubmitted, Record
+from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.run import Run, RunPhase
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
@@ -73,6 +75,9 @@ NUM_PROBED_PEERS = 16
 MAX_LINKS = 1 << 16
 """Above it those of workers that are gone are forgotten; who comes and goes has a new name each time."""
 
+MAX_MEASURED = 16
+"""Jobs whose times are kept to be looked at."""
+
 
 class Coordinator:
     """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
@@ -82,6 +87,8 @@ class Coordinator:
         self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.run: Run | None = None
+        self.measured: dict[JobId, Measured] = {}
+        """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history)
         self._story = Story()
 
@@ -188,7 +195,10 @@ class Coordinator:
                 self.run = None
 
     def _start(self, job: JobHistory, *, now: float) -> Run:
-        run = Run(job, self.membership, self._outbox, self.links, now=now)
+        measured = self.measured[job.job] = Measured(job.spec)
+        while len(self.measured) > MAX_MEASURED:
+            del self.measured[next(iter(self.measured))]
+        run = Run(job, self.membership, self._outbox, self.links, measured, now=now)
         for worker in self.membership.live:
             run.met(worker)
         return run
@@ -217,7 +227,16 @@ class Coordinator:
             case CheckpointWritten():
                 if run is not None:
                     run.saved(report, now=now)
-            case Ack() | ChunksReady() | StageDone() | Vote() | EvaluationDone() | Suspected() | Trouble():
+            case (
+                Ack()
+                | ChunksReady()
+                | StageDone()
+                | Vote()
+                | EvaluationDone()
+                | TimesMeasured()
+                | Suspected()
+                | Trouble()
+            ):
                 if run is not None:
                     run.report(worker, report, now=now)
             case _:

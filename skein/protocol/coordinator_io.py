@@ -59,12 +59,14 @@ class PlanMade:
     """The answer to MakePlan of the same number.
 
     `current_s` is what a step of the previous plan would take on that fleet, by the planner's reckoning; None if it
-    does not know. `may_improve`: nothing was searched for, so that another asking may find better.
+    does not know. `move_s` is what bringing state to where it is not held would take. `may_improve`: nothing was
+    searched for, so that another asking may find better.
     """
 
     request: int
     result: Plan | Infeasible
     current_s: float | None = None
+    move_s: float = 0.0
     may_improve: bool = False
 
 
@@ -154,6 +156,12 @@ class Outbox:
 
     history: History
     commands: list[CoordinatorCommand] = field(default_factory=list)
+    num_plans_asked: int = 0
+
+    def next_request(self) -> int:
+        """A number for a MakePlan that no other has."""
+        self.num_plans_asked += 1
+        return self.num_plans_asked
 
     def record(self, record: Record) -> None:
         """Apply a record to the hard state and have it appended."""

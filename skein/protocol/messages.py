@@ -8,7 +8,7 @@ them field by field, so names here are names there.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.plan.plan import Group, Path, Schedule
+from skein.plan.plan import ChunkTime, Group, Path, Schedule, TransferTime
 from skein.topology.fleet import Link, Profile
 from skein.types import (
     Attempt,
@@ -262,6 +262,18 @@ class LinksMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimesMeasured:
+    """What this worker's chunks take, medians of the last ops, and its tensors until peers have accepted them.
+
+    `seconds` of a transfer are from the first byte offered to the acknowledgement, so they count the way back too.
+    """
+
+    generation: Generation
+    chunks: tuple[ChunkTime, ...]
+    transfers: tuple[TransferTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Suspected:
     """A peer did not take a tensor or give its state; the coordinator decides what that means."""
 
@@ -296,6 +308,7 @@ Report = (
     | EvaluationDone
     | CheckpointWritten
     | LinksMeasured
+    | TimesMeasured
     | Suspected
     | Trouble
     | Leaving

@@ -50,6 +50,7 @@ from skein.protocol.story import Story
 from skein.protocol.work.pipeline import Pipeline
 from skein.protocol.work.standing import Standing
 from skein.protocol.work.steps import Steps
+from skein.protocol.work.timing import Timing
 from skein.protocol.worker_io import (
     Build,
     BuildFailed,
@@ -70,6 +71,7 @@ from skein.protocol.worker_io import (
     StreamLost,
     StreamOpened,
     TensorArrived,
+    TensorTaken,
     TimePassed,
     WorkerCommand,
     WorkerEvent,
@@ -85,6 +87,7 @@ class Worker:
         self.progress = 0
         self._standing = Standing(identity)
         self._steps = Steps(self._standing)
+        self._timing = Timing(identity.worker)
         self._adopting: NewGeneration | None = None
         self._to_build: Assign | None = None
         self._building: Assign | None = None
@@ -105,7 +108,11 @@ class Worker:
             case TensorArrived():
                 self._steps.tensor_arrived(event.envelope)
             case OpEnded():
+                self._timing.op_ended(event.op, event.seconds)
                 self._op_ended(event.op, event.outcome, now=now)
+            case TensorTaken():
+                if event.envelope.generation == self.generation:
+                    self._timing.tensor_taken(event.to, event.envelope.header, event.num_bytes, event.seconds)
             case DirectiveArrived():
                 self._directive(event.directive, now=now)
             case TimePassed():
@@ -206,6 +213,9 @@ class Worker:
     def _beat(self, *, now: float) -> None:
         if self._next_beat is not None and now >= self._next_beat:
             self._standing.tell(Beat(progress=self.progress, statistics=()))
+            times = self._timing.report(self.generation)
+            if times is not None:
+                self._standing.tell(times)
             self._next_beat = now + self._beat_s
 
     def _stop(self, reason: str) -> None:
@@ -269,6 +279,7 @@ class Worker:
         standing.job = directive.job
         standing.members = {member.worker: member for member in directive.members}
         self._steps.stop()
+        self._timing.clear()
         self._adopting = directive
         self._to_build = None
         self._cancel_build()

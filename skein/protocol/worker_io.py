@@ -58,11 +58,22 @@ class SendFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTaken:
+    """A peer has accepted a tensor of `num_bytes`, so many seconds after its first byte was offered."""
+
+    to: WorkerId
+    envelope: Envelope
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpEnded:
-    """The running op is over."""
+    """The running op is over, after so many seconds."""
 
     op: Op
     outcome: OpOutcome
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +141,7 @@ WorkerEvent = (
     | DirectiveArrived
     | TensorArrived
     | SendFailed
+    | TensorTaken
     | OpEnded
     | Built
     | BuildFailed

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_plan, reckoned_s
+from skein.plan.moving import between_s
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
@@ -26,9 +27,7 @@ from skein.protocol.coordinator_io import (
     WriteManifest,
 )
 from skein.protocol.coordinator_io import TimePassed as CoordinatorTime
-from skein.protocol.messages import (
-    Report,
-)
+from skein.protocol.messages import HopTensor, Report
 from skein.protocol.ops import ApplyOp, Op, SaveOp
 from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
 from skein.protocol.worker import Worker
@@ -51,6 +50,7 @@ from skein.protocol.worker_io import (
     StreamLost,
     StreamOpened,
     TensorArrived,
+    TensorTaken,
     WorkerCommand,
     WorkerEvent,
 )
@@ -203,9 +203,7 @@ class World:
             case Send():
                 self._send_directive(command)
             case MakePlan():
-                made = self.planner(command.job, command.fleet, command.previous, command.job.seed)
-                event = PlanMade(request=command.request, result=made)
-                self.clock.after(PLAN_S, partial(self._tell_term, term, event))
+                self.clock.after(PLAN_S, partial(self._tell_term, term, self._plan(command)))
             case WriteManifest():
                 event_written = ManifestWritten(checkpoint=command.checkpoint, error=None)
                 self.clock.after(APPEND_S, partial(self._tell_term, term, event_written))
@@ -213,6 +211,16 @@ class World:
                 self.lines.append(f"{self.clock.now:.3f} {command.line}")
             case PruneCheckpoints() | Append():
                 pass
+
+    def _plan(self, asked: MakePlan) -> PlanMade:
+        job, fleet, before = asked.job, asked.fleet, asked.previous
+        made = self.planner(job, fleet, before, job.seed)
+        return PlanMade(
+            request=asked.request,
+            result=made,
+            current_s=None if before is None else reckoned_s(job, fleet, before),
+            move_s=between_s(job, fleet, before, made) if isinstance(made, Plan) else 0.0,
+        )
 
     def _send_directive(self, command: Send) -> None:
         worker = self.workers.get(command.worker)
@@ -345,7 +353,7 @@ class World:
             case RunOp():
                 seconds = worker.executor.seconds(command.op)
                 worker.is_busy = True
-                self.clock.after(seconds, partial(self._end_op, worker, command.op))
+                self.clock.after(seconds, partial(self._end_op, worker, command.op, seconds))
             case SendTensor():
                 self._send_tensor(worker, command)
             case SendReport():
@@ -393,13 +401,25 @@ class World:
         if arrival_s is None:
             self._fail_send(worker, command, "no route")
             return
-        self.clock.at(arrival_s, partial(self._deliver, worker, command, content))
+        back_s = self.network.link(to, sender).latency_s
+        taken = TensorTaken(
+            to=to,
+            envelope=command.envelope,
+            num_bytes=num_bytes,
+            seconds=arrival_s + back_s - self.clock.now,
+        )
+        self.clock.at(arrival_s, partial(self._deliver, worker, command, content, taken))
 
-    def _deliver(self, sender: SimWorker, command: SendTensor, content: Contributions | None) -> None:
+    def _deliver(
+        self, sender: SimWorker, command: SendTensor, content: Contributions | None, taken: TensorTaken
+    ) -> None:
         receiver = self.workers.get(command.to.worker)
         if receiver is None or receiver.machine.identity.incarnation != command.to.incarnation:
             self._fail_send(sender, command, "connection refused")
             return
+        if isinstance(command.envelope.header, HopTensor):
+            # A latency too early, which saves the clock an action for each tensor.
+            self._give(sender, taken)
         self._num_sent += 1
         is_repeated = self.repeat_every and self._num_sent % self.repeat_every == 0
         for _ in range(2 if is_repeated else 1):
@@ -410,11 +430,11 @@ class World:
         failed = SendFailed(to=command.to.worker, generation=command.envelope.generation, reason=reason)
         self.clock.after(FAILURE_S, partial(self._give, worker, failed))
 
-    def _end_op(self, worker: SimWorker, op: Op) -> None:
+    def _end_op(self, worker: SimWorker, op: Op, seconds: float) -> None:
         if not worker.is_stuck:
-            worker.when_running(partial(self._finish_op, worker, op))
+            worker.when_running(partial(self._finish_op, worker, op, seconds))
 
-    def _finish_op(self, worker: SimWorker, op: Op) -> None:
+    def _finish_op(self, worker: SimWorker, op: Op, seconds: float) -> None:
         if isinstance(op, ApplyOp):
             lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
             self._invariants.applies(worker.machine, op.record, lineages)
@@ -425,7 +445,7 @@ class World:
             worker.executor.forget()
         elif isinstance(op, SaveOp):
             self._builds.save(worker, op)
-        self._handle(worker, OpEnded(op=op, outcome=outcome))
+        self._handle(worker, OpEnded(op=op, outcome=outcome, seconds=seconds))
 
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""

@@ -30,6 +30,10 @@ class LinkMatrices:
         """Seconds for `num_bytes` over each link, one way."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
+    def seconds_of(self, sender: int, receiver: int, num_bytes: float) -> float:
+        """Seconds for `num_bytes` over one link."""
+        return float(self.latency_s[sender, receiver] + num_bytes / self.bytes_per_s[sender, receiver])
+
     def round_trip_s(self, num_bytes: float) -> F64:
         """Seconds for `num_bytes` there and as many back; symmetric."""
         there = self.seconds(num_bytes)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import StepRecord
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
@@ -36,6 +37,22 @@ class VersionReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTimes:
+    """A chunk's ops for one microbatch, as the plan has them and as they are; None: not measured yet."""
+
+    planned: ChunkTime
+    measured: ChunkTime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTimes:
+    """A boundary tensor's way, as the plan has it and as it is; None: not measured yet."""
+
+    planned: TransferTime
+    measured: TransferTime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """A job now. `step` of `total_steps` are committed; losses are nats per token; rates are of the last steps."""
 
@@ -62,6 +79,11 @@ class JobStatus:
     """Why this plan and not another, in one line; "" before there is one."""
     predicted_step_s: float
     lower_bound_s: float
+    measured_step_s: float | None = None
+    """Median of the last steps under this plan; None: too few."""
+    chunk_times: tuple[ChunkTimes, ...] = ()
+    """Empty in a list of jobs, as are transfers."""
+    transfer_times: tuple[TransferTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ class Searches:
         if event is None:
             await asyncio.get_running_loop().create_future()
         assert isinstance(event, float)
-        return Found(plan=plan_of(event), cost_s=event, current_s=2.0)
+        return Found(made=PlanMade(request=7, result=plan_of(event), current_s=2.0), cost_s=event)
 
 
 def plan_of(step_s: float) -> Plan:
@@ -235,7 +235,7 @@ async def test_where_the_search_cannot_be_compiled_plans_are_balanced(
 
 def test_a_search_hands_out_plans_that_hold_each_better_than_the_last() -> None:
     question = asked("search", budget_s=0.02)
-    plans = [found.plan for found in search(question, 1)]
+    plans = [found.made.result for found in search(question, 1) if isinstance(found.made.result, Plan)]
     assert plans
     assert all(violations(plan, question.job, question.fleet) == () for plan in plans)
     steps_s = [plan.predicted_step_s for plan in plans]
@@ -246,7 +246,7 @@ def test_the_plan_so_far_is_reckoned_beside_the_new_one() -> None:
     # A search goes by the mean under 3 % jitter.
     for method, by in (("search", 0.03), ("balanced", 1e-9)):
         question = replace(asked(method, budget_s=0.02), previous=one_worker_plan())
-        made = plan_here(question) if method == "balanced" else [*search(question, 1)][-1]
+        made = plan_here(question) if method == "balanced" else [*search(question, 1)][-1].made
         assert made.current_s == pytest.approx(one_worker_plan().predicted_step_s, rel=by)
 
 

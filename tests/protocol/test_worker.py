@@ -30,6 +30,7 @@ from skein.protocol.messages import (
     StageDone,
     StepRecord,
     Suspected,
+    TimesMeasured,
     Trouble,
     Vote,
     Welcome,
@@ -174,7 +175,20 @@ def test_progress_counts_ended_ops() -> None:
     hand = stepping()
     hand.now = 9.0
     hand.give(TimePassed())
-    assert only(hand.said(), Beat).progress == 3  # clearing and two forwards
+    [beat] = [report for report in hand.said() if isinstance(report, Beat)]
+    assert beat.progress == 3  # clearing and two forwards
+
+
+def test_times_are_told_with_the_beat_and_begin_anew_with_a_generation() -> None:
+    hand = stepping()
+    hand.now = 9.0
+    hand.give(TimePassed())
+    [times] = [report for report in hand.said() if isinstance(report, TimesMeasured)]
+    assert (times.generation, [time.forward_s for time in times.chunks]) == (1, [0.5])
+    hand.fence(PLAN, generation=2)
+    hand.now = 19.0
+    hand.give(TimePassed())
+    assert [report for report in hand.said() if isinstance(report, TimesMeasured)] == []
 
 
 def test_without_a_stream_nothing_is_said_and_no_time_matters() -> None:

@@ -126,7 +126,7 @@ class Hand:
         self.give(StreamOpened())
         self.hear(Welcome(epoch=Epoch(epoch), lease_s=3.0, beat_s=1.0))
 
-    def end(self, outcome: OpOutcome = None) -> list[WorkerCommand]:
+    def end(self, outcome: OpOutcome = None, *, seconds: float = 0.5) -> list[WorkerCommand]:
         """The running op ends; losses and joins have an outcome by themselves."""
         op = self.running
         assert op is not None
@@ -134,7 +134,7 @@ class Hand:
             outcome = LOSS
         elif outcome is None and isinstance(op, JoinOp):
             outcome = Joined(group=op.group.group, digest="same", squared_norm=1.0, is_finite=True)
-        return self.give(OpEnded(op=op, outcome=outcome))
+        return self.give(OpEnded(op=op, outcome=outcome, seconds=seconds))
 
     def run_all(self) -> list[Op]:
         """End ops until none runs; gives them in order."""

@@ -109,6 +109,11 @@ class Compute:
         self._leaving: tuple[Chunk, ...] = ()
         """Given up, but peers may still fetch them: once anybody computes, everybody has what was assigned."""
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # --- what is held ---
 
     def hold(self, holding: Holding) -> None:

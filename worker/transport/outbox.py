@@ -33,7 +33,14 @@ Dial = Callable[[str, Lane], aio.Channel]
 """Opens a channel to an address, on a connection of its own."""
 OnFailed = Callable[[WorkerId, Generation, str], None]
 """Told that a peer did not take tensors of a generation, and why. Called on the event loop."""
+OnTaken = Callable[[WorkerId, Envelope, int, float], None]
+"""Told that a peer has accepted a tensor of so many bytes, and the seconds since its first was offered."""
 DeliverCall = aio.StreamStreamCall[peer_pb2.TensorPart, peer_pb2.PartReply]
+
+
+def ignore_taken(to: WorkerId, envelope: Envelope, num_bytes: int, seconds: float) -> None:
+    """For whoever does not measure."""
+
 
 FINAL = {
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -69,6 +76,8 @@ class _Parcel:
     envelope: Envelope
     bundle: Bundle
     num_corrupt: int = 0
+    began_s: float = 0.0
+    num_bytes: int = 0
     sent_s: float | None = None
 
     @property
@@ -98,6 +107,7 @@ class Outbox:
         patience: Patience,
         statistics: Statistics,
         on_failed: OnFailed,
+        on_taken: OnTaken = ignore_taken,
     ) -> None:
         self.to = to
         self.lane = lane
@@ -107,6 +117,7 @@ class Outbox:
         self._patience = patience
         self._statistics = statistics
         self._on_failed = on_failed
+        self._on_taken = on_taken
         self._waiting: list[tuple[tuple[int, ...], int, _Parcel]] = []
         self._unanswered: dict[int, _Parcel] = {}
         self._resting: dict[_Parcel, asyncio.TimerHandle] = {}
@@ -234,7 +245,7 @@ class Outbox:
 
     async def _write_parcel(self, call: DeliverCall, number: int, parcel: _Parcel) -> None:
         self._unanswered[number] = parcel
-        parcel.sent_s = None
+        parcel.sent_s, parcel.began_s, parcel.num_bytes = None, self._now(), 0
         self._rearm()
         await call.write(TENSOR_PART.encode(announce(number, parcel.envelope, parcel.bundle)))
         for part in data_parts(number, parcel.bundle):
@@ -246,6 +257,7 @@ class Outbox:
             await call.write(TENSOR_PART.encode(part))
             self._statistics.sent_parts[self.lane] += 1
             self._statistics.sent_bytes[self.to.worker] += len(part.data)
+            parcel.num_bytes += len(part.data)
         parcel.sent_s = self._now()
 
     # --- replies ---
@@ -284,8 +296,10 @@ class Outbox:
 
     def _answered(self, parcel: _Parcel) -> None:
         if parcel.sent_s is not None:
-            answer_s = self._now() - parcel.sent_s
+            now_s = self._now()
+            answer_s = now_s - parcel.sent_s
             self.answer_s += (answer_s - self.answer_s) / 8 if self.answer_s else answer_s
+            self._on_taken(self.to.worker, parcel.envelope, parcel.num_bytes, now_s - parcel.began_s)
 
     def _refused(self, parcel: _Parcel, refused: TensorRefused) -> None:
         match refused.reason:

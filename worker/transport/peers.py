@@ -11,7 +11,7 @@ from skein.wire.extra import FetchBoundaryRequest
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetch import Fetcher
 from worker.transport.links import measure_link
-from worker.transport.outbox import Dial, OnFailed, Outbox, Patience
+from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, Patience, ignore_taken
 from worker.transport.statistics import Statistics
 
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
@@ -34,6 +34,7 @@ class Peers:
         group: entered before the first `send` and left after `close`.
         dial: opens channels, `skein.wire.channel.open_channel` with its token, for instance.
         on_failed: told when a peer did not take what was sent to it.
+        on_taken: told of each tensor that a peer has accepted, and how long that took.
         fetch_patience_s: raise this if a donor's longest op, during which it copies no state, takes longer.
     """
 
@@ -44,6 +45,7 @@ class Peers:
         group: asyncio.TaskGroup,
         dial: Dial,
         on_failed: OnFailed,
+        on_taken: OnTaken = ignore_taken,
         statistics: Statistics,
         limits: Limits | None = None,
         patience: Patience | None = None,
@@ -53,6 +55,7 @@ class Peers:
         self._group = group
         self._dial = dial
         self._on_failed = on_failed
+        self._on_taken = on_taken
         self._statistics = statistics
         self._patience = patience or Patience()
         self._fetcher = Fetcher(
@@ -139,6 +142,7 @@ class Peers:
             patience=self._patience,
             statistics=self._statistics,
             on_failed=self._on_failed,
+            on_taken=self._on_taken,
         )
         outbox.answer_s = self._answer_s.get(to.worker, 0.0)
         self._outboxes[to.worker, lane] = (outbox, self._group.create_task(outbox.run()))

@@ -2,49 +2,88 @@
 
 from collections.abc import Iterable, Mapping
 
+from skein.plan.check import violations
 from skein.plan.plan import Plan
-from skein.protocol.coordinator_io import MakePlan, Outbox
+from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import ChunksReady
 from skein.protocol.records import PlanAdopted, RolledBack
+from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
-from skein.protocol.runs.planning import fleet_of, held_plan, recorded_plan, who_reads_other_data
+from skein.protocol.runs.planning import (
+    fleet_of,
+    held_plan,
+    recorded_plan,
+    ways,
+    who_reads_other_data,
+    with_clause,
+)
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
-from skein.topology.fleet import Link
+from skein.topology.fleet import Fleet, Link
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
 class Placement:
     """The plan that is in place, and how it came there. Parts of the work of a run; the run says when."""
 
-    def __init__(self, job: JobHistory, members: Members, savings: Savings, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        job: JobHistory,
+        members: Members,
+        savings: Savings,
+        outbox: Outbox,
+        *,
+        links: Mapping[tuple[WorkerId, WorkerId], Link],
+        measured: Measured,
+    ) -> None:
         self.plan: Plan | None = None
+        self.chosen: Plan | None = None
+        """What the next generation is for, if it still fits then."""
+        self.awaited: int | None = None
+        """The question whose answer matters."""
         self.expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
         self._job = job
         self._spec_json = job.spec.canonical_json()
         self._members = members
         self._savings = savings
         self._out = outbox
+        self.links = links
+        self._measured = measured
 
-    def ask(
-        self, candidates: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link]
-    ) -> Plan | None:
-        """The recorded plan if it still fits those members that are candidates; else a plan is asked for."""
-        fleet = fleet_of((entry for entry in candidates if self._members.is_this(entry)), links)
+    def ask(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The chosen or the recorded plan if it fits those members that are candidates; else a plan is asked for."""
+        members = [entry for entry in candidates if self._members.is_this(entry)]
+        fleet = fleet_of(members, self.links, self._measured)
+        chosen, self.chosen = self.chosen, None
+        if chosen is not None and not violations(chosen, self._job.spec, fleet):
+            return chosen
         recorded = recorded_plan(self._job, fleet)
         if recorded is None:
-            request, previous = self._out.history.generation, self.held() or self.plan
-            asked = MakePlan(
-                request=request,
-                job=self._job.spec,
-                fleet=fleet,
-                previous=previous,
-                steps_left=self._job.spec.budget.steps - self._job.version,
-            )
-            self._out.commands.append(asked)
+            self._ask(fleet, self.held() or self.plan)
         return recorded
+
+    def ask_beside(self, candidates: Iterable[Entry]) -> None:
+        """Ask for a plan that could follow the present one, while that goes on."""
+        self._ask(fleet_of(candidates, self.links, self._measured), self.plan)
+
+    def _ask(self, fleet: Fleet, previous: Plan | None) -> None:
+        self.awaited = self._out.next_request()
+        asked = MakePlan(
+            request=self.awaited,
+            job=self._job.spec,
+            fleet=fleet,
+            previous=previous,
+            steps_left=self._job.spec.budget.steps - self._job.version,
+        )
+        self._out.commands.append(asked)
+
+    def is_answer(self, made: PlanMade) -> bool:
+        """Whether this is what was asked last, and is waited for still."""
+        is_answer = made.request == self.awaited
+        self.awaited = None if is_answer else self.awaited
+        return is_answer
 
     def held(self) -> Plan | None:
         """What members hold at the job's version, if together that is the whole model."""
@@ -53,7 +92,11 @@ class Placement:
 
     def put(self, plan: Plan, *, now: float) -> None:
         """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
+        before = self._job.plan
+        if before is not None and self._job.version and ways(before.plan) != ways(plan):
+            plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
         self.plan = plan
+        self._measured.planned_anew()
         self.expected = plan.microbatches_by_chunk()
         history, job = self._out.history, self._job
         sources = choose_sources(

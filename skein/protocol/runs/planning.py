@@ -10,16 +10,21 @@ from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import Ack, ChunksReady
+from skein.protocol.runs.measuring import Measured
 from skein.topology.fleet import Fleet, Link, rounded
-from skein.types import ChunkRef, Layout, Step, WorkerId
+from skein.types import ChunkRef, Layout, StageIndex, Step, WorkerId
+
+_MOVES = "; moves "
 
 
-def fleet_of(entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link]) -> Fleet:
-    """These workers and the measured links between them, as exact as measurements are."""
+def fleet_of(
+    entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link], measured: Measured
+) -> Fleet:
+    """These workers and the links between them, as measured by themselves and while the job ran."""
     workers = tuple(entry.fleet_worker for entry in entries)
     known = {worker.worker for worker in workers}
     between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
-    return rounded(Fleet(workers=workers, links=between))
+    return rounded(measured.on(Fleet(workers=workers, links=between), links))
 
 
 def num_wanted(parallel: ParallelSpec) -> int:
@@ -38,7 +43,7 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
     if violations(plan, job.spec, fleet):
         return None
     # What the plan moved was moved then.
-    what, _, _ = plan.reason.partition("; moves ")
+    what, _, _ = plan.reason.partition(_MOVES)
     return replace(plan, reason=what)
 
 
@@ -63,6 +68,20 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
         lower_bound_s=0.0,
         reason="held",
     )
+
+
+def with_clause(plan: Plan, clause: str) -> Plan:
+    """`plan` with one clause more in its reason, before what it moves.
+
+    A plan's reason is clauses with semicolons between; what it moves comes last.
+    """
+    what, moves, moved = plan.reason.partition(_MOVES)
+    return replace(plan, reason=f"{what}; {clause}{moves}{moved}")
+
+
+def ways(plan: Plan) -> tuple[tuple[StageIndex, ...], ...]:
+    """The stages that each microbatch visits, in order: part of the model that is trained."""
+    return tuple(tuple(hop.stage for hop in path.hops) for path in plan.paths)
 
 
 def who_reads_other_data(

@@ -36,6 +36,7 @@ from skein.protocol.messages import (
     Start,
     StepRecord,
     Suspected,
+    TimesMeasured,
     Trouble,
     Vote,
 )
@@ -43,9 +44,11 @@ from skein.protocol.records import JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
+from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
+from skein.protocol.runs.revision import Revision
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.stepping import Stepping
 from skein.protocol.runs.strikes import Strikes
@@ -54,7 +57,7 @@ from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import Epoch, JobState, WorkerId
 
-RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | Suspected | Trouble
+RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | TimesMeasured | Suspected | Trouble
 """What belongs to one generation."""
 
 
@@ -82,6 +85,7 @@ class Run:
         membership: Membership,
         outbox: Outbox,
         links: dict[tuple[WorkerId, WorkerId], Link],
+        measured: Measured,
         *,
         now: float,
     ) -> None:
@@ -91,13 +95,14 @@ class Run:
         self._num_wanted = num_wanted(job.spec.parallel)
         self._live = membership.live
         self._out = outbox
-        self._links = links
+        self._measured = measured
         self._gathering = Gathering((member.worker for member in job.members), now=now)
         self._members = Members(job, membership, outbox)
         self._strikes = Strikes()
         self._savings = Savings(job, self._members, outbox)
         self._evaluation = Evaluation(job, self._members, outbox)
-        self._placement = Placement(job, self._members, self._savings, outbox)
+        self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
+        self._revision = Revision(job, self._placement, measured, outbox)
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
@@ -123,6 +128,7 @@ class Run:
             case Lost():
                 is_missed = self._depends_on(change.worker)
                 self._members.lose(change.worker)
+                self._measured.lose(change.worker)
                 if is_missed:
                     self._bump(f"lost {change.worker} ({change.reason})", now=now)
             case IsLeaving():
@@ -149,6 +155,9 @@ class Run:
                 self._drive(VoteHeard(worker=worker, vote=report), now=now)
             case EvaluationDone():
                 self._evaluation_done(worker, report, now=now)
+            case TimesMeasured():
+                if self.plan is not None:
+                    self._measured.take(worker, report, self.plan)
             case Suspected():
                 reason = f"{worker} cannot reach it: {report.reason}"
                 self._blame(report.peer, reason, is_hearsay=True, now=now)
@@ -163,12 +172,14 @@ class Run:
 
     def planned(self, event: PlanMade, *, now: float) -> None:
         """The planner answered."""
-        if event.request != self._out.history.generation or self.phase is not RunPhase.FENCING:
+        if not self._placement.is_answer(event):
             return
-        if isinstance(event.result, Infeasible):
+        if self.phase is not RunPhase.FENCING:
+            self._revision.answered(event)
+        elif isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
         else:
-            self._build(event.result, now=now)
+            self._build(event.result, may_improve=event.may_improve, now=now)
         self.tick(now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
@@ -354,6 +365,7 @@ class Run:
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
+        self._revision.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
         self._story.tell("generation", f"{generation}: {reason}", now=now)
 
@@ -364,12 +376,13 @@ class Run:
         self._members.acks[worker] = ack
         if not self._members.is_fenced:
             return
-        recorded = self._placement.ask(self._candidates(), self._links)
-        if recorded is not None:
-            self._build(recorded, now=now)
+        ready = self._placement.ask(self._candidates())
+        if ready is not None:
+            self._build(ready, now=now)
 
-    def _build(self, plan: Plan, *, now: float) -> None:
+    def _build(self, plan: Plan, *, may_improve: bool = False, now: float) -> None:
         self.phase = RunPhase.BUILDING
+        self._revision.adopted(plan, self._candidates(), may_improve=may_improve)
         self._placement.put(plan, now=now)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
@@ -395,20 +408,22 @@ class Run:
 
     # --- at a version, between steps ---
 
-    def _change_wanted(self) -> str | None:
+    def _change_wanted(self, *, now: float) -> str | None:
         """Why another plan is wanted at the next boundary."""
         leaving = [worker for worker in self._members.placed if self._members.is_leaving(worker)]
         if leaving:
             return f"{', '.join(leaving)} leaving"
         is_short = len(self._members.placed) < self._num_wanted
-        return "newcomers" if self._gathering.has_newcomer and is_short else None
+        if self._gathering.has_newcomer and is_short and self._revision.policy.backoff.may(now=now):
+            return "newcomers"
+        return self._revision.wish
 
     def _go_on(self, *, now: float) -> None:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
         version = self.job.version
         is_last = version >= self.job.spec.budget.steps
         self._watchdog.moved(now=now)
-        change = self._change_wanted()
+        change = self._change_wanted(now=now)
         assert self.plan is not None
         if self._evaluation.is_due():
             self.phase = RunPhase.EVALUATING
@@ -423,11 +438,13 @@ class Run:
             else:
                 self._give_up_or_wait(change or "", now=now)
         elif change is not None:
+            if self._gathering.has_newcomer:
+                self._revision.lets_in(now=now)
             self._bump(change, now=now)
         else:
             if self._savings.is_due():
                 self._savings.ask(self.plan)
-            self._begin_step()
+            self._begin_step(now=now)
             start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
             self._members.send_placed(start)
 
@@ -437,8 +454,9 @@ class Run:
 
     # --- a step ---
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, now: float) -> None:
         self.phase = RunPhase.STEPPING
+        self._revision.step_begins(now=now)
         self._stepping.begin()
 
     def _drive(self, event: RoundEvent, *, now: float) -> None:
@@ -457,7 +475,10 @@ class Run:
         self._watchdog.moved(now=now)
         self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
-        goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted() is None
+        self._revision.step_ended(now=now)
+        goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted(now=now) is None
+        if goes_on:
+            self._revision.consider(self._candidates(), now=now)
         history = self._out.history
         self._members.send_placed(
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
@@ -465,6 +486,6 @@ class Run:
         if self._savings.is_due() and self.plan is not None:
             self._savings.ask(self.plan)
         if goes_on:
-            self._begin_step()
+            self._begin_step(now=now)
         else:
             self._go_on(now=now)

@@ -101,6 +101,7 @@ class Report(_message.Message):
     TROUBLE_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     LOG_LINES_FIELD_NUMBER: _builtins.int
+    TIMES_MEASURED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -127,6 +128,8 @@ class Report(_message.Message):
     def leaving(self) -> Global___Leaving: ...
     @_builtins.property
     def log_lines(self) -> Global___LogLines: ...
+    @_builtins.property
+    def times_measured(self) -> Global___TimesMeasured: ...
     def __init__(
         self,
         *,
@@ -143,12 +146,13 @@ class Report(_message.Message):
         trouble: Global___Trouble | None = ...,
         leaving: Global___Leaving | None = ...,
         log_lines: Global___LogLines | None = ...,
+        times_measured: Global___TimesMeasured | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -686,6 +690,35 @@ class LinksMeasured(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinksMeasured: _TypeAlias = LinksMeasured  # noqa: Y015
+
+@_typing.final
+class TimesMeasured(_message.Message):
+    """What the worker's chunks take under this generation, and its tensors on their way until peers have accepted them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.ChunkTime]: ...
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.TransferTime]: ...
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        chunks: _abc.Iterable[_ids_pb2.ChunkTime] | None = ...,
+        transfers: _abc.Iterable[_ids_pb2.TransferTime] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "generation", b"generation", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimesMeasured: _TypeAlias = TimesMeasured  # noqa: Y015
 
 @_typing.final
 class Suspected(_message.Message):

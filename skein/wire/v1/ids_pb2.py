@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17skein/wire/v1/ids.proto\x12\rskein.wire.v1\"<\n\x07\x41ttempt\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\")\n\x08\x43hunkRef\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\"7\n\tStageSpec\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\r\"-\n\x04Path\x12%\n\x04hops\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\"T\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\x12\n\nnum_shards\x18\x03 \x01(\r\"B\n\tChunkPlan\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\r\n\x05slots\x18\x02 \x01(\r\"S\n\tPlannedOp\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.skein.wire.v1.OpKind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x12\n\nmicrobatch\x18\x03 \x01(\r\"A\n\x08Schedule\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12%\n\x03ops\x18\x02 \x03(\x0b\x32\x18.skein.wire.v1.PlannedOp\"]\n\nAlternates\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\'\n\x06others\x18\x02 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\"\x96\x03\n\x04Plan\x12%\n\x06layout\x18\x01 \x01(\x0e\x32\x15.skein.wire.v1.Layout\x12(\n\x06stages\x18\x02 \x03(\x0b\x32\x18.skein.wire.v1.StageSpec\x12(\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x18.skein.wire.v1.ChunkPlan\x12\"\n\x05paths\x18\x04 \x03(\x0b\x32\x13.skein.wire.v1.Path\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.skein.wire.v1.Group\x12\x18\n\x10predicted_step_s\x18\x06 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x07 \x01(\x01\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12-\n\x10\x65valuation_paths\x18\t \x03(\x0b\x32\x13.skein.wire.v1.Path\x12*\n\tschedules\x18\n \x03(\x0b\x32\x17.skein.wire.v1.Schedule\x12-\n\nalternates\x18\x0b \x03(\x0b\x32\x19.skein.wire.v1.Alternates\"Y\n\x07Profile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66lops_per_s\x18\x03 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\"P\n\x04Link\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\"=\n\x06Ledger\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x14\n\x0cmicrobatches\x18\x03 \x03(\r\"{\n\x0bGroupResult\x12\r\n\x05group\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.Attempt\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0csquared_norm\x18\x04 \x01(\x01\x12\x0e\n\x06weight\x18\x05 \x01(\x01\"\x87\x02\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0e\x32\x17.skein.wire.v1.Decision\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\x07results\x18\x04 \x03(\x0b\x32\x1a.skein.wire.v1.GroupResult\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\x15\n\rgradient_norm\x18\x08 \x01(\x01\x12\x0c\n\x04\x63lip\x18\t \x01(\x01\x12\x15\n\rlearning_rate\x18\n \x01(\x01\x12\x15\n\rsamples_after\x18\x0b \x01(\x04\"R\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0f\n\x07tensors\x18\x04 \x03(\t\"I\n\nStageFiles\x12\r\n\x05stage\x18\x01 \x01(\r\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.skein.wire.v1.CheckpointFile*\xc8\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_PENDING\x10\x01\x12\x16\n\x12JOB_STATE_PLANNING\x10\x02\x12\x15\n\x11JOB_STATE_RUNNING\x10\x03\x12\x14\n\x10JOB_STATE_PAUSED\x10\x04\x12\x16\n\x12JOB_STATE_FINISHED\x10\x05\x12\x14\n\x10JOB_STATE_FAILED\x10\x06\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x07*K\n\x08\x44\x65\x63ision\x12\x18\n\x14\x44\x45\x43ISION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45\x43ISION_APPLY\x10\x01\x12\x11\n\rDECISION_SKIP\x10\x02*^\n\x06OpKind\x12\x17\n\x13OP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fOP_KIND_FORWARD\x10\x01\x12\x10\n\x0cOP_KIND_LOSS\x10\x02\x12\x14\n\x10OP_KIND_BACKWARD\x10\x03*B\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLAYOUT_LINE\x10\x01\x12\x0f\n\x0bLAYOUT_LOOP\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17skein/wire/v1/ids.proto\x12\rskein.wire.v1\"<\n\x07\x41ttempt\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\")\n\x08\x43hunkRef\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\"7\n\tStageSpec\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\r\"-\n\x04Path\x12%\n\x04hops\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\"T\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\x12\n\nnum_shards\x18\x03 \x01(\r\"B\n\tChunkPlan\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\r\n\x05slots\x18\x02 \x01(\r\"S\n\tPlannedOp\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.skein.wire.v1.OpKind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x12\n\nmicrobatch\x18\x03 \x01(\r\"A\n\x08Schedule\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12%\n\x03ops\x18\x02 \x03(\x0b\x32\x18.skein.wire.v1.PlannedOp\"]\n\nAlternates\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\'\n\x06others\x18\x02 \x03(\x0b\x32\x17.skein.wire.v1.ChunkRef\"j\n\tChunkTime\x12&\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\x12\x11\n\tforward_s\x18\x02 \x01(\x01\x12\x12\n\nbackward_s\x18\x03 \x01(\x01\x12\x0e\n\x06loss_s\x18\x04 \x01(\x01\"T\n\x0cTransferTime\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xfa\x03\n\x04Plan\x12%\n\x06layout\x18\x01 \x01(\x0e\x32\x15.skein.wire.v1.Layout\x12(\n\x06stages\x18\x02 \x03(\x0b\x32\x18.skein.wire.v1.StageSpec\x12(\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x18.skein.wire.v1.ChunkPlan\x12\"\n\x05paths\x18\x04 \x03(\x0b\x32\x13.skein.wire.v1.Path\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.skein.wire.v1.Group\x12\x18\n\x10predicted_step_s\x18\x06 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x07 \x01(\x01\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12-\n\x10\x65valuation_paths\x18\t \x03(\x0b\x32\x13.skein.wire.v1.Path\x12*\n\tschedules\x18\n \x03(\x0b\x32\x17.skein.wire.v1.Schedule\x12-\n\nalternates\x18\x0b \x03(\x0b\x32\x19.skein.wire.v1.Alternates\x12-\n\x0b\x63hunk_times\x18\x0c \x03(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12\x33\n\x0etransfer_times\x18\r \x03(\x0b\x32\x1b.skein.wire.v1.TransferTime\"Y\n\x07Profile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66lops_per_s\x18\x03 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\"P\n\x04Link\x12\x0e\n\x06sender\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\"=\n\x06Ledger\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x14\n\x0cmicrobatches\x18\x03 \x03(\r\"{\n\x0bGroupResult\x12\r\n\x05group\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.Attempt\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0csquared_norm\x18\x04 \x01(\x01\x12\x0e\n\x06weight\x18\x05 \x01(\x01\"\x87\x02\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0e\x32\x17.skein.wire.v1.Decision\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\x07results\x18\x04 \x03(\x0b\x32\x1a.skein.wire.v1.GroupResult\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\x15\n\rgradient_norm\x18\x08 \x01(\x01\x12\x0c\n\x04\x63lip\x18\t \x01(\x01\x12\x15\n\rlearning_rate\x18\n \x01(\x01\x12\x15\n\rsamples_after\x18\x0b \x01(\x04\"R\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0f\n\x07tensors\x18\x04 \x03(\t\"I\n\nStageFiles\x12\r\n\x05stage\x18\x01 \x01(\r\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.skein.wire.v1.CheckpointFile*\xc8\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_PENDING\x10\x01\x12\x16\n\x12JOB_STATE_PLANNING\x10\x02\x12\x15\n\x11JOB_STATE_RUNNING\x10\x03\x12\x14\n\x10JOB_STATE_PAUSED\x10\x04\x12\x16\n\x12JOB_STATE_FINISHED\x10\x05\x12\x14\n\x10JOB_STATE_FAILED\x10\x06\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x07*K\n\x08\x44\x65\x63ision\x12\x18\n\x14\x44\x45\x43ISION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45\x43ISION_APPLY\x10\x01\x12\x11\n\rDECISION_SKIP\x10\x02*^\n\x06OpKind\x12\x17\n\x13OP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fOP_KIND_FORWARD\x10\x01\x12\x10\n\x0cOP_KIND_LOSS\x10\x02\x12\x14\n\x10OP_KIND_BACKWARD\x10\x03*B\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLAYOUT_LINE\x10\x01\x12\x0f\n\x0bLAYOUT_LOOP\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.ids_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOBSTATE']._serialized_start=1848
-  _globals['_JOBSTATE']._serialized_end=2048
-  _globals['_DECISION']._serialized_start=2050
-  _globals['_DECISION']._serialized_end=2125
-  _globals['_OPKIND']._serialized_start=2127
-  _globals['_OPKIND']._serialized_end=2221
-  _globals['_LAYOUT']._serialized_start=2223
-  _globals['_LAYOUT']._serialized_end=2289
+  _globals['_JOBSTATE']._serialized_start=2142
+  _globals['_JOBSTATE']._serialized_end=2342
+  _globals['_DECISION']._serialized_start=2344
+  _globals['_DECISION']._serialized_end=2419
+  _globals['_OPKIND']._serialized_start=2421
+  _globals['_OPKIND']._serialized_end=2515
+  _globals['_LAYOUT']._serialized_start=2517
+  _globals['_LAYOUT']._serialized_end=2583
   _globals['_ATTEMPT']._serialized_start=42
   _globals['_ATTEMPT']._serialized_end=102
   _globals['_CHUNKREF']._serialized_start=104
@@ -57,20 +57,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEDULE']._serialized_end=555
   _globals['_ALTERNATES']._serialized_start=557
   _globals['_ALTERNATES']._serialized_end=650
-  _globals['_PLAN']._serialized_start=653
-  _globals['_PLAN']._serialized_end=1059
-  _globals['_PROFILE']._serialized_start=1061
-  _globals['_PROFILE']._serialized_end=1150
-  _globals['_LINK']._serialized_start=1152
-  _globals['_LINK']._serialized_end=1232
-  _globals['_LEDGER']._serialized_start=1234
-  _globals['_LEDGER']._serialized_end=1295
-  _globals['_GROUPRESULT']._serialized_start=1297
-  _globals['_GROUPRESULT']._serialized_end=1420
-  _globals['_STEPRECORD']._serialized_start=1423
-  _globals['_STEPRECORD']._serialized_end=1686
-  _globals['_CHECKPOINTFILE']._serialized_start=1688
-  _globals['_CHECKPOINTFILE']._serialized_end=1770
-  _globals['_STAGEFILES']._serialized_start=1772
-  _globals['_STAGEFILES']._serialized_end=1845
+  _globals['_CHUNKTIME']._serialized_start=652
+  _globals['_CHUNKTIME']._serialized_end=758
+  _globals['_TRANSFERTIME']._serialized_start=760
+  _globals['_TRANSFERTIME']._serialized_end=844
+  _globals['_PLAN']._serialized_start=847
+  _globals['_PLAN']._serialized_end=1353
+  _globals['_PROFILE']._serialized_start=1355
+  _globals['_PROFILE']._serialized_end=1444
+  _globals['_LINK']._serialized_start=1446
+  _globals['_LINK']._serialized_end=1526
+  _globals['_LEDGER']._serialized_start=1528
+  _globals['_LEDGER']._serialized_end=1589
+  _globals['_GROUPRESULT']._serialized_start=1591
+  _globals['_GROUPRESULT']._serialized_end=1714
+  _globals['_STEPRECORD']._serialized_start=1717
+  _globals['_STEPRECORD']._serialized_end=1980
+  _globals['_CHECKPOINTFILE']._serialized_start=1982
+  _globals['_CHECKPOINTFILE']._serialized_end=2064
+  _globals['_STAGEFILES']._serialized_start=2066
+  _globals['_STAGEFILES']._serialized_end=2139
 # @@protoc_insertion_point(module_scope)

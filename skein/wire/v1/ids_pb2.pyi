@@ -376,6 +376,67 @@ class Alternates(_message.Message):
 Global___Alternates: _TypeAlias = Alternates  # noqa: Y015
 
 @_typing.final
+class ChunkTime(_message.Message):
+    """Seconds of a chunk's ops for one microbatch; 0: no such op."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
+    BACKWARD_S_FIELD_NUMBER: _builtins.int
+    LOSS_S_FIELD_NUMBER: _builtins.int
+    forward_s: _builtins.float
+    backward_s: _builtins.float
+    loss_s: _builtins.float
+    @_builtins.property
+    def chunk(self) -> Global___ChunkRef: ...
+    def __init__(
+        self,
+        *,
+        chunk: Global___ChunkRef | None = ...,
+        forward_s: _builtins.float = ...,
+        backward_s: _builtins.float = ...,
+        loss_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "chunk", b"chunk", "forward_s", b"forward_s", "loss_s", b"loss_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkTime: _TypeAlias = ChunkTime  # noqa: Y015
+
+@_typing.final
+class TransferTime(_message.Message):
+    """Seconds for a boundary tensor from one worker to another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    receiver: _builtins.str
+    num_bytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        sender: _builtins.str = ...,
+        receiver: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "receiver", b"receiver", "seconds", b"seconds", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferTime: _TypeAlias = TransferTime  # noqa: Y015
+
+@_typing.final
 class Plan(_message.Message):
     """Everything decided for one generation."""
 
@@ -392,6 +453,8 @@ class Plan(_message.Message):
     EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
     SCHEDULES_FIELD_NUMBER: _builtins.int
     ALTERNATES_FIELD_NUMBER: _builtins.int
+    CHUNK_TIMES_FIELD_NUMBER: _builtins.int
+    TRANSFER_TIMES_FIELD_NUMBER: _builtins.int
     layout: Global___Layout.ValueType
     predicted_step_s: _builtins.float
     lower_bound_s: _builtins.float
@@ -410,6 +473,10 @@ class Plan(_message.Message):
     def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___Schedule]: ...
     @_builtins.property
     def alternates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternates]: ...
+    @_builtins.property
+    def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTime]: ...
+    @_builtins.property
+    def transfer_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferTime]: ...
     def __init__(
         self,
         *,
@@ -424,10 +491,12 @@ class Plan(_message.Message):
         evaluation_paths: _abc.Iterable[Global___Path] | None = ...,
         schedules: _abc.Iterable[Global___Schedule] | None = ...,
         alternates: _abc.Iterable[Global___Alternates] | None = ...,
+        chunk_times: _abc.Iterable[Global___ChunkTime] | None = ...,
+        transfer_times: _abc.Iterable[Global___TransferTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alternates", b"alternates", "chunks", b"chunks", "evaluation_paths", b"evaluation_paths", "groups", b"groups", "layout", b"layout", "lower_bound_s", b"lower_bound_s", "paths", b"paths", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "schedules", b"schedules", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alternates", b"alternates", "chunk_times", b"chunk_times", "chunks", b"chunks", "evaluation_paths", b"evaluation_paths", "groups", b"groups", "layout", b"layout", "lower_bound_s", b"lower_bound_s", "paths", b"paths", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "schedules", b"schedules", "stages", b"stages", "transfer_times", b"transfer_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

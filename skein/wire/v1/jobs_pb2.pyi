@@ -353,6 +353,9 @@ class JobStatus(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
     LOWER_BOUND_S_FIELD_NUMBER: _builtins.int
+    MEASURED_STEP_S_FIELD_NUMBER: _builtins.int
+    CHUNK_TIMES_FIELD_NUMBER: _builtins.int
+    TRANSFER_TIMES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -374,6 +377,16 @@ class JobStatus(_message.Message):
     plan: _builtins.str
     predicted_step_s: _builtins.float
     lower_bound_s: _builtins.float
+    measured_step_s: _builtins.float
+    """Absent: too few steps under this plan."""
+    @_builtins.property
+    def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
+        """Not in a list of jobs."""
+
+    @_builtins.property
+    def transfer_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferTimes]:
+        """Not in a list of jobs."""
+
     def __init__(
         self,
         *,
@@ -396,10 +409,13 @@ class JobStatus(_message.Message):
         plan: _builtins.str = ...,
         predicted_step_s: _builtins.float = ...,
         lower_bound_s: _builtins.float = ...,
+        measured_step_s: _builtins.float | None = ...,
+        chunk_times: _abc.Iterable[Global___ChunkTimes] | None = ...,
+        transfer_times: _abc.Iterable[Global___TransferTimes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "name", b"name", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
@@ -407,14 +423,74 @@ class JobStatus(_message.Message):
     _WhichOneofArgType__evaluation_loss: _TypeAlias = _typing.Literal["_evaluation_loss", b"_evaluation_loss"]  # noqa: Y015
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__measured_step_s: _TypeAlias = _typing.Literal["measured_step_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_step_s: _TypeAlias = _typing.Literal["_measured_step_s", b"_measured_step_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_step_s) -> _WhichOneofReturnType__measured_step_s | None: ...
 
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class ChunkTimes(_message.Message):
+    """A chunk as planned and as measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANNED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def planned(self) -> _ids_pb2.ChunkTime: ...
+    @_builtins.property
+    def measured(self) -> _ids_pb2.ChunkTime: ...
+    def __init__(
+        self,
+        *,
+        planned: _ids_pb2.ChunkTime | None = ...,
+        measured: _ids_pb2.ChunkTime | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured", "planned", b"planned"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured", "planned", b"planned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
+    _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
+
+Global___ChunkTimes: _TypeAlias = ChunkTimes  # noqa: Y015
+
+@_typing.final
+class TransferTimes(_message.Message):
+    """A boundary tensor's way as planned and as measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANNED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def planned(self) -> _ids_pb2.TransferTime: ...
+    @_builtins.property
+    def measured(self) -> _ids_pb2.TransferTime: ...
+    def __init__(
+        self,
+        *,
+        planned: _ids_pb2.TransferTime | None = ...,
+        measured: _ids_pb2.TransferTime | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured", "planned", b"planned"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured", "planned", b"planned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
+    _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
+
+Global___TransferTimes: _TypeAlias = TransferTimes  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -136,6 +136,7 @@ class Sender:
     peers: Peers
     statistics: Statistics
     failed: asyncio.Queue[tuple[WorkerId, Generation, str]]
+    taken: asyncio.Queue[tuple[WorkerId, Envelope, int, float]]
 
 
 @asynccontextmanager
@@ -145,19 +146,21 @@ async def sending(
     """Worker "a"'s sending half. A test that waits in vain ends by pytest's own timeout."""
     statistics = Statistics()
     failed: asyncio.Queue[tuple[WorkerId, Generation, str]] = asyncio.Queue()
+    taken: asyncio.Queue[tuple[WorkerId, Envelope, int, float]] = asyncio.Queue()
     async with asyncio.TaskGroup() as group:
         peers = Peers(
             A,
             group=group,
             dial=partial(open_channel, token=token),
             on_failed=lambda *failure: failed.put_nowait(failure),
+            on_taken=lambda *taking: taken.put_nowait(taking),
             statistics=statistics,
             limits=limits,
             patience=patience,
             fetch_patience_s=10.0,
         )
         try:
-            yield Sender(peers=peers, statistics=statistics, failed=failed)
+            yield Sender(peers=peers, statistics=statistics, failed=failed, taken=taken)
         finally:
             await peers.close()
 

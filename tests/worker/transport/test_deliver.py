@@ -81,6 +81,25 @@ async def test_a_release_without_tensors_arrives() -> None:
         assert await receiver.arrived.get() == (hop_envelope(), ())
 
 
+async def test_an_accepted_tensor_is_told_with_its_bytes_and_its_time() -> None:
+    receiver, loop = Receiver(), asyncio.get_running_loop()
+    async with serving(receiver.service()) as member, sending() as sender:
+        began_s = loop.time()
+        sender.peers.send(member, hop_envelope(), (tensor_of(3 * MIB + 5),))
+        to, envelope, num_bytes, seconds = await sender.taken.get()
+        assert (to, envelope, num_bytes) == (B, hop_envelope(), 3 * MIB + 5)
+        assert 0 < seconds <= loop.time() - began_s
+
+
+async def test_a_refused_tensor_is_not_told_as_accepted() -> None:
+    receiver = Receiver(refusal_of=lambda envelope: Refusal.STALE if envelope == hop_envelope(0) else None)
+    async with serving(receiver.service()) as member, sending() as sender:
+        for microbatch in (0, 1):
+            sender.peers.send(member, hop_envelope(microbatch), (tensor_of(10),))
+        assert (await sender.taken.get())[1] == hop_envelope(1)
+        assert sender.taken.empty()
+
+
 async def test_the_oldest_microbatch_goes_first() -> None:
     receiver = Receiver()
     async with serving(receiver.service()) as member, sending() as sender:

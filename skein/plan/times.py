@@ -1,0 +1,61 @@
+"""What a plan's prediction rests on: seconds of each chunk's ops, and of each boundary tensor's way."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from skein.plan.load import StageLoad
+from skein.plan.place import Pool
+from skein.plan.plan import ChunkTime, Plan, TransferTime
+from skein.topology.links import F64
+from skein.types import WorkerId
+
+
+def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F64, backward_s: F64) -> Plan:
+    """`plan` with the times that it was made by.
+
+    Args:
+        plan: of stages with these loads, on workers of `pool`.
+        loads: (num_stages,), the head of `LOOP` included.
+        pool: the fleet's links.
+        forward_s: (num_workers, num_stages), one microbatch.
+        backward_s: same shape.
+    """
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    last = len(plan.stages) - 1
+    times = []
+    for placed in sorted(plan.chunks, key=lambda x: x.chunk):
+        at = position[placed.chunk.worker], placed.chunk.stage
+        ahead_s, back_s = float(forward_s[at]), float(backward_s[at])
+        is_last = placed.chunk.stage == last
+        times.append(
+            ChunkTime(
+                chunk=placed.chunk,
+                forward_s=0.0 if is_last else ahead_s,
+                backward_s=0.0 if is_last else back_s,
+                loss_s=ahead_s + back_s if is_last else 0.0,
+            )
+        )
+    return replace(plan, chunk_times=tuple(times), transfer_times=_transfers(plan, loads, pool, position))
+
+
+def _transfers(
+    plan: Plan, loads: Sequence[StageLoad], pool: Pool, position: dict[WorkerId, int]
+) -> tuple[TransferTime, ...]:
+    """One for each directed link in use; where tensors of several sizes take it, of the largest."""
+    bytes_by_link: dict[tuple[WorkerId, WorkerId], int] = {}
+    for path in plan.paths:
+        for here, there in pairwise(path.hops):
+            if here.worker != there.worker:
+                num_bytes = loads[here.stage].output_bytes
+                for link in ((here.worker, there.worker), (there.worker, here.worker)):
+                    bytes_by_link[link] = max(bytes_by_link.get(link, 0), num_bytes)
+    return tuple(
+        TransferTime(
+            sender=sender,
+            receiver=receiver,
+            num_bytes=num_bytes,
+            seconds=pool.links.seconds_of(position[sender], position[receiver], num_bytes),
+        )
+        for (sender, receiver), num_bytes in sorted(bytes_by_link.items())
+    )
