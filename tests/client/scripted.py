@@ -17,16 +17,18 @@ from client.jobfile import read_job_text
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import SkeinError, UserError
+from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import CheckpointFile, Decision, StepRecord
 from skein.protocol.records import StageFiles
 from skein.topology.fleet import Link, Profile
-from skein.types import Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
+from skein.types import ChunkRef, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import bind, open_server
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, ManifestReply
 from skein.wire.failures import refuse
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import (
+    ChunkTimes,
     Ended,
     EvaluationFinished,
     JobEvent,
@@ -36,6 +38,7 @@ from skein.wire.views import (
     StateChanged,
     StepFinished,
     SubmitReply,
+    TransferTimes,
     VersionReply,
     WorkerState,
     WorkerStatus,
@@ -76,7 +79,22 @@ def status(job: str = "first-job-1", *, state: JobState = JobState.RUNNING, step
         plan="two stages",
         predicted_step_s=0.4,
         lower_bound_s=0.3,
+        measured_step_s=0.6,
+        chunk_times=(
+            ChunkTimes(planned=chunk_time(0, "w1", 0.1, 0.2), measured=chunk_time(0, "w1", 0.125, 0.2)),
+            ChunkTimes(planned=chunk_time(1, "w2", 0.1, 0.1), measured=None),
+        ),
+        transfer_times=(TransferTimes(planned=way(2.5), measured=way(5.0)),),
     )
+
+
+def chunk_time(stage: int, worker: str, forward_s: float, backward_s: float) -> ChunkTime:
+    chunk = ChunkRef(stage=StageIndex(stage), worker=WorkerId(worker))
+    return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=0.0)
+
+
+def way(seconds: float) -> TransferTime:
+    return TransferTime(sender=WorkerId("w1"), receiver=WorkerId("w2"), num_bytes=1000, seconds=seconds)
 
 
 def worker(

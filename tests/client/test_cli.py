@@ -8,6 +8,7 @@ import pytest
 
 from client.cli import run
 from client.cli.doctor import Finding, Verdict, clock_skew, free_space, open_files
+from client.cli.show import plain
 from skein.errors import RemoteError, UserError
 from skein.types import JobState
 from tests.client.conftest import Scripted
@@ -146,6 +147,26 @@ def test_status_is_complete(capsys: Captured) -> None:
         assert part in out
     assert run(["status", "first-job-1", "--json"]) == 0
     assert lines(capsys.readouterr().out)[0]["total_steps"] == 3
+
+
+def test_status_shows_planned_beside_measured(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    assert "median 0.6 s" in out
+    rows = [line.split() for line in out.partition("CHUNK OR LINK")[2].splitlines()[1:]]
+    assert rows == [
+        ["step", "400", "ms", "600", "ms", "+50%"],
+        ["stage", "0", "on", "w1", "forward", "100", "ms", "125", "ms", "+25%"],
+        ["stage", "0", "on", "w1", "backward", "200", "ms", "200", "ms", "+0%"],
+        ["stage", "1", "on", "w2", "forward", "100", "ms", "-", "-"],
+        ["stage", "1", "on", "w2", "backward", "100", "ms", "-", "-"],
+        ["w1", "->", "w2", "transfer", "2.50", "s", "5.00", "s", "+100%"],
+    ]
+    assert run(["status", "first-job-1", "--json"]) == 0
+    [told] = lines(capsys.readouterr().out)
+    assert told["measured_step_s"] == 0.6
+    assert told["chunk_times"] == plain(status().chunk_times)
+    assert told["transfer_times"] == plain(status().transfer_times)
 
 
 def test_logs_tell_the_story(coordinator: Scripted, capsys: Captured) -> None:

@@ -1,0 +1,112 @@
+"""Planned beside measured, for clients and for Prometheus: of a job that a simulated fleet works on."""
+
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
+
+import pytest
+
+from coordinator.journal import Journal
+from coordinator.metrics import Metrics
+from coordinator.status import Roster, brief, job_status
+from skein.config.job import PlanSpec
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.records import Record
+from skein.sim.scenario import make_world
+from skein.sim.world import World
+from skein.types import JobId
+from skein.wire.views import JobStatus
+from tests.coordinator.test_metrics import samples
+from tests.support.jobs import small_job
+from tests.support.worlds import fleet_of, plan_of, run_until, version_of, worker
+
+JOB = JobId("small-1")
+STEPS = 40
+
+
+@cache
+def world(*, version: int) -> World:
+    """A job of which so many steps are made, one worker being three times as slow as it says."""
+    # However far off, it keeps its plan.
+    job = small_job(steps=STEPS, microbatches=8).model_copy(update={"plan": PlanSpec(replan_if_off_by=10.0)})
+    made = make_world(job, fleet_of(4), seed=0)
+    made.slow_worker(worker(1), 3.0)
+    run_until(made, lambda made: version_of(made) == version)
+    return made
+
+
+def machine(*, version: int) -> Coordinator:
+    found = world(version=version).coordinator
+    assert found is not None
+    return found
+
+
+async def nothing_kept() -> AsyncIterator[Sequence[Record]]:
+    """A run log that nobody watches."""
+    for piece in list[list[Record]]():
+        yield piece
+
+
+def status(*, version: int) -> JobStatus:
+    return job_status(machine(version=version), Journal(nothing_kept), JOB)
+
+
+def test_before_enough_steps_there_is_only_the_plan() -> None:
+    found = status(version=1)
+    assert found.measured_step_s is None
+    assert len(found.chunk_times) == 4
+    assert len(found.transfer_times) >= 4
+
+
+def test_each_chunk_is_shown_as_planned_and_as_it_is() -> None:
+    found = status(version=12)
+    assert found.measured_step_s is not None
+    factors = {
+        times.planned.chunk.worker: times.measured.total_s / times.planned.total_s
+        for times in found.chunk_times
+        if times.measured is not None
+    }
+    # A cost model's ops take half a millisecond each beside their arithmetic, 5 % of these.
+    assert factors == pytest.approx({worker(i): 3.0 if i == 1 else 1.0 for i in range(4)}, rel=0.06)
+
+
+def test_each_way_is_shown_as_planned_and_as_it_is() -> None:
+    network = world(version=12).network
+    for times in status(version=12).transfer_times:
+        assert times.measured is not None
+        link = network.link(times.planned.sender, times.planned.receiver)
+        alone_s = link.latency_s + times.measured.num_bytes / link.bytes_per_s
+        # Tensors may wait for each other, and what the links' latencies are is known by a probe only later.
+        assert times.measured.seconds >= 0.9 * alone_s / 2
+
+
+def test_a_list_of_jobs_has_no_line_for_each_chunk() -> None:
+    found = brief(status(version=12))
+    assert (found.chunk_times, found.transfer_times) == ((), ())
+    assert found.measured_step_s == status(version=12).measured_step_s
+
+
+def test_after_the_end_the_times_can_still_be_seen() -> None:
+    done = make_world(small_job(steps=8, microbatches=8), fleet_of(4), seed=0)
+    run_until(done, lambda done: version_of(done) == 8)
+    assert done.coordinator is not None
+    run_until(done, lambda done: done.coordinator is not None and done.coordinator.run is None)
+    found = job_status(done.coordinator, Journal(nothing_kept), JOB)
+    assert found.measured_step_s is not None
+    assert all(times.measured is not None for times in found.chunk_times)
+
+
+def test_metrics_have_the_step_and_the_ops_of_each_stage_in_both_kinds() -> None:
+    now, metrics = machine(version=12), Metrics()
+    metrics.recorded(world(version=12).log)
+    metrics.sample(now, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
+    found = samples(metrics)
+    assert found["skein_plan_step_seconds", ("planned", JOB)] == plan_of(world(version=12)).predicted_step_s
+    assert found["skein_plan_step_seconds", ("measured", JOB)] == now.measured[JOB].step_s
+    labels = {labels for name, labels in found if name == "skein_stage_op_seconds"}
+    # Labels from the last by name: stage, op, kind, job.
+    assert labels == {
+        (stage, op, kind, JOB)
+        for stage, ops in (("0", ("forward", "backward")), ("1", ("loss",)))
+        for op in ops
+        for kind in ("planned", "measured")
+    }
