@@ -12,6 +12,7 @@ import numpy as np
 from skein.plan.route.arrays import U64, Fixed, State
 from skein.plan.route.compiled import compiled
 from skein.plan.route.cost import (
+    BLOCKED,
     NEVER,
     Scratch,
     fit_chunk,
@@ -33,6 +34,13 @@ from skein.plan.route.moves import (
     take_back,
 )
 from skein.plan.route.problem import F64
+from skein.plan.route.simulate import simulate
+
+_AGAIN_OPS = 20.0
+"""A move after which slots do not suffice in the old order is tried in a new one, at times: always on problems of so
+few ops, for half of the moves on twice as many. It costs several evaluations, and on large problems gains little."""
+_TIE = 1e-3
+"""Weight of smoothness between the best of all: enough to tell ties apart."""
 
 
 class Cooling(NamedTuple):
@@ -137,19 +145,55 @@ def _least_s(state: State, chain_s: F64) -> float:
 
 
 @compiled
+def order_first_come(fixed: Fixed, state: State, begin_s: F64, end_s: F64) -> bool:
+    """Put the sequence in the order in which workers take what is ready; False if that comes to a halt.
+
+    `begin_s` (num_microbatches, 2 num_hops + 1) and `end_s` (num_microbatches,) are working space.
+    """
+    hops = fixed.num_hops
+    body, loss_chunk = state.path[:, :hops].copy(), state.path[:, hops].copy()
+    step_s = simulate(
+        body,
+        loss_chunk,
+        state.holder,
+        state.forward_s,
+        state.backward_s,
+        state.loss_s,
+        fixed.transfer_s,
+        fixed.wire_s,
+        state.slots,
+        NEVER,
+        begin_s,
+        end_s,
+    )
+    if step_s == NEVER:
+        return False
+    width = begin_s.shape[1]
+    order = np.argsort(begin_s.copy().reshape(begin_s.size), kind="mergesort")
+    for at in range(len(order)):
+        state.sequence[at] = order[at] // width
+        state.op[at] = order[at] % width
+    return True
+
+
+@compiled
 def anneal(
     fixed: Fixed, state: State, best: State, work: Scratch, undo: Undo, cooling: Cooling, random: U64
 ) -> float:
     """Anneal everything on the step's seconds, from `state` with a sequence; the best goes to `best`.
 
-    Returns the best objective met: seconds of the step, `evenness` times `smoothness`, and what is moved.
+    The best is the shortest step, what is moved added, and of equal ones the smoothest; returns that.
     """
     chain_s = np.zeros(int(fixed.first_chunk[1]))
     now = run_sequence(fixed, state, work, NEVER)
     now += cooling.evenness * smoothness(work) + state.move_s.sum()
     sort_sequence(state, work)
     waited_s = work.waited_s.copy()
+    sequence, op = state.sequence.copy(), state.op.copy()
+    begin_s = np.zeros((len(state.trip_s), 2 * fixed.num_hops + 1))
+    again_share = min(1.0, _AGAIN_OPS / len(sequence))
     least = NEVER
+    kept = NEVER
     for number in range(cooling.num_moves):
         warmth_s = cooling.first_s * (cooling.last_s / cooling.first_s) ** (number / cooling.num_moves)
         at = to = -1
@@ -173,16 +217,27 @@ def anneal(
         move_s = state.move_s.sum()
         limit_s = threshold - cooling.evenness * 1.1 * state.trip_s.mean() - move_s
         there = NEVER
+        is_ordered_anew = False
         if _least_s(state, chain_s) <= limit_s:
             there = run_sequence(fixed, state, work, limit_s)
+            if there == BLOCKED and at < 0 and draw(random) < again_share:
+                sequence[:] = state.sequence
+                op[:] = state.op
+                is_ordered_anew = True
+                if order_first_come(fixed, state, begin_s, work.input_s):
+                    there = run_sequence(fixed, state, work, limit_s)
+            if there == BLOCKED:
+                there = NEVER
             if there < NEVER:
-                there += cooling.evenness * smoothness(work) + move_s
+                there += move_s
+                kept = there + _TIE * smoothness(work)
+                there += cooling.evenness * smoothness(work)
         if there <= threshold:
             now = there
             sort_sequence(state, work)
             waited_s[:] = work.waited_s
-            if now < least:
-                least = now
+            if kept < least:
+                least = kept
                 best.holder[:] = state.holder
                 best.path[:] = state.path
                 best.sequence[:] = state.sequence
@@ -190,6 +245,9 @@ def anneal(
         elif at >= 0:
             shift(state, to, at)
         else:
+            if is_ordered_anew:
+                state.sequence[:] = sequence
+                state.op[:] = op
             take_back(state, undo, changed)
             refit(fixed, state, undo, changed)
     return least

@@ -30,6 +30,7 @@ class Fixed(NamedTuple):
     max_jump: int
     is_loop: bool
     has_wires: bool
+    has_spare_visits: bool
 
 
 class State(NamedTuple):
@@ -78,6 +79,7 @@ def fixed(problem: Problem) -> Fixed:
         max_jump=problem.max_jump,
         is_loop=problem.num_hops == problem.path_len,
         has_wires=bool(problem.wire_s.any()),
+        has_spare_visits=len({problem.visits_by_stage[stage] for stage in problem.skippable}) > 1,
     )
 
 

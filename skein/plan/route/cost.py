@@ -15,6 +15,8 @@ from skein.plan.route.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
 NEVER = np.inf
+BLOCKED = -1.0
+"""Less than any time, so that nothing mistakes it for one."""
 
 
 class Scratch(NamedTuple):
@@ -113,7 +115,7 @@ def fit(fixed: Fixed, state: State) -> None:
 
 @compiled
 def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> float:
-    """Seconds of the step in sequence order; NEVER if that is above `limit_s`, or a chunk would hold too much.
+    """Seconds of the step in sequence order; NEVER if that is above `limit_s`, BLOCKED if a chunk would hold too much.
 
     Gives up as soon as one microbatch, going on without waiting, would be back after `limit_s`.
     """
@@ -145,7 +147,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
             takes_s = forward_s[chunk]
             held[chunk] += 1
             if held[chunk] > slots[chunk]:
-                return NEVER
+                return BLOCKED
         elif op == hops:
             chunk = path[m, hops]
             takes_s = loss_s[chunk]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.plan.route.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.cost import NEVER, fit, run_sequence, scratch
+from skein.plan.route.cost import BLOCKED, NEVER, fit, run_sequence, scratch
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 from skein.plan.route.simulate import simulate
 from skein.rng import stream
@@ -24,7 +24,7 @@ def timeline(problem: Problem, routing: Routing) -> Timeline:
     fit(arrays, here)
     work = scratch(arrays, here)
     step_s = run_sequence(arrays, here, work, NEVER)
-    if step_s == NEVER:
+    if step_s == BLOCKED:
         raise ValueError("in this order a chunk would hold more microbatches than it has slots")
     begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
     begin_s[here.sequence, here.op] = work.begin_s

@@ -183,6 +183,33 @@ def _exchange_stages(fixed: Fixed, state: State, random: U64, a: int, b: int) ->
 
 
 @compiled
+def _visits(fixed: Fixed, state: State, stage: int) -> int:
+    count = 0
+    for m in range(len(state.trip_s)):
+        for hop in range(1, fixed.num_hops):
+            if fixed.stage_of[state.path[m, hop]] == stage:
+                count += 1
+    return count
+
+
+@compiled
+def _trade_stage(fixed: Fixed, state: State, random: U64, a: int) -> bool:
+    """A microbatch visits a stage instead of another that has one visit more, where visits cannot all be equal."""
+    if fixed.num_hops < 2:
+        return False
+    hop = below(random, fixed.num_hops - 1) + 1
+    stage = fixed.stage_of[state.path[a, hop]]
+    last = len(state.reduce_s) - 1 if fixed.is_loop else len(state.reduce_s) - 2
+    other = below(random, last) + 1
+    if other == stage or _visits(fixed, state, stage) <= _visits(fixed, state, other):
+        return False
+    begin, end = fixed.first_chunk[other], fixed.first_chunk[other + 1]
+    state.path[a, hop] = begin + below(random, end - begin)
+    _sort_stages(fixed, state.path, a)
+    return is_legal(fixed, state.path, a)
+
+
+@compiled
 def _exchange_bodies(fixed: Fixed, state: State, a: int, b: int, begin: int) -> bool:
     """Two microbatches exchange their hops from `begin` on (0: all but the origin's loss)."""
     for hop in range(begin, fixed.num_hops + (0 if fixed.is_loop else 1)):
@@ -221,7 +248,10 @@ def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U6
         is_done = a != b and _exchange_chunks(fixed, state, random, a, b)
     elif kind < shares[1]:
         _remember(state, undo, a, a)
-        is_done = _move_visit(fixed, state, random, a)
+        if fixed.has_spare_visits and draw(random) < 0.3:
+            is_done = _trade_stage(fixed, state, random, a)
+        else:
+            is_done = _move_visit(fixed, state, random, a)
     elif kind < shares[2]:
         is_done = a != b and _exchange_stages(fixed, state, random, a, b)
     elif kind < shares[3]:

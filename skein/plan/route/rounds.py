@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-MOVES_PER_OP = 8_000
+MOVES_PER_OP = 2_500
 """Beyond this one annealing gains less than a second one does."""
 _STARTS = (0.06, 0.14, 0.14, 0.14)
 _WARMTHS = (0.016, 0.012, 0.008, 0.004)

@@ -119,6 +119,20 @@ def test_nothing_that_a_search_finds_is_better() -> None:
         assert found.step_s >= best.makespan_s * (1 - SUMS), problem.name
 
 
+def test_a_search_finds_the_optimum_of_every_tiny_problem() -> None:
+    problems = feasible()
+    assert len(problems) >= 50
+    for problem, best in problems:
+        search = Search(problem, seed=0)
+        for run in search.rounds(1_500_000):
+            run()
+            assert search.best is not None
+            if search.best.step_s <= best.makespan_s * (1 + SUMS):
+                break
+        assert search.best is not None
+        assert search.best.step_s == pytest.approx(best.makespan_s, rel=SUMS), problem.name
+
+
 def test_two_microbatches_on_two_workers_by_hand() -> None:
     # 0: F F at 0-2; 1: F at 2-3, loss op of a LINE takes 2: 2-4, 4-6; back at 0 at 5 and 7, each 1 s.
     links_s = np.array([[0.0, 1.0], [1.0, 0.0]])

