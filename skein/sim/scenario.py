@@ -53,7 +53,9 @@ def make_world(job: JobSpec, fleet: FleetShape, *, seed: int) -> World:
 
 Fault = Callable[[World], None]
 
-FAULTS = ("kill", "restart", "freeze", "mute", "stream", "drain", "cut", "coordinator")
+FAULTS = ("kill", "restart", "freeze", "mute", "stream", "drain", "cut", "coordinator", "slow")
+SLOWER = 4.0
+"""Times as long as its profile says are the ops of a worker that is struck by "slow"."""
 
 
 def draw_faults(
@@ -96,6 +98,8 @@ def _strike(kind: str, name: WorkerId, other: WorkerId, seconds: float, world: W
             world.freeze_worker(name, seconds)
         case "mute":
             world.mute_worker(name, seconds)
+        case "slow":
+            world.slow_worker(name, SLOWER, seconds=4 * seconds)
         case "stream":
             world.break_stream(name)
         case "cut" if name != other:

@@ -292,6 +292,15 @@ class World:
             worker.is_muted = True
             self.clock.after(seconds, worker.unmute)
 
+    def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
+        """Have a worker's ops take `factor` times as long as its profile says, for so long; None: for good."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            profile_flops_per_s = worker.machine.identity.profile.flops_per_s
+            worker.executor.flops_per_s = profile_flops_per_s / factor
+            if seconds is not None:
+                self.clock.after(seconds, partial(self.slow_worker, name, 1.0))
+
     def stick_worker(self, name: WorkerId) -> None:
         """Let no op of a worker end any more; it beats on."""
         if name in self.workers:

@@ -114,6 +114,17 @@ def test_a_link_takes_for_a_tensor_what_that_was_measured_to_take() -> None:
     assert other == [LINKS[LAST, FIRST]]
 
 
+@pytest.mark.parametrize(("num_bytes", "is_latency"), [(10, True), (10**7, False)])
+def test_what_a_short_tensor_takes_too_long_is_latency(num_bytes: int, *, is_latency: bool) -> None:
+    measured = Measured(SPEC)
+    told(measured, FIRST, 1.0, taken(50.0, num_bytes=num_bytes))
+    way = measured.transfer_time(FIRST, LAST, LINKS)
+    assert way is not None
+    [found] = [x for x in measured.on(ON, LINKS).links if (x.sender, x.receiver) == (FIRST, LAST)]
+    assert found.latency_s + num_bytes / found.bytes_per_s == pytest.approx(way.seconds)
+    assert (found.bytes_per_s == LINKS[FIRST, LAST].bytes_per_s) is is_latency
+
+
 def test_a_link_that_nobody_probed_is_known_once_tensors_went_over_it() -> None:
     bare = replace(TWO, links=())
     measured = Measured(SPEC)

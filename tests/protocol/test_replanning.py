@@ -165,6 +165,13 @@ def test_a_change_costs_what_the_last_one_took() -> None:
     assert made.verdict(answer(OTHER), PLAN, steps_left=61) is None
 
 
+def test_nobody_gains_more_than_what_a_step_takes() -> None:
+    made = policy()
+    # Reckoned by links that look broken; measured it is a second.
+    assert made.verdict(answer(OTHER, current_s=100.0), PLAN, steps_left=4) is not None
+    assert made.verdict(answer(OTHER, current_s=100.0), PLAN, steps_left=5) is None
+
+
 def test_a_gain_within_the_error_of_predictions_is_none_however_many_steps_are_left() -> None:
     made, million = policy(), 10**6
     small = replace(OTHER, predicted_step_s=1.0 - 0.9 * LEAST_GAIN)

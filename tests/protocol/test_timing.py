@@ -3,7 +3,7 @@
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import Direction, HopTensor, Phase, ShardKind, ShardTensor, TimesMeasured
 from skein.protocol.ops import BackwardOp, ClearOp, ForwardOp, LossOp, Op
-from skein.protocol.work.timing import MAX_PEERS, NUM_KEPT, Timing
+from skein.protocol.work.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
 from skein.types import Generation, GroupId, MicrobatchId, Step, WorkerId
 from tests.support.plans import chunk, path
 from tests.support.reports import attempt
@@ -36,7 +36,7 @@ def test_each_kind_of_op_has_its_own_median() -> None:
     timing = Timing(WorkerId("w0a"))
     for seconds in (1.0, 9.0, 2.0):
         timing.op_ended(forward(), seconds)
-    timing.op_ended(backward(), 4.0)
+        timing.op_ended(backward(), 4.0)
     assert told(timing).chunks == (
         ChunkTime(chunk=chunk(0, "w0a"), forward_s=2.0, backward_s=4.0, loss_s=0.0),
     )
@@ -44,7 +44,9 @@ def test_each_kind_of_op_has_its_own_median() -> None:
 
 def test_a_loss_is_an_op_of_the_last_hop() -> None:
     timing = Timing(WorkerId("w1a"))
-    timing.op_ended(LossOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=1, path=WAY), 5.0)
+    loss = LossOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=1, path=WAY)
+    for _ in range(LEAST_KEPT):
+        timing.op_ended(loss, 5.0)
     assert told(timing).chunks == (
         ChunkTime(chunk=chunk(1, "w1a"), forward_s=0.0, backward_s=0.0, loss_s=5.0),
     )
@@ -52,9 +54,10 @@ def test_a_loss_is_an_op_of_the_last_hop() -> None:
 
 def test_evaluation_and_everything_that_is_not_a_path_does_not_count() -> None:
     timing = Timing(WorkerId("w0a"))
-    timing.op_ended(forward(phase=Phase.EVALUATE), 1.0)
-    timing.op_ended(ClearOp(), 1.0)
-    timing.tensor_taken(WorkerId("w1a"), boundary(phase=Phase.EVALUATE), 10, 1.0)
+    for _ in range(LEAST_KEPT):
+        timing.op_ended(forward(phase=Phase.EVALUATE), 1.0)
+        timing.op_ended(ClearOp(), 1.0)
+        timing.tensor_taken(WorkerId("w1a"), boundary(phase=Phase.EVALUATE), 10, 1.0)
     shard = ShardTensor(
         kind=ShardKind.PART,
         step=Step(0),
@@ -63,13 +66,30 @@ def test_evaluation_and_everything_that_is_not_a_path_does_not_count() -> None:
         shard=0,
         member=chunk(0, "w0a"),
     )
-    timing.tensor_taken(WorkerId("w1a"), shard, 10, 1.0)
+    for _ in range(LEAST_KEPT):
+        timing.tensor_taken(WorkerId("w1a"), shard, 10, 1.0)
     assert timing.report(FIRST) is None
+
+
+def visit(timing: Timing, count: int = LEAST_KEPT, seconds: float = 1.0) -> None:
+    for _ in range(count):
+        timing.op_ended(forward(), seconds)
+        timing.op_ended(backward(), seconds)
+
+
+def test_the_first_ops_of_a_kind_and_half_a_visit_are_not_told() -> None:
+    timing = Timing(WorkerId("w0a"))
+    visit(timing, LEAST_KEPT - 1)
+    assert timing.report(FIRST) is None
+    timing.op_ended(forward(), 1.0)
+    assert timing.report(FIRST) is None
+    timing.op_ended(backward(), 1.0)
+    assert timing.report(FIRST) is not None
 
 
 def test_what_was_told_is_no_news() -> None:
     timing = Timing(WorkerId("w0a"))
-    timing.op_ended(forward(), 1.0)
+    visit(timing)
     assert timing.report(FIRST) is not None
     assert timing.report(FIRST) is None
     timing.op_ended(forward(), 1.0)
@@ -78,8 +98,8 @@ def test_what_was_told_is_no_news() -> None:
 
 def test_only_the_last_ops_count() -> None:
     timing = Timing(WorkerId("w0a"))
-    for seconds in [100.0] * NUM_KEPT + [1.0] * NUM_KEPT:
-        timing.op_ended(forward(), seconds)
+    visit(timing, NUM_KEPT, 100.0)
+    visit(timing, NUM_KEPT, 1.0)
     assert told(timing).chunks[0].forward_s == 1.0
 
 
@@ -96,12 +116,14 @@ def test_transfers_that_waited_for_others_do_not_make_a_link_slow() -> None:
 def test_the_report_of_a_worker_with_very_many_peers_is_bounded() -> None:
     timing = Timing(WorkerId("w0a"))
     for number in range(2 * MAX_PEERS):
-        timing.tensor_taken(WorkerId(f"p{number:04d}"), boundary(), 1, 1.0)
+        for _ in range(LEAST_KEPT):
+            timing.tensor_taken(WorkerId(f"p{number:04d}"), boundary(), 1, 1.0)
     assert len(told(timing).transfers) == MAX_PEERS
 
 
 def test_a_new_generation_begins_with_nothing() -> None:
     timing = Timing(WorkerId("w0a"))
-    timing.op_ended(forward(), 1.0)
+    visit(timing)
     timing.clear()
+    visit(timing, LEAST_KEPT - 1)
     assert timing.report(FIRST) is None

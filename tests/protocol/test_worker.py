@@ -1,5 +1,6 @@
 """The Worker machine: generations, builds, steps, and what it does when things end halfway."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -46,6 +47,7 @@ from skein.protocol.ops import (
     PackOp,
     SaveOp,
 )
+from skein.protocol.work.timing import LEAST_KEPT
 from skein.protocol.worker_io import (
     Build,
     BuildFailed,
@@ -180,12 +182,20 @@ def test_progress_counts_ended_ops() -> None:
 
 
 def test_times_are_told_with_the_beat_and_begin_anew_with_a_generation() -> None:
-    hand = stepping()
+    plan = grid_plan(stages=2, replicas=1, num_microbatches=LEAST_KEPT, slots=LEAST_KEPT)
+    hand = Hand()
+    hand.connect()
+    hand.settle(plan)
+    hand.start()
+    hand.run_all()
+    for microbatch in range(LEAST_KEPT):
+        hand.arrive(replace(gradient(0), microbatch=MicrobatchId(microbatch)))
+        hand.run_all()
     hand.now = 9.0
     hand.give(TimePassed())
     [times] = [report for report in hand.said() if isinstance(report, TimesMeasured)]
     assert (times.generation, [time.forward_s for time in times.chunks]) == (1, [0.5])
-    hand.fence(PLAN, generation=2)
+    hand.fence(plan, generation=2)
     hand.now = 19.0
     hand.give(TimePassed())
     assert [report for report in hand.said() if isinstance(report, TimesMeasured)] == []

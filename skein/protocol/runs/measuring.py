@@ -21,7 +21,8 @@ from skein.types import ChunkRef, StageSpec, WorkerId
 
 NUM_STEPS = 5
 """Steps of one plan whose median is believed."""
-_NUM_KEPT = 32
+_NUM_KEPT = 2 * NUM_STEPS
+"""So few that a change shows within a few steps."""
 
 _Pair = tuple[WorkerId, WorkerId]
 
@@ -137,7 +138,7 @@ class Measured:
         return stage_loads(self._spec, self._layers, stages)
 
     def _links(self, fleet: Fleet, links: Mapping[_Pair, Link]) -> tuple[Link, ...]:
-        """Those of the fleet; where tensors went, latency and bandwidth are scaled to what those took."""
+        """Those of the fleet; where tensors went, such that one takes what they took."""
         position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
         matrices = link_cost_s(fleet)
         found = {(link.sender, link.receiver): link for link in fleet.links}
@@ -147,13 +148,13 @@ class Measured:
             taken = self.transfer_time(sender, receiver, links)
             assert taken is not None
             at = position[sender], position[receiver]
-            factor = taken.seconds / matrices.seconds_of(*at, taken.num_bytes)
-            found[sender, receiver] = Link(
+            known = Link(
                 sender=sender,
                 receiver=receiver,
-                latency_s=float(matrices.latency_s[at]) * factor,
-                bytes_per_s=float(matrices.bytes_per_s[at]) / factor,
+                latency_s=float(matrices.latency_s[at]),
+                bytes_per_s=float(matrices.bytes_per_s[at]),
             )
+            found[sender, receiver] = _as_taken(known, taken)
         return tuple(found[pair] for pair in sorted(found))
 
     # --- beside what was planned ---
@@ -203,6 +204,19 @@ class Measured:
         taken = self.transfer_time(*pair, links)
         assert taken is not None
         return taken.seconds
+
+
+def _as_taken(known: Link, taken: TransferTime) -> Link:
+    """A link that takes for a tensor what it took.
+
+    What is too much is latency where the tensor is short, for then it is work at the ends; else both are off alike.
+    """
+    carried_s = taken.num_bytes / known.bytes_per_s
+    known_s = known.latency_s + carried_s
+    if taken.seconds > known_s and carried_s < known.latency_s:
+        return replace(known, latency_s=known.latency_s + taken.seconds - known_s)
+    factor = taken.seconds / known_s
+    return replace(known, latency_s=known.latency_s * factor, bytes_per_s=known.bytes_per_s / factor)
 
 
 def _with_speed(worker: FleetWorker, flops_per_s: float) -> FleetWorker:

@@ -117,7 +117,8 @@ class Replanning:
         plan = made.result
         if (plan.chunks, plan.paths, plan.schedules) == (present.chunks, present.paths, present.schedules):
             return "it is the best known"
-        present_s = self._expected_s if made.current_s is None else made.current_s
+        # What is reckoned may be wrong; nobody gains more than what a step takes.
+        present_s = self._expected_s if made.current_s is None else min(made.current_s, self._expected_s)
         gain_s = present_s - plan.predicted_step_s
         cost_s = made.move_s + self.change_s
         if gain_s < LEAST_GAIN * present_s or gain_s * steps_left <= cost_s:

@@ -19,6 +19,9 @@ NUM_KEPT = 64
 MAX_PEERS = 64
 """Peers whose transfers are told, the first by name."""
 
+LEAST_KEPT = 3
+"""Of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
+
 _Kind = tuple[ChunkRef, OpKind]
 
 
@@ -58,17 +61,24 @@ class Timing:
             self._transfers.setdefault(to, deque(maxlen=NUM_KEPT)).append((num_bytes, seconds))
 
     def report(self, generation: Generation) -> TimesMeasured | None:
-        """All of it; None if nothing was measured since the last report."""
-        if not self._has_news:
+        """All that was measured often enough; None if that is nothing, or nothing new since the last report."""
+        chunks = sorted({chunk for chunk, _ in self._ops if self._is_known(chunk)})
+        peers = sorted(peer for peer, taken in self._transfers.items() if len(taken) >= LEAST_KEPT)[
+            :MAX_PEERS
+        ]
+        if not self._has_news or not (chunks or peers):
             return None
         self._has_news = False
-        chunks = sorted({chunk for chunk, _ in self._ops})
-        peers = sorted(self._transfers)[:MAX_PEERS]
         return TimesMeasured(
             generation=generation,
             chunks=tuple(self._chunk_time(chunk) for chunk in chunks),
             transfers=tuple(self._transfer_time(peer) for peer in peers),
         )
+
+    def _is_known(self, chunk: ChunkRef) -> bool:
+        """Whether all that a visit is made of was measured."""
+        known = {kind for (at, kind), kept in self._ops.items() if at == chunk and len(kept) >= LEAST_KEPT}
+        return OpKind.LOSS in known or known == {OpKind.FORWARD, OpKind.BACKWARD}
 
     def _chunk_time(self, chunk: ChunkRef) -> ChunkTime:
         forward_s, backward_s, loss_s = (
