@@ -1,0 +1,101 @@
+"""A coordinator that searches and workers that carry out what it found, beside one torch process on the same paths."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import START_S, Cluster, running
+from client.cli import run
+from coordinator.store import LogHeld, RunLog
+from skein.config.job import (
+    DataSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    ParallelSpec,
+    PlanSpec,
+    SkipSpec,
+    TextSource,
+)
+from skein.plan.plan import Plan
+from skein.protocol.records import PlanAdopted
+from skein.types import JobState, Layout, Precision
+from skein.wire.views import StepFinished
+from tests.e2e.jobs import write_text
+from tests.e2e.test_parity import NUM_STEPS, TOLERANCES, check, make_job
+from tests.support.skipping import run_skipping
+
+POLL_S = 0.2
+
+
+def searched_job(text: Path) -> JobSpec:
+    """Six stages in a loop on three workers; each microbatch visits four of them and may swap two."""
+    shape = LlamaShape(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+    )
+    whole = make_job(
+        "searched",
+        LlamaModel(shape=shape),
+        DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1),
+        ParallelSpec(stages=6, replicas=1, layout=Layout.LOOP),
+        Precision.FP64,
+    )
+    return whole.model_copy(
+        update={
+            "skip": SkipSpec(ratio=1 / 3, max_swaps=1),
+            "plan": PlanSpec(budget_s=0.5, replan_if_off_by=10.0),
+        }
+    )
+
+
+def wait_for_the_compiler(cluster: Cluster) -> None:
+    until_s = time.monotonic() + START_S
+    while "the search for plans is compiled" not in cluster.log_of("coordinator"):
+        assert time.monotonic() < until_s, cluster.log_of("coordinator")
+        time.sleep(POLL_S)
+
+
+def plans_in(directory: Path) -> list[Plan]:
+    """What was adopted, by the run log of a coordinator that was killed."""
+    until_s = time.monotonic() + START_S
+    while True:
+        try:
+            with RunLog.open(directory, wall_s=0.0) as log:
+                return [record.plan for record in log.read() if isinstance(record, PlanAdopted)]
+        except LogHeld:
+            assert time.monotonic() < until_s
+            time.sleep(POLL_S)
+
+
+def test_searched_paths_that_skip_and_swap_train_like_one_torch_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = searched_job(write_text(tmp_path / "text"))
+    with running(tmp_path / "cluster", 3) as cluster:
+        wait_for_the_compiler(cluster)
+        with cluster.client() as client:
+            submitted = client.submit(job)
+            steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
+            told = submitted.status()
+        assert told.state is JobState.FINISHED, told.reason
+        assert told.measured_step_s is not None
+        assert told.chunk_times
+        assert told.transfer_times
+        assert [x for x in told.chunk_times if x.measured is None] == []
+        assert [x for x in told.transfer_times if x.measured is None] == []
+        assert run(["status", submitted.id, "--coordinator", cluster.target]) == 0
+        cluster.kill_coordinator()
+        [plan] = plans_in(tmp_path / "cluster" / "state")
+    shown_rows = capsys.readouterr().out
+    assert all(f"stage {x.chunk.stage} on {x.chunk.worker}" in shown_rows for x in plan.chunk_times)
+    assert "before the search" in plan.reason
+    ways = [[int(hop.stage) for hop in path.hops[:-1]] for path in plan.paths]
+    assert {len(way) for way in ways} == {4}
+    wanted = run_skipping(job, NUM_STEPS, ways, cut_at=plan.stages)
+    check([(step.loss, step.gradient_norm) for step in steps], wanted, TOLERANCES[Precision.FP64])
