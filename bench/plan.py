@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -79,8 +80,12 @@ class _Busy:
 def _processor_s() -> tuple[float, float, float]:
     """Processor seconds since they began: of the machine, idle ones, and of this process and all below it."""
     times, here = psutil.cpu_times(), psutil.Process()
-    own = [process.cpu_times() for process in (here, *here.children(recursive=True))]
-    return sum(times), times.idle + times.iowait, sum(x.user + x.system for x in own)
+    own_s = 0.0
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            own = process.cpu_times()
+            own_s += own.user + own.system
+    return sum(times), times.idle + times.iowait, own_s
 
 
 def train(client: Client, job: JobSpec) -> Outcome:
