@@ -28,15 +28,15 @@ from skein.types import Layout
 
 _TOLERANCE = 1e-9
 """Relative; bounds are lowered by it, since sums in another order differ in the last bits."""
-
-
-_CLOSE = 0.002
+_CLOSE = 0.003
 """Part of a bound at which looking for a higher one ends."""
 _MOST_ABOVE = 2.0
 """Times the simple bound: where looking ends if no plan is known."""
 _ROUNDS_BY_SHARES = 40
-_ROUNDS_BY_CASES = 100
+_ROUNDS_BY_CASES = 80
 """Programs per question: 5 to 15 ms each at 20 workers."""
+_FULL_STRENGTH = 24
+"""Workers up to which there are so many programs; beyond, each takes longer, so there are fewer."""
 
 
 class Effort(IntEnum):
@@ -106,12 +106,16 @@ def program_parts(
     if listed is None:
         return []
     program = Program(problem=problem, trips=trips, listed=listed)
+    num_by_shares, num_by_cases = (
+        max(4, most * _FULL_STRENGTH**2 // max(_FULL_STRENGTH, problem.num_workers) ** 2)
+        for most in (_ROUNDS_BY_SHARES, _ROUNDS_BY_CASES)
+    )
 
     def by_shares(end_s: float) -> bool:
-        return program.is_proven_beyond(end_s, num_rounds=_ROUNDS_BY_SHARES, may_split=False)
+        return program.is_proven_beyond(end_s, num_rounds=num_by_shares, may_split=False)
 
     def by_cases(end_s: float) -> bool:
-        return program.is_proven_beyond(end_s, num_rounds=_ROUNDS_BY_CASES, may_split=True)
+        return program.is_proven_beyond(end_s, num_rounds=num_by_cases, may_split=True)
 
     shared_s = _climb(by_shares, low_s, high_s)
     parts = [("lots of all origins", shared_s)]

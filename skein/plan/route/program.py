@@ -30,7 +30,7 @@ from skein.plan.route.trips import FAR, Bools, Trips
 _NUM_POINTS = 600
 _PROOF = 1e-7
 """What the least payment must be above, as a part of the prices' sum times T: far more than rounding adds up to."""
-_MOST_COLUMNS = 600
+_MOST_COLUMNS = 250
 """Kept from one question to the next."""
 
 
@@ -67,7 +67,7 @@ class Case:
 
     origins: frozenset[int]
     others: frozenset[int]
-    last: "Priced | None" = None
+    last: "Priced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,16 +106,13 @@ class Program:
         self.columns = [column for column in self.columns if column.end_s <= end_s][-_MOST_COLUMNS:]
         size = self.problem.num_workers
         even, zero = np.ones(size) / size, np.zeros(size)
-        whole = Case(origins=frozenset(), others=frozenset())
         first = self._priced(Prices(work=zero, visit=zero, hold=zero, loss=zero), end_s)
-        if self._least(first, windows_of(self.trips, self.ramps, end_s, whole), whole) > _PROOF:
-            return True
         self._priced(Prices(work=even, visit=zero, hold=zero, loss=even), end_s)
-        open_cases = [whole]
+        open_cases = [Case(origins=frozenset(), others=frozenset(), last=first)]
         while open_cases:
             case = open_cases.pop()
             windows = windows_of(self.trips, self.ramps, end_s, case)
-            if case.last is not None and self._is_paid(case.last, windows, case, end_s):
+            if self._is_paid(case.last, windows, case, end_s):
                 continue
             parts = self._settle(case, windows, end_s)
             if parts is None or (parts and not may_split):
@@ -285,7 +282,7 @@ def _are_twins(problem: Problem, a: int, b: int) -> bool:
     )
 
 
-def split(case: Case, shares: F64, twins: list[list[int]], last: Priced | None) -> list[Case] | None:
+def split(case: Case, shares: F64, twins: list[list[int]], last: Priced) -> list[Case] | None:
     """Cases that `case` falls into, by a worker whose share as an origin is broken; if all are whole, one case in which
     they are decided, and the others. None if all were decided already.
 

@@ -31,7 +31,7 @@ class Trips:
         both_s: same, both of one stage.
         loss_s: (num_workers,).
         link_s: (num_workers, num_workers) one way; the diagonal is infinite if `is_single`.
-        slots: (2, num_workers) most that a worker may hold as origin, and at any later hop.
+        slots: (2, num_workers) most microbatches that a worker may hold as origin, and at any later hop.
     """
 
     num_hops: int
@@ -137,7 +137,7 @@ def trips_of(problem: Problem) -> Trips:
     stages = stages_at(problem)
     holds = problem.slots > 0
     later = sorted({stage for at in stages[1:] for stage in at})
-    no_slots = np.zeros((problem.num_workers, 1), np.int64)
+    slots = np.stack([problem.slots[:, 0], problem.slots[:, later].max(axis=1, initial=0)])
     return Trips(
         num_hops=problem.num_hops,
         is_loop=problem.layout is Layout.LOOP,
@@ -147,9 +147,7 @@ def trips_of(problem: Problem) -> Trips:
         both_s=_least(problem.forward_s + problem.backward_s, holds, stages),
         loss_s=problem.loss_s,
         link_s=link_s,
-        slots=np.stack(
-            [problem.slots[:, 0], np.hstack([problem.slots[:, later], no_slots]).max(axis=1)]
-        ).astype(np.float64),
+        slots=np.minimum(problem.num_microbatches, slots).astype(np.float64),
     )
 
 
