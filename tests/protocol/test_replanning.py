@@ -180,6 +180,13 @@ def test_a_gain_within_the_error_of_predictions_is_none_however_many_steps_are_l
     assert made.verdict(answer(enough), PLAN, steps_left=million) is None
 
 
+def test_a_gain_is_measured_by_the_step_as_it_is() -> None:
+    made = policy()
+    made.asked(seen(step_s=20.0), now=0.0)
+    # Half of what is reckoned, but little of what a step really takes.
+    assert made.verdict(answer(OTHER), PLAN, steps_left=10**6) is not None
+
+
 def test_a_worse_plan_the_same_plan_and_no_plan_are_not_taken() -> None:
     made = policy()
     assert made.verdict(answer(OTHER, current_s=0.4), PLAN, steps_left=10**6) is not None

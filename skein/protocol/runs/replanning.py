@@ -23,8 +23,8 @@ _QUIET = 8
 """After so many pauses without a wish for another plan, the next one is the first again."""
 CHANGE_S = 2.0
 """What a change of generation takes until it was measured: fence, build, start."""
-LEAST_GAIN = 0.02
-"""Of a step. Predictions that differ by less say nothing."""
+LEAST_GAIN = 0.05
+"""Of a step as it is. Predictions that differ by less say nothing."""
 
 
 class Backoff:
@@ -121,6 +121,6 @@ class Replanning:
         present_s = self._expected_s if made.current_s is None else min(made.current_s, self._expected_s)
         gain_s = present_s - plan.predicted_step_s
         cost_s = made.move_s + self.change_s
-        if gain_s < LEAST_GAIN * present_s or gain_s * steps_left <= cost_s:
+        if gain_s < LEAST_GAIN * self._expected_s or gain_s * steps_left <= cost_s:
             return f"another would gain {max(gain_s, 0.0):.2g} s in each of {steps_left} steps, and cost {cost_s:.2g} s"
         return None
