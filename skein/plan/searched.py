@@ -23,7 +23,7 @@ from skein.plan.recut import recut, widths
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
-from skein.plan.route.of_job import Posed, op_times, pose
+from skein.plan.route.of_job import Posed, op_times, pose, resized
 from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
@@ -33,7 +33,7 @@ from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 
-OPS_PER_S = 3e7
+OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
 
 
@@ -129,12 +129,18 @@ def _improved(
     search = Search(posed.problem, seed=seed)
     founds = ((search.consider(routing), name) for name, routing in orders.items())
     started = min((found.jittered_s, name) for found, name in founds if found is not None)
-    for run in search.rounds(num_moves_in(budget_s, len(orders[FIRST_COME].sequence))):
-        if not may_go_on():
-            break
-        run()
-    assert search.best is not None
-    better = plan_of(job, plan, posed, search.best, started=started)
+    other = None if held is not None else resized(posed)
+    num_moves = num_moves_in(budget_s, len(orders[FIRST_COME].sequence)) // (1 if other is None else 2)
+    _run(search, num_moves, may_go_on)
+    best = search.best
+    if other is not None:
+        search = Search(other.problem, seed=seed)
+        search.begin()
+        _run(search, num_moves, may_go_on)
+        if search.best is not None and (best is None or search.best.cost_s < best.cost_s):
+            posed, best = other, search.best
+    assert best is not None
+    better = plan_of(job, plan, posed, best, started=started)
     if held is not None and (moved := held.moved(better, loads)):
         better = replace(better, reason=f"{better.reason}; {moved}")
     if doubted := _doubted(fleet, posed):
@@ -142,6 +148,13 @@ def _improved(
     if violations(better, job, fleet):
         return plan
     return with_times(better, loads, pool, *op_times(fleet, loads, pool))
+
+
+def _run(search: Search, num_moves: int, may_go_on: Callable[[], bool]) -> None:
+    for run in search.rounds(num_moves):
+        if not may_go_on():
+            break
+        run()
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from skein.config.job import JobSpec, PlanSpec, SkipSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.balanced import pool_of
 from skein.plan.check import violations
+from skein.plan.load import job_layers
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
+from skein.plan.route.of_job import pose, resized
 from skein.plan.searched import always, make_plan, reckoned_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
@@ -156,3 +159,17 @@ def test_a_slow_worker_is_left_for_an_idle_one_if_there_are_steps_enough_for_it(
     assert isinstance(plan, Plan)
     assert (WorkerId("w1") not in plan.workers) is is_moved
     assert ("moves" in plan.reason) is is_moved
+
+
+def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:
+    spec = job(stages=6, replicas=3, num_layers=18, num_microbatches=15, layout=Layout.LOOP, skip_ratio=0.34)
+    on = fleet([1e9] * 18)
+    base = make_balanced_plan(spec, on, None, 0)
+    assert isinstance(base, Plan)
+    other = resized(pose(spec, on, base, pool_of(spec, on, job_layers(spec))))
+    assert other is not None
+    first, *rest = other.problem.stage_sizes
+    # The first stage is visited by all 15 and computes the loss, each of the others by 12 of them.
+    assert (first, sum(rest)) == (5, 13)
+    assert set(rest) == {2, 3}
+    assert other.problem.num_by_origin == (3,) * 5

@@ -1,16 +1,18 @@
 """A job on a fleet as a `Problem`: a plan's stages and seats, with the fleet's times, memory and links as arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec
 from skein.plan.load import StageLoad, job_layers, stage_loads, tied_bytes
+from skein.plan.paths import shares
 from skein.plan.place import Pool
-from skein.plan.plan import Plan
+from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import F64, I64, Problem, Reduction
+from skein.plan.route.start import first_paths
 from skein.topology.fleet import Fleet
 from skein.types import Layout
 
@@ -75,6 +77,29 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         chunks_per_worker=most_held,
     )
     return Posed(problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path)
+
+
+def resized(posed: Posed) -> Posed | None:
+    """The same workers with holders in proportion to what a stage's visits take; None where that changes nothing.
+
+    A stage that half of the microbatches leave out needs half as many holders. Only for workers of one chunk each.
+    """
+    problem = posed.problem
+    if problem.num_chunks > problem.num_workers or problem.chunks_per_worker not in (None, 1):
+        return None
+    visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
+    work_s = visit_s * np.array(problem.visits_by_stage)
+    if problem.layout is Layout.LOOP:
+        work_s[0] += problem.loss_s.mean() * problem.num_microbatches
+    sizes = shares(problem.num_chunks, [float(x) for x in work_s])
+    if sizes == problem.stage_sizes or sizes[0] > problem.num_microbatches:
+        return None
+    origins = shares(problem.num_microbatches, [1.0] * sizes[0])
+    other = replace(problem, stage_sizes=sizes, num_by_origin=origins, move_s=None)
+    paths = first_paths(other)
+    if isinstance(paths, Infeasible):
+        return None
+    return replace(posed, problem=other, path=paths)
 
 
 def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64]:

@@ -33,7 +33,82 @@ def first_paths(problem: Problem) -> I64 | Infeasible:
         else:
             row.append(origin)
         rows.append(row)
-    return np.array(rows, np.int64)
+    paths = np.array(rows, np.int64)
+    if not _evened(problem, paths):
+        return Infeasible(
+            reason=f"no paths were found that visit all stages equally often: {what_limits(problem)}"
+        )
+    return paths
+
+
+def what_limits(problem: Problem) -> str:
+    """The limits that paths keep to, in words."""
+    return f"{problem.path_len} of {problem.num_stages} stages, jumps of at most {problem.max_jump}"
+
+
+def _evened(problem: Problem, paths: I64) -> bool:
+    """Let stages with too few visits have some of those with too many; whether they are as equal as can be then.
+
+    Visits go along a chain of stages, each of which gives one of its own to the next, on paths that stay legal.
+    """
+    while (unequal := _unequal(problem, paths)) is not None:
+        most, least = unequal
+        came_from: dict[int, tuple[int, int, int]] = {most: (-1, -1, -1)}
+        edge = [most]
+        while edge and least not in came_from:
+            edge = [
+                other
+                for stage in edge
+                for other in problem.skippable
+                if other not in came_from and _give(problem, paths, stage, other, came_from)
+            ]
+        if least not in came_from:
+            return False
+        given = [came_from[least]]
+        while given[-1][0] != most:
+            given.append(came_from[given[-1][0]])
+        stage = least
+        for before, m, hop in given:
+            if problem.stage_of[paths[m, hop]] != before or not _replace(problem, paths, m, hop, stage):
+                return False
+            stage = before
+    return True
+
+
+def _unequal(problem: Problem, paths: I64) -> tuple[int, int] | None:
+    """The stages with most and with fewest visits, if these differ by more than one, or by one that need not be."""
+    if not problem.skippable:
+        return None
+    visits = np.bincount(
+        problem.stage_of[paths[:, 1 : problem.num_hops]].ravel(), minlength=problem.num_stages
+    )
+    own = {stage: int(visits[stage]) for stage in problem.skippable}
+    most, least = max(own, key=lambda s: (own[s], -s)), min(own, key=lambda s: (own[s], s))
+    return (most, least) if own[most] - own[least] > 1 else None
+
+
+def _give(
+    problem: Problem, paths: I64, stage: int, other: int, came_from: dict[int, tuple[int, int, int]]
+) -> bool:
+    """Whether some microbatch may visit `other` instead of `stage`; notes which one, and at which hop."""
+    for m, row in enumerate(problem.stage_of[paths[:, : problem.num_hops]]):
+        hops = np.flatnonzero(row[1:] == stage)
+        if len(hops) and other not in row and _replace(problem, paths.copy(), m, int(hops[0]) + 1, other):
+            came_from[other] = (stage, m, int(hops[0]) + 1)
+            return True
+    return False
+
+
+def _replace(problem: Problem, paths: I64, m: int, hop: int, stage: int) -> bool:
+    """Let microbatch m visit `stage` at `hop` and sort its stages; False, and nothing done, if jumps are too long."""
+    row = paths[m].copy()
+    row[hop] = problem.first_chunk[stage] + m % problem.stage_sizes[stage]
+    row[1 : problem.num_hops] = np.sort(row[1 : problem.num_hops])
+    stages = problem.stage_of[row[: problem.path_len]]
+    if (np.diff(stages) < 1).any() or (np.diff(stages) > problem.max_jump).any():
+        return False
+    paths[m] = row
+    return True
 
 
 def _in_turn(num_by_origin: tuple[int, ...]) -> list[int]:
