@@ -1,0 +1,93 @@
+"""Searches as tasks of a real Ray cluster: some are killed, and what they had found is not lost."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from coordinator.planner import Found, RayPlanner
+from skein.config.job import JobSpec, PlanSpec
+from skein.plan.check import violations
+from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import MakePlan
+from skein.topology.fleet import Fleet
+from tests.plan.builders import fleet, job
+
+LIMIT_S = 90.0
+POLL_S = 0.05
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray with two CPUs in this process's care."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def asked(*, budget_s: float) -> MakePlan:
+    spec: JobSpec = job(stages=4, replicas=2, num_layers=8, num_microbatches=16)
+    spec = spec.model_copy(update={"plan": PlanSpec(budget_s=budget_s)})
+    on: Fleet = fleet([1e9, 2e9, 1e9, 3e9, 1e9, 2e9, 1e9, 1e9])
+    return MakePlan(request=1, job=spec, fleet=on, previous=None, steps_left=100)
+
+
+def searching() -> list[psutil.Process]:
+    """Processes that run a search now."""
+    return [x for x in psutil.Process().children(recursive=True) if x.cmdline()[:1] == ["ray::search"]]
+
+
+class Watched(RayPlanner):
+    """Lets a test see what searches have found so far."""
+
+    found: dict[int, Found]
+
+    async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:
+        self.found = best
+        await super()._follow(asked, number, best)
+
+
+async def until_compiled(planner: RayPlanner) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while (await planner(asked(budget_s=0.2))).may_improve:
+        assert time.monotonic() < until_s
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("num_killed", [0, 1, 2])
+async def test_killed_searches_cost_only_what_they_had_yet_to_find(num_killed: int) -> None:
+    planner = Watched()
+    planner.warm_up()
+    await until_compiled(planner)
+    planner.found = {}
+    question = asked(budget_s=6.0)
+    asking = asyncio.create_task(planner(question))
+    until_s = time.monotonic() + LIMIT_S
+    while len(planner.found) < 2:
+        assert time.monotonic() < until_s
+        await asyncio.sleep(POLL_S)
+    had = min(found.cost_s for found in planner.found.values())
+    victims = searching()[:num_killed]
+    assert len(victims) == num_killed
+    for victim in victims:
+        victim.kill()
+    made = await asking
+    assert isinstance(made.result, Plan)
+    assert violations(made.result, question.job, question.fleet) == ()
+    assert not made.may_improve
+    assert made.result.predicted_step_s <= had
