@@ -9,7 +9,7 @@ import numpy as np
 from skein.plan.plan import OpKind, Plan
 from skein.plan.route.evaluate import sequence_of, timeline
 from skein.plan.route.of_job import Posed
-from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.problem import F64, Problem, Routing
 from skein.types import WorkerId
 
 _NUM_SORTINGS = 16
@@ -49,7 +49,7 @@ def routing_of(plan: Plan, posed: Posed) -> Routing | None:
 
 def _in_time(problem: Problem, routing: Routing) -> Routing | None:
     """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
-    before_s = math.inf
+    before_s, seconds = math.inf, _op_seconds(problem, routing)
     for _ in range(_NUM_SORTINGS):
         try:
             found = timeline(problem, routing)
@@ -58,8 +58,23 @@ def _in_time(problem: Problem, routing: Routing) -> Routing | None:
         if found.step_s == before_s:
             break
         before_s = found.step_s
-        routing = replace(routing, sequence=sequence_of(found.begin_s))
+        # By their ends, for then outputs ask for links.
+        routing = replace(routing, sequence=sequence_of(found.begin_s + seconds))
     return routing
+
+
+def _op_seconds(problem: Problem, routing: Routing) -> F64:
+    """(num_microbatches, 2 num_hops + 1), of each op at its holder."""
+    chunks, last = routing.path[:, : problem.num_hops], routing.path[:, problem.num_hops]
+    at = routing.worker_of[chunks], problem.stage_of[chunks]
+    return np.concatenate(
+        [
+            problem.forward_s[at],
+            problem.loss_s[routing.worker_of[last]][:, None],
+            problem.backward_s[at][:, ::-1],
+        ],
+        axis=1,
+    )
 
 
 def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
