@@ -90,6 +90,7 @@ def search(asked: MakePlan, seed: int) -> Iterator[Found]:
             may_go_on=lambda until_s=until_s: time.monotonic() < until_s,  # type: ignore[misc]
             steps_left=asked.steps_left,
         )
+        plan = _held(plan, asked)
         if isinstance(plan, Infeasible):
             return
         move_s = between_s(asked.job, asked.fleet, previous, plan)

@@ -11,6 +11,7 @@ from ray.exceptions import RayTaskError, WorkerCrashedError
 from coordinator import planner
 from coordinator.planner import NUM_TRIES, Found, RayPlanner, plan_here, search
 from skein.config.job import PlanSpec
+from skein.plan import searched
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
@@ -248,6 +249,12 @@ def test_the_plan_so_far_is_reckoned_beside_the_new_one() -> None:
         question = replace(asked(method, budget_s=0.02), previous=one_worker_plan())
         made = plan_here(question) if method == "balanced" else [*search(question, 1)][-1].made
         assert made.current_s == pytest.approx(one_worker_plan().predicted_step_s, rel=by)
+
+
+def test_a_search_keeps_a_plan_that_does_not_hold_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(one_worker_plan(), paths=())
+    monkeypatch.setattr(searched, "make_plan", lambda *_, **__: wrong)
+    assert list(search(asked("search", budget_s=0.02), 1)) == []
 
 
 def test_a_search_finds_nothing_where_no_plan_exists() -> None:

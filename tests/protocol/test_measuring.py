@@ -1,6 +1,7 @@
 """What is made of measured times: fleets for plans, and what is off what was planned."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -167,6 +168,15 @@ def test_what_a_worker_says_of_others_is_ignored() -> None:
     measured.take(FIRST, told_of_last, PLAN)
     assert measured.on(ON, LINKS).stage_times == ()
     assert measured.transfer_time(LAST, FIRST, LINKS) is None
+
+
+@pytest.mark.parametrize(
+    "impossible", [taken(0.0), taken(-1.0), taken(nan), taken(inf), taken(1.0, num_bytes=0)], ids=str
+)
+def test_a_transfer_that_cannot_have_been_is_ignored(impossible: TransferTime) -> None:
+    measured = Measured(SPEC)
+    told(measured, FIRST, 1.0, impossible)
+    assert measured.on(TWO, LINKS).links == Measured(SPEC).on(TWO, LINKS).links
 
 
 def test_who_is_farthest_off_is_named() -> None:

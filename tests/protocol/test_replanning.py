@@ -11,6 +11,7 @@ from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.protocol.messages import Assign, Beat, Commit, NewGeneration, Start, TimesMeasured
 from skein.protocol.records import GenerationOpened, PlanAdopted
+from skein.protocol.runs.gathering import RETURN_S
 from skein.protocol.runs.measuring import NUM_STEPS
 from skein.protocol.runs.replanning import (
     CHANGE_S,
@@ -112,6 +113,26 @@ def test_a_plan_that_was_not_searched_for_is_a_reason_until_one_was() -> None:
 
 
 # --- pauses ---
+
+
+def test_a_plan_that_was_at_hand_leaves_newcomers_and_the_search_to_be_tried() -> None:
+    made = policy(may_improve=True)
+    made.kept(OTHER)
+    assert made.reason(seen(candidates=("w0a", "w1a", "w9")), now=0.0) == "w9 could work too"
+    assert made.reason(seen(), now=0.0) == "the search can be run by now"
+
+
+def test_an_answer_that_never_comes_leaves_newcomers_as_new_as_they_were() -> None:
+    made = policy()
+    newcomer = seen(candidates=("w0a", "w1a", "w9"))
+    made.asked(newcomer, now=0.0)
+    made.overtaken()
+    made.kept(PLAN)
+    assert made.reason(newcomer, now=LAST_PAUSE_S) == "w9 could work too"
+    made.asked(newcomer, now=LAST_PAUSE_S)
+    made.verdict(answer(OTHER), PLAN, steps_left=1)
+    made.overtaken()
+    assert made.reason(newcomer, now=3 * LAST_PAUSE_S) is None
 
 
 def test_pauses_double_up_to_a_bound_and_quiet_makes_them_short_again() -> None:
@@ -276,6 +297,54 @@ def test_a_chosen_plan_that_no_longer_fits_is_asked_for_anew() -> None:
     [again] = desk.found(MakePlan)
     assert [worker.worker for worker in again.fleet.workers] == ["w0a"]
     assert desk.told(Assign) == {}
+
+
+def test_a_newcomer_that_a_chosen_plan_has_no_place_for_is_looked_at_later() -> None:
+    desk = running()
+    [asked] = make_steps(desk, PLAN, seconds=2.0)
+    desk.join("w9a")
+    desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    desk.step(PLAN)
+    desk.acknowledge(desk.live, held_by(PLAN, NUM_STEPS + 1))
+    assert [record.plan.chunks for record in desk.recorded(PlanAdopted)] == [OTHER.chunks]
+    desk.ready(OTHER.workers)
+    asks = make_steps(desk, OTHER, seconds=0.5, count=200)
+    assert [worker.worker for worker in asks[0].fleet.workers] == ["w0a", "w1a", "w9a"]
+
+
+def test_waiting_for_workers_is_no_price_of_a_change() -> None:
+    desk = running()
+    make_steps(desk, PLAN, seconds=1.0)
+    desk.break_stream("w1a")
+    desk.acknowledge(desk.live)
+    desk.plan(Infeasible(reason="too few"))
+    for _ in range(2000):
+        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.wait(1.0)
+    desk.join("w1a", incarnation=2)
+    desk.acknowledge(desk.live, {})
+    desk.adopt(PLAN)
+    desk.ready(PLAN.workers)
+    assert desk.told(Start)
+    [asked] = make_steps(desk, PLAN, seconds=2.0)
+    desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    desk.step(PLAN)
+    # 1.5 s in each of 990 steps is less than what was waited.
+    assert desk.recorded(GenerationOpened)
+
+
+def test_a_restarted_coordinator_whose_workers_hold_too_little_plans_with_the_recorded_cut() -> None:
+    before = running()
+    make_steps(before, PLAN, seconds=1.0)
+    desk = Desk(before.log)
+    desk.join("w0a")
+    for _ in range(int(RETURN_S)):
+        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.wait(1.0)
+    desk.acknowledge(desk.live)
+    [asked] = desk.found(MakePlan)
+    assert asked.previous is not None
+    assert asked.previous.stages == PLAN.stages
 
 
 def test_what_workers_measure_reaches_the_planner() -> None:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from statistics import median
 
 from skein.config.job import JobSpec
@@ -40,7 +41,7 @@ class Measured:
     # --- what is told ---
 
     def take(self, worker: WorkerId, report: TimesMeasured, plan: Plan) -> None:
-        """A worker of `plan` tells what it measured under it; what is not of it is ignored."""
+        """A worker of `plan` tells what it measured under it; what is not of it, or cannot be, is ignored."""
         stages = {stage.index: stage for stage in plan.stages}
         held = {placed.chunk for placed in plan.chunks}
         own = self._chunks.setdefault(worker, {})
@@ -49,7 +50,8 @@ class Measured:
                 own[stages[time.chunk.stage]] = time
         peers = set(plan.workers)
         for transfer in report.transfers:
-            if transfer.sender == worker and transfer.receiver in peers:
+            is_possible = 0 < transfer.seconds < inf and transfer.num_bytes > 0
+            if transfer.sender == worker and transfer.receiver in peers and is_possible:
                 self._transfers[worker, transfer.receiver] = transfer
 
     def step_took(self, seconds: float) -> None:

@@ -61,8 +61,12 @@ class Placement:
             return chosen
         recorded = recorded_plan(self._job, fleet)
         if recorded is None:
-            self._ask(fleet, self.held() or self.plan)
+            self._ask(fleet, self.held() or self.plan or self._adopted_before())
         return recorded
+
+    def _adopted_before(self) -> Plan | None:
+        """What an earlier coordinator had in place: its cut is that of what was computed since, and of checkpoints."""
+        return None if self._job.plan is None else self._job.plan.plan
 
     def ask_beside(self, candidates: Iterable[Entry]) -> None:
         """Ask for a plan that could follow the present one, while that goes on."""

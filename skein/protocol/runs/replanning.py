@@ -69,6 +69,7 @@ class Replanning:
         self._expected_s = 0.0
         self._planned_s = 0.0
         self._workers: frozenset[WorkerId] = frozenset()
+        self._workers_before: frozenset[WorkerId] | None = None
         self._links: frozenset[tuple[WorkerId, WorkerId]] = frozenset()
         self._may_improve = False
 
@@ -76,11 +77,16 @@ class Replanning:
         """This plan is in place; it was made for these workers. `may_improve`: without a search."""
         self._expected_s = self._planned_s = plan.predicted_step_s
         self._workers = frozenset(candidates) | frozenset(plan.workers)
+        self._workers_before = None
         self._links = frozenset()
         self._may_improve = may_improve
 
+    def kept(self, plan: Plan) -> None:
+        """This plan, which was at hand, is in place: whoever it was not made for, and a search, may improve on it."""
+        self.adopted(plan, self._workers, may_improve=self._may_improve)
+
     def changed(self, *, seconds: float) -> None:
-        """A change of generation took so long, from the last step under the old one to the first under the new."""
+        """A change of generation took so long, from the fence to the first step."""
         self.change_s = seconds
 
     def reason(self, seen: Seen, *, now: float) -> str | None:
@@ -104,14 +110,21 @@ class Replanning:
     def asked(self, seen: Seen, *, now: float) -> None:
         """A plan was asked for: what is seen now is no reason for a second one."""
         self.backoff.happened(now=now)
+        self._workers_before = self._workers
         self._workers |= set(seen.candidates)
         self._links |= set(seen.changed_links)
         if seen.step_s is not None:
             self._expected_s = seen.step_s
 
+    def overtaken(self) -> None:
+        """What was asked for is not waited for any more: whoever it was asked for is as new as before."""
+        if self._workers_before is not None:
+            self._workers = self._workers_before
+
     def verdict(self, made: PlanMade, present: Plan, *, steps_left: int) -> str | None:
         """Why the plan that was made is not worth the change; None if it is."""
         self._may_improve = made.may_improve
+        self._workers_before = None
         if isinstance(made.result, Infeasible):
             return made.result.reason
         plan = made.result

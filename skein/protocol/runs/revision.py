@@ -36,11 +36,16 @@ class Revision:
         """A generation is opened: whatever was asked for beside the older one is void."""
         self.wish = None
         self._placement.awaited = None
-        if self._fenced_s is None and self._job.version:
-            self._fenced_s = now
+        self.policy.overtaken()
+        # Of several in a row the last: waiting for workers between them is no price of a change.
+        self._fenced_s = now if self._job.version else None
+
+    def kept(self, plan: Plan) -> None:
+        """A plan that was at hand is being put in place."""
+        self.policy.kept(plan)
 
     def adopted(self, plan: Plan, candidates: Sequence[Entry], *, may_improve: bool) -> None:
-        """A plan is being put in place."""
+        """A plan made for these candidates is being put in place."""
         workers = [entry.hello.worker for entry in candidates]
         self.policy.adopted(plan, workers, may_improve=may_improve)
 

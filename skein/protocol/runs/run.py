@@ -179,7 +179,8 @@ class Run:
         elif isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
         else:
-            self._build(event.result, may_improve=event.may_improve, now=now)
+            self._revision.adopted(event.result, self._candidates(), may_improve=event.may_improve)
+            self._build(event.result, now=now)
         self.tick(now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
@@ -378,11 +379,11 @@ class Run:
             return
         ready = self._placement.ask(self._candidates())
         if ready is not None:
+            self._revision.kept(ready)
             self._build(ready, now=now)
 
-    def _build(self, plan: Plan, *, may_improve: bool = False, now: float) -> None:
+    def _build(self, plan: Plan, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
-        self._revision.adopted(plan, self._candidates(), may_improve=may_improve)
         self._placement.put(plan, now=now)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
