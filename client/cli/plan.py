@@ -16,6 +16,7 @@ from client.planning.errand import METHODS, SEARCH, NoPlan, Objective
 from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
 from client.planning.messages import PlanFound
 from client.planning.portfolio import Standing
+from skein.errors import UserError
 
 if TYPE_CHECKING:
     from client.planning.case import Case
@@ -111,6 +112,8 @@ def plan(
         began_s=began_s(),
         wants_others=True,
     )
+    _check_writable(out, "--out")
+    _check_writable(plot, "--plot")
     progress = _Progress(order.began_s, is_quiet=is_json)
     saved: list[PlanFound] = []
 
@@ -127,6 +130,8 @@ def plan(
 
     hunted = hunt(read_text(instance), str(instance), order, on_news=on_news)
     progress.clear()
+    if hunted.is_interrupted and hunted.standing.best is None:
+        raise click.Abort
     _tell(hunted, order, out=out, plot=plot, all_paths=all_paths, is_json=is_json)
     return INTERRUPTED if hunted.is_interrupted else DONE
 
@@ -198,12 +203,28 @@ def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
     _write(out, json.dumps(document) + "\n")
 
 
+def _check_writable(path: Path | None, option: str) -> None:
+    """Refuses at once what could not be written after the search.
+
+    Raises:
+        UserError: there is no such folder, or nothing may be written there.
+    """
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UserError(option, str(path), "give a file in a folder that exists and may be written to")
+
+
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: who reads it meanwhile, or ends us, finds the version before."""
+    """Whole or not at all: who reads it meanwhile, or ends us, finds the version before.
+
+    Raises:
+        OSError: it cannot be written; names `path`.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -285,12 +306,16 @@ def compare(
     objective: str | None,
     is_json: bool,
 ) -> int:
-    """Tabulate methods for INSTANCE, one after the other, each with the whole budget."""
+    """Tabulate methods for INSTANCE, one after the other, each with the whole budget.
+
+    Ctrl-C leaves the rest out: what is done is printed all the same.
+    """
     from client.cli.show import print_json, print_table
 
     names = _method_names(methods)
     text = read_text(instance)
     rows: list[dict[str, object]] = []
+    is_interrupted = False
     for name in names:
         order = Order(
             method=name,
@@ -303,8 +328,8 @@ def compare(
             wants_others=False,
         )
         hunted = hunt(text, str(instance), order, on_news=lambda *_: None)
-        if hunted.is_interrupted:
-            return INTERRUPTED
+        if is_interrupted := hunted.is_interrupted:
+            break
         rows.append(_row(name, hunted))
     bounds = [bound for row in rows if isinstance(bound := row["lower_bound_s"], float)]
     for row in rows:
@@ -315,18 +340,22 @@ def compare(
             print_json(row)
     else:
         print_table(
-            ("METHOD", "STEP", "JITTERED", "GAP", "CPU", "NOTE"), map(_cells, rows), nothing="no methods"
+            ("METHOD", "STEP", "JITTERED", "GAP", "CPU", "NOTE"),
+            map(_cells, rows),
+            nothing="no method is done",
         )
+    if is_interrupted:
+        return INTERRUPTED
     if not any(row["step_s"] is not None for row in rows):
         raise NoPlan(f"none of {', '.join(names)} has a plan")
     return DONE
 
 
 def _method_names(methods: str) -> list[str]:
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    names = [name.strip() for name in methods.split(",")]
     for name in names:
         if name not in METHODS:
-            raise click.BadParameter(f"{name}: give some of {', '.join(METHODS)}", param_hint="--methods")
+            raise click.BadParameter(f"{name!r}: give some of {', '.join(METHODS)}", param_hint="--methods")
     return names
 
 
@@ -340,7 +369,9 @@ def _row(name: str, hunted: Hunted) -> dict[str, object]:
         "jittered_mean_s": None if best is None else best.jittered_s,
         "lower_bound_s": None if bound is None else bound.seconds,
         "cpu_s": standing.cpu_s_by_member.get(0),
-        "reason": standing.refused.get(name) or "; ".join(standing.losses),
+        "reason": standing.refused.get(name)
+        or "; ".join(standing.losses)
+        or ("no plan in time" if best is None else ""),
     }
 
 

@@ -23,7 +23,9 @@ from skein.topology.fleet import Fleet, FleetWorker, Link, Profile, StageTime
 from skein.types import WORKER_NAME_PATTERN, SiteId, StageIndex, StageSpec, WorkerId
 from skein.units import parse_bytes, parse_seconds
 
-_NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+_EXPONENT = r"([eE][+-]?[0-9]+)?"
+_NUMBER = rf"[0-9]+(\.[0-9]+)?{_EXPONENT}"
+_ABOVE_ZERO = rf"([0-9]*[1-9][0-9]*(\.[0-9]+)?|0+\.[0-9]*[1-9][0-9]*){_EXPONENT}"
 _BITS = {"bit/s": 1, "kbit/s": 10**3, "mbit/s": 10**6, "gbit/s": 10**9}
 
 Duration = Annotated[
@@ -31,13 +33,17 @@ Duration = Annotated[
     Field(pattern=rf"^{_NUMBER} ?(s|ms|us|min)$", description="a duration with its unit, such as '120 ms'"),
 ]
 Size = Annotated[
-    str, Field(pattern=rf"^{_NUMBER} ?([kMGT]i?)?B$", description="a size with its unit, such as '24 GB'")
+    str,
+    Field(
+        pattern=rf"^{_ABOVE_ZERO} ?([kMGT]i?)?B$",
+        description="a size with its unit, above 0, such as '24 GB'",
+    ),
 ]
 Rate = Annotated[
     str,
     Field(
-        pattern=rf"^{_NUMBER} ?(([kMGT]i?)?B|[kMG]?bit)/s$",
-        description="a bandwidth with its unit, such as '40 MB/s' or '150 Mbit/s'",
+        pattern=rf"^{_ABOVE_ZERO} ?(([kMGT]i?)?B|[kMG]?bit)/s$",
+        description="a bandwidth with its unit, above 0, such as '40 MB/s' or '150 Mbit/s'",
     ),
 ]
 WorkerName = Annotated[

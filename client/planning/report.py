@@ -304,7 +304,7 @@ def _busy_s(problem: Problem, routing: Routing) -> list[float]:
 
 
 def _links(case: Case, problem: Problem, routing: Routing) -> tuple[LinkRow, ...]:
-    """Links that carry something, those with most bytes first; of equal ones, those longest at it."""
+    """Links that carry something, those longest at tensors first; of equal ones, those with most bytes."""
     counts, reduced = transfer_counts(problem, routing), reduction_bytes(problem, routing)
     tensors_s = counts * problem.transfer_s
     senders, receivers = np.nonzero((counts > 0) | (reduced > 0))
@@ -322,7 +322,7 @@ def _links(case: Case, problem: Problem, routing: Routing) -> tuple[LinkRow, ...
         for sender, receiver in zip(senders.tolist(), receivers.tolist(), strict=True)
     ]
     return tuple(
-        sorted(rows, key=lambda row: (-(row.tensor_bytes or 0) - row.reduction_bytes, -row.tensors_s))
+        sorted(rows, key=lambda row: (-row.tensors_s, -(row.tensor_bytes or 0) - row.reduction_bytes))
     )
 
 

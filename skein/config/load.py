@@ -99,7 +99,7 @@ def parse_document(text: str, *, origin: str) -> Document:
         raise JobFileErrors(repeated)
     if not isinstance(value, dict):
         found = "nothing" if value is None else "a list" if isinstance(value, list) else "a plain value"
-        hint = "give a mapping of fields to values; `skein job schema` lists them"
+        hint = "give a mapping of fields to values; `skein job schema` lists a job's"
         raise JobFileErrors([UserError(origin, Words(found), hint)])
     return {str(key): entry for key, entry in value.items()}
 

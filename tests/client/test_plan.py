@@ -151,7 +151,10 @@ def test_compare_tabulates_methods_against_one_bound(instance_file: Path, capsys
         (["nowhere.json"], 2, "error: instance: 'nowhere.json': No such file or directory; give an instance (JSON)"),
         (["nowhere.json", "--method", "magic"], 2, "error: Invalid value for '--method': 'magic' is not one of"),
         (["nowhere.json", "--budget-s", "0"], 2, "error: Invalid value for '--budget-s'"),
-        (["compare", "nowhere.json", "--methods", "search,magic"], 2, "error: Invalid value for --methods: magic:"),
+        (["compare", "nowhere.json", "--methods", "search,magic"], 2, "error: Invalid value for --methods: 'magic'"),
+        (["compare", "nowhere.json", "--methods", ""], 2, "error: Invalid value for --methods: '': give some of"),
+        (["nowhere.json", "--out", "no/x.json"], 2, "error: --out: 'no/x.json': give a file in a folder that exists"),
+        (["nowhere.json", "--plot", "no/x.svg"], 2, "error: --plot: 'no/x.svg': give a file in a folder that exists"),
     ],
 )  # fmt: skip
 def test_usage_is_answered_in_one_line(arguments: list[str], code: int, error: str, capsys: Captured) -> None:
@@ -326,6 +329,8 @@ def test_the_example_of_the_documentation_can_be_planned() -> None:
     [
         ("latency: 50 ms", "latency: 50", "fleet.links[0].latency: 50: give text: a duration with its unit"),
         ("20 MB/s", "fast", "fleet.links[0].bandwidth: 'fast': give text: a bandwidth with its unit"),
+        ("20 MB/s", "0.0 MB/s", "fleet.links[0].bandwidth: '0.0 MB/s': give text: a bandwidth with its unit, above 0"),
+        ("memory: 8 GB", "memory: 0 GB", "fleet.workers[0].memory: '0 GB': give text: a size with its unit, above 0"),
         ("[ayr, bonn]", "[ayr, bern]", "fleet.links[0].ends[1]: 'bern': give one of ayr, bonn, a1, a2, b1, b2"),
         ("name: b1, site: bonn", "name: b1, site: bern", "fleet.workers[2].site: 'bern': give one of ayr, bonn"),
         ("name: a2", "name: a1", "fleet.workers[1].name: 'a1': give each site and worker a name of its own"),

@@ -116,9 +116,9 @@ WRONG_VALUES = {
 }
 # A whole file that is none, and what is said about it.
 WRONG_TEXTS = {
-    "": "job.yaml: nothing: give a mapping of fields to values; `skein job schema` lists them",
-    "- name: a": "job.yaml: a list: give a mapping of fields to values; `skein job schema` lists them",
-    "just words": "job.yaml: a plain value: give a mapping of fields to values; `skein job schema` lists them",
+    "": "job.yaml: nothing: give a mapping of fields to values; `skein job schema` lists a job's",
+    "- name: a": "job.yaml: a list: give a mapping of fields to values; `skein job schema` lists a job's",
+    "just words": "job.yaml: a plain value: give a mapping of fields to values; `skein job schema` lists a job's",
     "name: a: b": f"job.yaml line 1 column 8: 'name: a: b': mapping values are not allowed here: {SYNTAX}",
     "name: a\n\tmodel: b": "job.yaml line 2 column 1: 'model: b': while scanning for the next token, "
     "found character '\\t' that cannot start any token: indent with spaces, never with tabs",

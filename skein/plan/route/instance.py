@@ -188,7 +188,7 @@ class _Fields:
     def number(self, key: str) -> float:
         value = self._value(key)
         if not _is_number(value) or not 0 <= value <= _MOST:
-            raise UserError(key, _shown(value), "give a finite number of at least 0")
+            raise UserError(key, _shown(value), f"give a number from 0 to {_MOST:g}")
         return float(value)
 
     def text(self, key: str, *, default: str) -> str:
@@ -238,10 +238,10 @@ class _Fields:
 
 def _numbers(key: str, values: Sequence[object], *, is_above_zero: bool) -> F64:
     """`values` as they are, each finite and of at least 0."""
-    limit = "above 0" if is_above_zero else "of at least 0"
+    limit = f"above 0 and at most {_MOST:g}" if is_above_zero else f"from 0 to {_MOST:g}"
     for i, value in enumerate(values):
         if not _is_number(value) or not 0 <= value <= _MOST or (is_above_zero and value == 0):
-            raise UserError(f"{key}[{i}]", _shown(value), f"give a finite number {limit}")
+            raise UserError(f"{key}[{i}]", _shown(value), f"give a number {limit}")
     return np.array(values, dtype=np.float64)
 
 
