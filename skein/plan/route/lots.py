@@ -1,6 +1,6 @@
 """One origin by itself: when its microbatches can start and end on its slots and its one device.
 
-A *lot* is all n microbatches of an origin with M slots. Rank the n starts of its forwards and, apart, the n ends of its
+A *lot* is all n microbatches of an origin with M slots. Sort the n starts of its forwards and, apart, the n ends of its
 last backwards. The k-th end frees the slot that the (M + k)-th start takes, so there is a *turn* t_k between them. What
 every schedule of the origin obeys (f, b: its forward and backward, the step from 0 to T):
 
@@ -11,8 +11,9 @@ every schedule of the origin obeys (f, b: its forward and backward, the step fro
   If the latter held from t_j on, then t_k = e_j + (k - j)(f + b). Between e_j and the (M + k)-th start the device runs
   backwards j + 1 ... k and forwards M + j ... M + k - 1, all of that, so t_k is no later than that start.
 
-Each microbatch has a rank as a start and a rank as an end, and what lies between must be at least its trip. If all
-trips cost the same, or cost is convex and falls with length, equal ranks pair best (sorted differences spread least).
+Each microbatch has a place among starts and a place among ends, and what lies between must be at least its trip. If
+all trips cost the same, or cost is convex and falls with length, equal places pair best (sorted differences
+spread least).
 """
 
 from dataclasses import dataclass

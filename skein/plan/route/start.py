@@ -76,7 +76,7 @@ def _evened(problem: Problem, paths: I64) -> bool:
 
 
 def _unequal(problem: Problem, paths: I64) -> tuple[int, int] | None:
-    """The stages with most and with fewest visits, if these differ by more than one, or by one that need not be."""
+    """The stages with most and with fewest visits, if these differ by more than one."""
     if not problem.skippable:
         return None
     visits = np.bincount(
