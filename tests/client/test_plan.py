@@ -322,6 +322,7 @@ def test_the_example_of_the_documentation_can_be_planned() -> None:
     case = case_of(example, origin="docs")
     assert case.names == ("l1", "l2", "o1", "o2")
     assert case.problem.path_len == 2
+    assert case.remarks == ()
 
 
 @pytest.mark.parametrize(
