@@ -203,3 +203,16 @@ def test_a_link_has_changed_when_its_tensors_are_off_by_a_share_that_matters(
     assert found == (((FIRST, LAST),) if is_changed else ())
     # In a step that takes a hundred times as long the same change is no matter.
     assert measured.changed_links(PLAN, LINKS, off_by=0.15, step_s=100 * step_s) == ()
+
+
+def test_looking_up_embeddings_tells_nothing_about_speed() -> None:
+    lookup, rest = PLAN.stages[0], PLAN.stages[1]
+    cut = (replace(lookup, stop=1), replace(rest, first=1))
+    assert stage_loads(SPEC, job_layers(SPEC), cut)[0].flops == 0
+    measured = Measured(SPEC)
+    time = next(x for x in PLAN.chunk_times if x.chunk.worker == FIRST)
+    report = TimesMeasured(
+        generation=Generation(1), chunks=(replace(time, forward_s=0.1, backward_s=0.1),), transfers=()
+    )
+    measured.take(FIRST, report, replace(PLAN, stages=cut))
+    assert speeds(measured.on(ON, LINKS)) == speeds(ON)

@@ -115,7 +115,8 @@ def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64,
     for worker in {x.worker for x in measured}:
         own = [x for x in measured if x.worker == worker]
         flops = sum(flops_by_stage[x.stage].flops for x in own)
-        speeds[position[worker]] = flops / sum(x.forward_s + x.backward_s for x in own)
+        if flops > 0:  # looking up embeddings is no arithmetic, and tells nothing about other stages
+            speeds[position[worker]] = flops / sum(x.forward_s + x.backward_s for x in own)
     forward_s = np.array([load.forward_flops for load in loads])[None, :] / speeds[:, None]
     backward_s = np.array([load.backward_flops for load in loads])[None, :] / speeds[:, None]
     for x in measured:

@@ -66,7 +66,8 @@ def simulate(
     heap_s = np.empty(num_microbatches + 1)
     heap_number = np.empty(num_microbatches + 1, np.int64)
     heap_item = np.empty(num_microbatches + 1, np.int64)
-    touched = np.empty(num_microbatches, np.int64)
+    # In one moment a microbatch may end an op, and arrive where its way takes no time.
+    touched = np.empty(2 * num_microbatches, np.int64)
     heap_len = 0
     number = 0
     for m in range(num_microbatches):

@@ -131,10 +131,10 @@ class Measured:
         return tuple(found)
 
     def _speed(self, times: Sequence[StageTime]) -> float | None:
-        """FLOP/s over all that a worker was measured at."""
+        """FLOP/s over all that a worker was measured at; None if that has no arithmetic, as looking up embeddings."""
         seconds = sum(time.forward_s + time.backward_s for time in times)
         flops = sum(load.flops for load in self._loads([time.stage for time in times]))
-        return flops / seconds if seconds > 0 else None
+        return flops / seconds if seconds > 0 and flops > 0 else None
 
     def _loads(self, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
         return stage_loads(self._spec, self._layers, stages)

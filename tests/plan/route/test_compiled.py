@@ -96,3 +96,13 @@ def test_the_tiny_problem_has_an_answer(layout: Layout) -> None:
     assert isinstance(search.begin(), Found)
     assert search.best is not None
     assert np.isfinite(search.best.step_s)
+
+
+def test_a_way_that_takes_no_time_stays_within_the_loops_arrays() -> None:
+    """Compiled code writes past the end of an array without a word, so the loop is run as it is written."""
+    one, none = np.ones(2), np.zeros((1, 1))
+    begin_s, end_s = np.zeros((1, 5)), np.zeros(1)
+    loop = getattr(simulate.simulate, "py_func", simulate.simulate)
+    path, loss_chunk, worker_of = np.array([[0, 1]]), np.array([0]), np.zeros(2, np.int64)
+    slots = np.ones(2, np.int64)
+    assert loop(path, loss_chunk, worker_of, one, one, one, none, none, slots, np.inf, begin_s, end_s) == 5.0

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
-from skein.plan.load import job_layers
+from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import Infeasible, OpKind, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
-from skein.plan.route.of_job import Posed, pose
+from skein.plan.route.of_job import Posed, op_times, pose
 from skein.plan.route.of_plan import routing_of
 from skein.plan.searched import make_plan
-from skein.topology.fleet import Fleet
+from skein.topology.fleet import Fleet, StageTime
+from skein.types import StageIndex, StageSpec
 from tests.plan.builders import fleet, fleets, job, jobs, skipping_jobs
 
 
@@ -60,3 +61,19 @@ def test_lists_that_wait_for_each_other_are_no_order() -> None:
     ]
     stuck = replace(plan, schedules=tuple(turned))
     assert routing_of(stuck, posed(spec, fleet([1e9] * 2), plan)) is None
+
+
+def test_a_worker_that_was_measured_at_looking_up_embeddings_alone_is_as_fast_as_its_profile() -> None:
+    spec = job(stages=2, replicas=1, num_layers=2, is_tied=False)
+    on = fleet([1e9, 1e9])
+    stages = (
+        StageSpec(index=StageIndex(0), first=0, stop=1),
+        StageSpec(index=StageIndex(1), first=1, stop=4),
+    )
+    loads = stage_loads(spec, job_layers(spec), stages)
+    assert loads[0].flops == 0
+    lookup = StageTime(worker=on.workers[0].worker, stage=stages[0], forward_s=0.1, backward_s=0.1)
+    measured = replace(on, stage_times=(lookup,))
+    forward_s, _ = op_times(measured, loads, pool_of(spec, measured, job_layers(spec)))
+    assert forward_s[0, 0] == 0.1
+    assert forward_s[0, 1] == forward_s[1, 1]
