@@ -28,6 +28,7 @@ from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
+from skein.plan.survivors import stay
 from skein.plan.times import with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
@@ -35,6 +36,10 @@ from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
+
+
+WORTH = 0.05
+"""Of a step: what a plan after a loss must gain if it moves more than it needs to."""
 
 
 def always() -> bool:
@@ -70,10 +75,10 @@ def make_plan(
     plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
     if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
         return plan
-    if previous is not None or recut(job, fleet, plan) is None:
-        held = None if previous is None else Held(plan=previous, steps_left=steps_left)
-        base = _base(job, fleet, plan, previous)
-        return _improved(job, fleet, base, seed, budget_s=budget_s, may_go_on=may_go_on, held=held)
+    if previous is not None:
+        return _after(job, fleet, plan, previous, seed, may_go_on=may_go_on, steps_left=steps_left)
+    if recut(job, fleet, plan) is None:
+        return _improved(job, fleet, plan, seed, budget_s=budget_s, may_go_on=may_go_on)
     even = _improved(job, fleet, plan, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
     uneven = recut(job, fleet, even)
     if uneven is None:
@@ -83,6 +88,59 @@ def make_plan(
         return even
     better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
     return replace(uneven, reason=f"{uneven.reason}; {widths(uneven)} layers a stage: {better}")
+
+
+def _after(
+    job: JobSpec,
+    fleet: Fleet,
+    balanced: Plan,
+    previous: Plan,
+    seed: int,
+    *,
+    may_go_on: Callable[[], bool],
+    steps_left: int | None,
+) -> Plan:
+    """The plan that follows `previous`: around what survivors hold, unless moving more is worth `WORTH` of a step."""
+    held = Held(plan=previous, steps_left=steps_left)
+    stayed = None
+    budget_s = job.plan.budget_s
+    if previous.stages == balanced.stages and set(previous.workers) > {x.worker for x in fleet.workers}:
+        # Most of the time goes to what is likely: placements are many, and one that is far from here must gain much.
+        stayed = _stayed(job, fleet, balanced, held, seed, budget_s=0.8 * budget_s, may_go_on=may_go_on)
+        budget_s *= 0.2
+    base = _base(job, fleet, balanced, previous)
+    free = _improved(job, fleet, base, seed, budget_s=budget_s, may_go_on=may_go_on, held=held)
+    if stayed is None or free.predicted_step_s < (1 - WORTH) * stayed.predicted_step_s:
+        return free
+    return stayed
+
+
+def _stayed(
+    job: JobSpec,
+    fleet: Fleet,
+    balanced: Plan,
+    held: Held,
+    seed: int,
+    *,
+    budget_s: float,
+    may_go_on: Callable[[], bool],
+) -> Plan | None:
+    """The best plan in which survivors of a loss stay where they are, or nearly."""
+    layers = job_layers(job)
+    pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, balanced.stages)
+    posed = pose(job, fleet, balanced, pool)
+    num_ops = posed.problem.num_microbatches * (2 * posed.problem.num_hops + 1)
+    answer = stay(posed, held.plan, num_moves=num_moves_in(budget_s, num_ops), seed=seed, may_go_on=may_go_on)
+    if answer is None:
+        return None
+    posed, found = answer
+    plan = plan_of(job, balanced, posed, found, started=(found.jittered_s, "survivors stay"))
+    plan = replace(plan, reason=f"{plan.reason.partition('; moves ')[0]}; survivors stay")
+    if moved := held.moved(plan, loads):
+        plan = replace(plan, reason=f"{plan.reason}; {moved}")
+    if violations(plan, job, fleet):
+        return None
+    return with_times(plan, loads, pool, *op_times(fleet, loads, pool))
 
 
 def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:

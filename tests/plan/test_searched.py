@@ -18,7 +18,7 @@ from skein.plan.route.of_job import pose, resized
 from skein.plan.searched import always, make_plan, reckoned_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
-from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
+from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without, without
 
 
 def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
@@ -173,3 +173,31 @@ def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:
     assert (first, sum(rest)) == (5, 13)
     assert set(rest) == {2, 3}
     assert other.problem.num_by_origin == (3,) * 5
+
+
+def test_survivors_of_a_loss_stay_where_they_are() -> None:
+    spec = brief(job(stages=3, replicas=3, num_layers=6, num_microbatches=9), budget_s=0.3)
+    on = fleet([1e9] * 9)
+    before = planned(spec, on)
+    lost = before.holders(before.stages[1].index)[0]
+    after = without(on, lost)
+    plan = make_plan(spec, after, before, 0, steps_left=100)
+    assert isinstance(plan, Plan)
+    assert violations(plan, spec, after) == ()
+    held = {x.chunk for x in before.chunks}
+    moved = [x.chunk for x in plan.chunks if x.chunk not in held]
+    assert len(moved) <= 1, "one loss needs one move at most"
+
+
+def test_a_stage_that_lost_all_its_holders_gets_one_that_is_spared_elsewhere() -> None:
+    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.2)
+    on = fleet([1e9] * 6)
+    before = planned(spec, on)
+    lost = before.holders(before.stages[2].index)
+    after = without(on, *lost)
+    plan = make_plan(spec, after, before, 0, steps_left=100)
+    assert isinstance(plan, Plan)
+    assert violations(plan, spec, after) == ()
+    held = {x.chunk for x in before.chunks}
+    moved = [x.chunk for x in plan.chunks if x.chunk not in held]
+    assert {chunk.stage for chunk in moved} == {2}

@@ -87,11 +87,7 @@ def resized(posed: Posed) -> Posed | None:
     problem = posed.problem
     if problem.num_chunks > problem.num_workers or problem.chunks_per_worker not in (None, 1):
         return None
-    visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
-    work_s = visit_s * np.array(problem.visits_by_stage)
-    if problem.layout is Layout.LOOP:
-        work_s[0] += problem.loss_s.mean() * problem.num_microbatches
-    sizes = shares(problem.num_chunks, [float(x) for x in work_s])
+    sizes = shares(problem.num_chunks, [float(x) for x in work_s(problem)])
     if sizes == problem.stage_sizes or sizes[0] > problem.num_microbatches:
         return None
     origins = shares(problem.num_microbatches, [1.0] * sizes[0])
@@ -100,6 +96,15 @@ def resized(posed: Posed) -> Posed | None:
     if isinstance(paths, Infeasible):
         return None
     return replace(posed, problem=other, path=paths)
+
+
+def work_s(problem: Problem) -> F64:
+    """(num_stages,) seconds of a step that each stage's ops take on a worker of middling speed."""
+    visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
+    seconds: F64 = visit_s * np.array(problem.visits_by_stage)
+    if problem.layout is Layout.LOOP:
+        seconds[0] += problem.loss_s.mean() * problem.num_microbatches
+    return seconds
 
 
 def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64]:

@@ -50,10 +50,14 @@ class Search:
     Args:
         problem: what to plan.
         seed: of all draws.
+        is_placed: whether workers stay where the first routing has them.
         start: a routing to be considered, and from which placement is taken when `improve` is told to stay near it.
     """
 
-    def __init__(self, problem: Problem, *, seed: int, start: Routing | None = None) -> None:
+    def __init__(
+        self, problem: Problem, *, seed: int, start: Routing | None = None, is_placed: bool = False
+    ) -> None:
+        self._is_placed = is_placed
         self.problem = problem
         self.best: Found | None = None
         self.num_moves = 0
@@ -199,7 +203,7 @@ class Search:
             last_s=last_s,
             evenness=1.5,
             order_share=0.2,
-            seat_share=0.1,
+            seat_share=0.0 if self._is_placed else 0.1,
             path_shares=_PATH_SHARES,
         )
 
