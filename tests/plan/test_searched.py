@@ -18,7 +18,7 @@ from skein.plan.route.of_job import pose, resized
 from skein.plan.searched import always, make_plan, reckoned_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
-from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without, without
+from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
 
 
 def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
