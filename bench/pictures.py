@@ -51,9 +51,7 @@ def hours_chart(record: Record) -> Chart:
     )
     costs = ", ".join(f"{record.percent(n)} %: {record.step_s[n]:g} s" for n in known)
     description = f"Steps stretched to what one takes there ({costs}). {_ends(lines)}. Bands: seeds."
-    return _loss_chart(
-        "Validation loss by predicted hours on a fleet", description, "hours", lines
-    )
+    return _loss_chart("Validation loss by predicted hours on a fleet", description, "hours", lines)
 
 
 def _half_lines(record: Record) -> Iterator[Line]:
