@@ -20,6 +20,7 @@ from skein.plan.moving import Held
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp, Schedule
 from skein.plan.recut import recut, widths
+from skein.plan.replan.of_job import follow
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
@@ -28,7 +29,6 @@ from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
-from skein.plan.survivors import stay
 from skein.plan.times import with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
@@ -36,10 +36,6 @@ from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
-
-
-WORTH = 0.05
-"""Of a step: what a plan after a loss must gain if it moves more than it needs to."""
 
 
 def always() -> bool:
@@ -100,47 +96,48 @@ def _after(
     may_go_on: Callable[[], bool],
     steps_left: int | None,
 ) -> Plan:
-    """The plan that follows `previous`: around what survivors hold, unless moving more is worth `WORTH` of a step."""
+    """The plan that follows `previous`: after a loss as little moved as pays, for who is left waits for it."""
     held = Held(plan=previous, steps_left=steps_left)
-    stayed = None
-    budget_s = job.plan.budget_s
-    if previous.stages == balanced.stages and set(previous.workers) > {x.worker for x in fleet.workers}:
-        # Most of the time goes to what is likely: placements are many, and one that is far from here must gain much.
-        stayed = _stayed(job, fleet, balanced, held, seed, budget_s=0.8 * budget_s, may_go_on=may_go_on)
-        budget_s *= 0.2
+    is_loss = not set(previous.workers) <= {x.worker for x in fleet.workers}
+    if is_loss and previous.stages == balanced.stages:
+        follower = _follower(job, fleet, balanced, held, seed, may_go_on=may_go_on)
+        if follower is not None:
+            return follower
     base = _base(job, fleet, balanced, previous)
-    free = _improved(job, fleet, base, seed, budget_s=budget_s, may_go_on=may_go_on, held=held)
-    if stayed is None or free.predicted_step_s < (1 - WORTH) * stayed.predicted_step_s:
-        return free
-    return stayed
+    return _improved(job, fleet, base, seed, budget_s=job.plan.budget_s, may_go_on=may_go_on, held=held)
 
 
-def _stayed(
+def _follower(
     job: JobSpec,
     fleet: Fleet,
     balanced: Plan,
     held: Held,
     seed: int,
     *,
-    budget_s: float,
     may_go_on: Callable[[], bool],
 ) -> Plan | None:
-    """The best plan in which survivors of a loss stay where they are, or nearly."""
-    layers = job_layers(job)
-    pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, balanced.stages)
+    """The plan that goes on from what is held; None if that cannot stay as it is."""
+    pool = pool_of(job, fleet, job_layers(job))
     posed = pose(job, fleet, balanced, pool)
-    num_ops = posed.problem.num_microbatches * (2 * posed.problem.num_hops + 1)
-    answer = stay(posed, held.plan, num_moves=num_moves_in(budget_s, num_ops), seed=seed, may_go_on=may_go_on)
-    if answer is None:
+    if (posed.problem.slots < 1).all(axis=0).any():
         return None
-    posed, found = answer
-    plan = plan_of(job, balanced, posed, found, started=(found.jittered_s, "survivors stay"))
-    plan = replace(plan, reason=f"{plan.reason.partition('; moves ')[0]}; survivors stay")
-    if moved := held.moved(plan, loads):
-        plan = replace(plan, reason=f"{plan.reason}; {moved}")
+    followed = follow(
+        posed,
+        held.plan,
+        most_chunks=posed.problem.num_chunks,
+        steps_left=held.steps_left,
+        num_ops=job.plan.budget_s * OPS_PER_S,
+        seed=seed,
+        may_go_on=may_go_on,
+    )
+    if followed is None:
+        return None
+    posed, found = followed.posed, followed.found
+    plan = plan_of(job, balanced, posed, found, started=(held.plan.predicted_step_s, "the plan before"))
+    plan = replace(plan, reason=f"{plan.reason}; {followed.why}")
     if violations(plan, job, fleet):
         return None
-    return with_times(plan, loads, pool, *op_times(fleet, loads, pool))
+    return with_times(plan, posed.loads, pool, *op_times(fleet, posed.loads, pool))
 
 
 def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 from skein.plan.plan import OpKind, Plan
 from skein.plan.route.evaluate import sequence_of, timeline
 from skein.plan.route.of_job import Posed
-from skein.plan.route.problem import F64, Problem, Routing
+from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.types import WorkerId
 
 _NUM_SORTINGS = 16
@@ -23,6 +23,14 @@ def routing_of(plan: Plan, posed: Posed) -> Routing | None:
         plan: whose problem `posed` is.
         posed: with the plan's own placement and paths.
     """
+    sequence = listed_sequence(plan)
+    if sequence is None:
+        return None
+    return in_time(posed.problem, Routing(worker_of=posed.worker_of, path=posed.path, sequence=sequence))
+
+
+def listed_sequence(plan: Plan) -> I64 | None:
+    """Some order of all ops, as in `Routing`, in which each worker keeps to its list; None if there is none."""
     numbers = [_numbers(plan, microbatch) for microbatch in range(len(plan.paths))]
     lists = {schedule.worker: deque(schedule.ops) for schedule in plan.schedules}
     at = [0] * len(plan.paths)
@@ -41,13 +49,10 @@ def routing_of(plan: Plan, posed: Posed) -> Routing | None:
             at[microbatch] += 1
             sequence.append(microbatch)
             to_try.extend(waiting.pop(microbatch, ()))
-    if any(lists.values()):
-        return None
-    first = Routing(worker_of=posed.worker_of, path=posed.path, sequence=np.array(sequence, np.int64))
-    return _in_time(posed.problem, first)
+    return None if any(lists.values()) else np.array(sequence, np.int64)
 
 
-def _in_time(problem: Problem, routing: Routing) -> Routing | None:
+def in_time(problem: Problem, routing: Routing) -> Routing | None:
     """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
     before_s, seconds = math.inf, _op_seconds(problem, routing)
     for _ in range(_NUM_SORTINGS):
