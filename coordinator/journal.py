@@ -19,6 +19,7 @@ from skein.protocol.records import (
     EpochOpened,
     Evaluated,
     GenerationOpened,
+    Incident,
     JobEnded,
     JobSubmitted,
     PlanAdopted,
@@ -77,7 +78,7 @@ class Fold:
 
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
-            case EpochOpened() | PlanAdopted():
+            case EpochOpened() | PlanAdopted() | Incident():
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s

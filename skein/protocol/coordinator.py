@@ -51,6 +51,7 @@ from skein.protocol.messages import (
     Hello,
     Leaving,
     LinksMeasured,
+    Prefetched,
     Probe,
     Refused,
     Report,
@@ -224,6 +225,8 @@ class Coordinator:
                 self._measured(report)
             case Leaving():
                 self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+            case Prefetched():
+                pass
             case CheckpointWritten():
                 if run is not None:
                     run.saved(report, now=now)

@@ -11,6 +11,7 @@ from skein.protocol.records import (
     Evaluated,
     GenerationMember,
     GenerationOpened,
+    Incident,
     JobEnded,
     JobSubmitted,
     PlanAdopted,
@@ -41,6 +42,7 @@ class JobHistory:
     """Followers whose chunks may be of a history that was rolled back; a commit clears who computed it."""
     plan: PlanAdopted | None = None
     rollbacks: list[RolledBack] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     end: JobEnded | None = None
 
     @property
@@ -81,6 +83,7 @@ class History:
         | Evaluated
         | CheckpointCommitted
         | RolledBack
+        | Incident
         | JobEnded,
     ) -> None:
         match record:
@@ -114,6 +117,8 @@ class History:
                 if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
                     job.last_evaluation = None
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
+            case Incident():
+                job.incidents.append(record)
             case JobEnded():
                 job.end = record
             case _:

@@ -52,6 +52,28 @@ class SourceKind(StrEnum):
     PEER = "peer"
 
 
+class Direction(StrEnum):
+    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTensor:
+    """A boundary tensor of microbatch `microbatch`, input of hop `hop` (FORWARD) or gradient of its output (BACKWARD).
+
+    The path travels along: routing is the source's. `step` is the version of the parameters it was computed with.
+    """
+
+    direction: Direction
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One worker of a generation and where peers reach it (host:port)."""
@@ -104,6 +126,46 @@ class Ledger:
     stage: StageIndex
     worker: WorkerId
     microbatches: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkProgress:
+    """What a chunk has done of the step that begins at its version, when a new generation stopped it.
+
+    `ledger` is in the order of accumulation. `forwards` are microbatches whose activations wait for their gradient;
+    `outputs` and `gradients` those whose activation for the next hop, and gradient for the hop before, the boundary
+    log has.
+    """
+
+    stage: StageIndex
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+    outputs: tuple[MicrobatchId, ...]
+    gradients: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedChunk:
+    """What stays of a chunk's progress: its whole ledger or none of it, and some of its activations."""
+
+    stage: StageIndex
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """How a worker goes on with a step that an older generation began: what of it stays, and what is left to do.
+
+    `schedule` names the ops that are left, `origins` the microbatches among them that start here. `repeats` are sent
+    again from the boundary log when the step goes on, by the paths that they have now.
+    """
+
+    step: Step
+    schedule: Schedule
+    chunks: tuple[ResumedChunk, ...]
+    origins: tuple[Origin, ...]
+    repeats: tuple[HopTensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,19 +242,27 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Renews the lease. `progress` advances only when an op ends, so a stuck executor shows."""
+    """Renews the lease. `progress` advances only when an op ends, so a stuck executor shows.
+
+    `running_s` is how long the running op has been at it; 0 if none is.
+    """
 
     progress: int
+    running_s: float
     statistics: tuple[Count, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Adopted a generation: all that this worker holds. Nothing older will be acted on."""
+    """Adopted a generation: all that this worker holds. Nothing older will be acted on.
+
+    `backups` are copies in memory that nobody computes with.
+    """
 
     generation: Generation
     chunks: tuple[ChunkVersion, ...]
-    ledgers: tuple[Ledger, ...]
+    progress: tuple[ChunkProgress, ...]
+    backups: tuple[ChunkVersion, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +368,15 @@ class Leaving:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetched:
+    """A copy of a stage's state is here whole, and at `version` by now."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+
+
 Report = (
     Hello
     | Beat
@@ -309,6 +388,7 @@ Report = (
     | CheckpointWritten
     | LinksMeasured
     | TimesMeasured
+    | Prefetched
     | Suspected
     | Trouble
     | Leaving
@@ -365,6 +445,8 @@ class Assign:
     num_evaluation_paths: int
     evaluation_origins: tuple[Origin, ...]
     groups: tuple[Group, ...]
+    resumption: Resumption | None
+    """None: nothing of a step in progress counts any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +502,49 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Copy these stages when they are at `version`, and give the copies to peers that ask.
+
+    With `keeps_results`, keep what every step from then on applies too. Older copies may go.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    stages: tuple[StageIndex, ...]
+    keeps_results: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Fetch a stage's state at `version` from all of `donors`, beside whatever is running. Answered by `Prefetched`.
+
+    A backup is kept for others as it is, until newer ones of all stages are complete; otherwise the receiver will hold
+    the stage under a coming plan, and is told of every commit meanwhile.
+    """
+
+    epoch: Epoch
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+    stage: StageSpec
+    version: Step
+    donors: tuple[Member, ...]
+    is_backup: bool
+    drops_before: Step
+    """Backups of older versions are of no more use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """A step is committed: bring what was prefetched up to date with its result. Answered by `Prefetched`."""
+
+    epoch: Epoch
+    job: JobId
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """Measure the links to these peers."""
 
@@ -436,32 +561,23 @@ class Dismiss:
 
 
 Directive = (
-    Welcome | Refused | NewGeneration | Assign | Start | Evaluate | Prepare | Commit | Save | Probe | Dismiss
+    Welcome
+    | Refused
+    | NewGeneration
+    | Assign
+    | Start
+    | Evaluate
+    | Prepare
+    | Commit
+    | Save
+    | Snapshot
+    | Prefetch
+    | Follow
+    | Probe
+    | Dismiss
 )
 
 # --- peer headers: worker to worker ---
-
-
-class Direction(StrEnum):
-    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopTensor:
-    """A boundary tensor of microbatch `microbatch`, input of hop `hop` (FORWARD) or gradient of its output (BACKWARD).
-
-    The path travels along: routing is the source's. `step` is the version of the parameters it was computed with.
-    """
-
-    direction: Direction
-    phase: Phase
-    step: Step
-    microbatch: MicrobatchId
-    hop: int
-    path: Path
 
 
 class ShardKind(StrEnum):

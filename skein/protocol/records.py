@@ -4,10 +4,21 @@ What is not here (leases, ledgers, votes) is soft: a restarted coordinator learn
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from skein.plan.plan import Plan
 from skein.protocol.messages import CheckpointFile, StepRecord
-from skein.types import Epoch, Generation, Incarnation, JobId, JobState, StageIndex, Step, WorkerId
+from skein.types import (
+    Epoch,
+    Generation,
+    Incarnation,
+    JobId,
+    JobState,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +126,65 @@ class RolledBack:
     wall_s: float
 
 
+class IncidentKind(StrEnum):
+    """What failed: a process, a link between two, an op, progress itself, or the coordinator."""
+
+    WORKER_LOST = "worker_lost"
+    LINK_FAILED = "link_failed"
+    WORKER_FAILED = "worker_failed"
+    STALLED = "stalled"
+    COORDINATOR_LOST = "coordinator_lost"
+
+
+class Remedy(StrEnum):
+    """What became of the step in progress.
+
+    RESUMED: it went on, only what was lost was computed again. RETRIED: it began anew. ROLLED_BACK: committed steps
+    were lost with the last holder of a stage. UNTOUCHED: no step was in progress.
+    """
+
+    RESUMED = "resumed"
+    RETRIED = "retried"
+    ROLLED_BACK = "rolled_back"
+    UNTOUCHED = "untouched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Contributions of one stage to the step in progress that were lost and are computed again."""
+
+    stage: StageIndex
+    microbatches: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """A failure that is over, and what it cost. Recorded when work goes on.
+
+    `silent_s` is the time from the last sign of life to the notice, 0 where the failure was told; `fenced_s` from the
+    notice to the last acknowledgement, `seconds` to the moment when work went on. `rerouted` counts hops that have
+    another worker than before, `retried` microbatches that begin the step anew.
+    """
+
+    job: JobId
+    generation: Generation
+    step: Step
+    kind: IncidentKind
+    workers: tuple[WorkerId, ...]
+    reason: str
+    remedy: Remedy
+    silent_s: float
+    fenced_s: float
+    seconds: float
+    num_rerouted: int
+    replayed: tuple[Replayed, ...]
+    num_retried: int
+    num_steps_lost: int
+    num_samples_repeated: int
+    wall_s: float
+    """When it was noticed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
     """Final: finished, failed or cancelled, and why."""
@@ -134,5 +204,6 @@ Record = (
     | Evaluated
     | CheckpointCommitted
     | RolledBack
+    | Incident
     | JobEnded
 )

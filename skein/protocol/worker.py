@@ -19,14 +19,17 @@ from skein.protocol.messages import (
     Directive,
     Dismiss,
     Evaluate,
+    Follow,
     Hello,
     Leaving,
     LinksMeasured,
     NewGeneration,
+    Prefetch,
     Prepare,
     Probe,
     Refused,
     Save,
+    Snapshot,
     Start,
     Suspected,
     Trouble,
@@ -212,7 +215,7 @@ class Worker:
 
     def _beat(self, *, now: float) -> None:
         if self._next_beat is not None and now >= self._next_beat:
-            self._standing.tell(Beat(progress=self.progress, statistics=()))
+            self._standing.tell(Beat(progress=self.progress, running_s=0.0, statistics=()))
             times = self._timing.report(self.generation)
             if times is not None:
                 self._standing.tell(times)
@@ -253,6 +256,8 @@ class Worker:
                     self._next_beat = now + directive.beat_s
             case Refused():
                 self._exit(directive.reason, is_clean=False)
+            case Snapshot() | Prefetch() | Follow():
+                pass
             case Probe():
                 self._standing.commands.append(MeasureLinks(peers=directive.peers))
             case Dismiss():
@@ -381,7 +386,9 @@ class Worker:
             case ClearOp():
                 if self._adopting is None:
                     chunks = self._steps.cleared()
-                    self._standing.tell(Ack(generation=self.generation, chunks=chunks, ledgers=()))
+                    self._standing.tell(
+                        Ack(generation=self.generation, chunks=chunks, progress=(), backups=())
+                    )
             case SaveOp():
                 pass
             case ForwardOp() | LossOp() | BackwardOp():

@@ -195,7 +195,7 @@ class Lab:
         """The worker takes what waits, up to a new generation, and acknowledges that."""
         while not isinstance(directive := await stream.take(), NewGeneration):
             assert directive is not None
-        ack = Ack(generation=directive.generation, chunks=(), ledgers=())
+        ack = Ack(generation=directive.generation, chunks=(), progress=(), backups=())
         await self.driver.reported(stream, ack)
         return directive
 

@@ -126,8 +126,8 @@ async def test_the_newest_stream_of_a_worker_is_the_one_that_counts() -> None:
         newer = await it.join()
         assert older.reason == "the worker opened another stream"
         await it.driver.closed(older, "the connection broke")
-        await it.driver.reported(older, Beat(progress=7, statistics=()))
-        await it.driver.reported(newer, Beat(progress=1, statistics=()))
+        await it.driver.reported(older, Beat(progress=7, running_s=0.0, statistics=()))
+        await it.driver.reported(newer, Beat(progress=1, running_s=0.0, statistics=()))
         entry = it.driver.machine.membership.live[WorkerId("w1")]
         await eventually(lambda: entry.progress == 1)
         assert entry.is_connected

@@ -56,7 +56,7 @@ def sampled(metrics: Metrics, machine: Coordinator, *, now: float = 101.0) -> No
 
 
 def beat(metrics: Metrics, worker: str, counts: Sequence[Count]) -> None:
-    metrics.heard(WorkerId(worker), Beat(progress=1, statistics=tuple(counts)))
+    metrics.heard(WorkerId(worker), Beat(progress=1, running_s=0.0, statistics=tuple(counts)))
 
 
 def test_numbers_of_a_job_follow_from_its_records() -> None:

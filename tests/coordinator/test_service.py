@@ -142,7 +142,7 @@ async def test_a_worker_of_another_release_is_refused_and_let_go(tmp_path: Path)
 @pytest.mark.parametrize(
     "first",
     [
-        Beat(progress=0, statistics=()),
+        Beat(progress=0, running_s=0.0, statistics=()),
         hello("no/slashes"),
         hello(""),
         hello("x" * 65),
@@ -189,7 +189,7 @@ async def test_log_lines_and_statistics_of_a_worker_are_passed_on(tmp_path: Path
         job = (await submit(channel)).job
         await worker.hear()
         count = Count(name="skein_worker_bubble_ratio", label="", value=0.25)
-        await worker.say(Beat(progress=1, statistics=(count,)))
+        await worker.say(Beat(progress=1, running_s=0.0, statistics=(count,)))
         await worker.say(
             LogLines(lines=(LogLine(level=LogLevel.WARNING, wall_s=1.0, text="a \n" + "b" * 9000),))
         )

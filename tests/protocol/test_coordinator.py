@@ -180,11 +180,11 @@ def test_a_run_begins_with_fewer_after_a_while() -> None:
     desk = Desk()
     desk.submit(PAIRS_SPEC)
     desk.join("w0a")
-    desk.report("w0a", Beat(progress=0, statistics=()))
+    desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
     assert desk.machine.deadline() == desk.now + GATHER_S
     desk.wait(GATHER_S - 0.1)
     assert not desk.told(NewGeneration)
-    desk.report("w0a", Beat(progress=0, statistics=()))
+    desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
     desk.wait(0.1)
     assert desk.told(NewGeneration)
 
@@ -194,7 +194,7 @@ def test_a_restarted_coordinator_waits_for_the_members_it_had() -> None:
     desk.join("w0a")
     for _ in range(int(RETURN_S) - 1):
         desk.wait(1.0)
-        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
     assert desk.machine.history.generation == 1
     desk.wait(1.0)
     assert set(desk.told(NewGeneration)) == {"w0a"}
@@ -213,7 +213,7 @@ def test_nobody_is_waited_for_twice() -> None:
     desk = Desk(stepping().log)
     desk.join("w0a")
     for _ in range(int(RETURN_S)):
-        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(1.0)
     assert desk.generation == 2
     desk.break_stream("w0a")
@@ -319,7 +319,7 @@ def test_acknowledgements_of_an_older_generation_do_not_count() -> None:
     before = desk.generation
     desk.join("w1a", incarnation=2)
     assert desk.generation == before + 1
-    desk.report("w1a", Ack(generation=before, chunks=(), ledgers=()))
+    desk.report("w1a", Ack(generation=before, chunks=(), progress=(), backups=()))
     desk.acknowledge(["w0a"])
     assert not desk.found(MakePlan)
 
@@ -359,8 +359,8 @@ def test_who_beats_but_never_acknowledges_is_turned_away() -> None:
     desk = began()
     desk.acknowledge(["w0a"])
     for _ in range(int(STALL_S)):
-        desk.report("w0a", Beat(progress=1, statistics=()))
-        desk.report("w1a", Beat(progress=0, statistics=()))
+        desk.report("w0a", Beat(progress=1, running_s=0.0, statistics=()))
+        desk.report("w1a", Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(1.0)
         if desk.told(Refused):
             break
@@ -389,7 +389,7 @@ def test_without_a_plan_the_job_waits_and_says_why() -> None:
     for _ in range(30):
         desk.wait(1.0)
         for worker in desk.live:
-            desk.report(worker, Beat(progress=0, statistics=()))
+            desk.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
     assert desk.generation == 1
     desk.join("w2a")
     assert desk.generation == 2
@@ -447,7 +447,7 @@ def test_a_newcomer_that_reads_other_data_is_excluded_and_the_job_goes_on() -> N
     desk.join("w0a")
     desk.submit(small_job(stages=1, replicas=2))
     desk.wait(GATHER_S - 0.1)
-    desk.report("w0a", Beat(progress=0, statistics=()))
+    desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
     desk.wait(0.2)
     desk.settle(one)
     desk.join("w0b")
@@ -847,7 +847,7 @@ def test_who_only_peers_complained_of_is_pardoned_when_no_plan_exists_without_it
         assert desk.generation == before
         desk.wait(1.0)
         for worker in desk.live:
-            desk.report(worker, Beat(progress=0, statistics=()))
+            desk.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
     assert desk.generation == before + 1
 
 
@@ -872,7 +872,7 @@ def beats(desk: Desk, seconds: int, *, progress: int = 0) -> None:
     """All workers beat every second; nothing moves unless `progress` changes."""
     for _ in range(seconds):
         for worker in desk.live:
-            desk.report(worker, Beat(progress=progress, statistics=()))
+            desk.report(worker, Beat(progress=progress, running_s=0.0, statistics=()))
         desk.wait(1.0)
         if desk.recorded(GenerationOpened):
             return

@@ -234,7 +234,7 @@ def make_steps(desk: Desk, plan: Plan, *, seconds: float, count: int = NUM_STEPS
     asked: list[MakePlan] = []
     for _ in range(count):
         for worker in desk.live:
-            desk.report(worker, Beat(progress=0, statistics=()))
+            desk.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(seconds)
         desk.step(plan)
         asked += desk.found(MakePlan)
@@ -319,7 +319,7 @@ def test_waiting_for_workers_is_no_price_of_a_change() -> None:
     desk.acknowledge(desk.live)
     desk.plan(Infeasible(reason="too few"))
     for _ in range(2000):
-        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(1.0)
     desk.join("w1a", incarnation=2)
     desk.acknowledge(desk.live, {})
@@ -339,7 +339,7 @@ def test_a_restarted_coordinator_whose_workers_hold_too_little_plans_with_the_re
     desk = Desk(before.log)
     desk.join("w0a")
     for _ in range(int(RETURN_S)):
-        desk.report("w0a", Beat(progress=0, statistics=()))
+        desk.report("w0a", Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(1.0)
     desk.acknowledge(desk.live)
     [asked] = desk.found(MakePlan)

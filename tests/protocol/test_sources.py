@@ -17,7 +17,8 @@ def acks(held: dict[str, list[tuple[StageSpec, int]]]) -> dict[WorkerId, Ack]:
         WorkerId(worker): Ack(
             generation=Generation(1),
             chunks=tuple(ChunkVersion(stage=stage, version=Step(version)) for stage, version in chunks),
-            ledgers=(),
+            progress=(),
+            backups=(),
         )
         for worker, chunks in held.items()
     }

@@ -281,7 +281,7 @@ def test_a_generation_is_acknowledged_after_everything_of_the_step_is_cleared() 
     assert hand.said() == []
     assert isinstance(hand.running, ClearOp)
     ack = hand.acknowledge()
-    assert (ack.generation, ack.chunks, ack.ledgers) == (1, (), ())
+    assert (ack.generation, ack.chunks, ack.progress) == (1, (), ())
 
 
 def test_a_running_op_is_never_interrupted_by_a_generation() -> None:

@@ -149,7 +149,7 @@ class Desk:
                 ChunkVersion(stage=stage, version=Step(version))
                 for stage, version in (held or {}).get(worker, ())
             )
-            commands += self.report(worker, Ack(generation=self.generation, chunks=chunks, ledgers=()))
+            commands += self.report(worker, Ack(generation=self.generation, chunks=chunks, progress=(), backups=()))
         self.commands = commands
         return commands
 

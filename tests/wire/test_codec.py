@@ -138,7 +138,7 @@ def test_largest_integer_passes() -> None:
 
 def test_negative_integer_is_not_sent() -> None:
     with pytest.raises(ValueError, match="out of range"):
-        codec.REPORT.encode(Beat(progress=-1, statistics=()))
+        codec.REPORT.encode(Beat(progress=-1, running_s=0.0, statistics=()))
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05a", b"\x0a\x02\x0a\xff"])

@@ -201,6 +201,7 @@ def assignment(
         num_evaluation_paths=1,
         evaluation_origins=(Origin(microbatch=MicrobatchId(0), path=path),),
         groups=(),
+        resumption=None,
     )
 
 

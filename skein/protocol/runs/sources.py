@@ -104,6 +104,7 @@ def assignments(
             num_evaluation_paths=len(plan.evaluation_paths),
             evaluation_origins=tuple(evaluation_origins[worker]),
             groups=tuple(group for group in plan.groups if worker in group.workers),
+            resumption=None,
         )
         for worker, held in chunks.items()
     }

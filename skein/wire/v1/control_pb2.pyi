@@ -102,6 +102,7 @@ class Report(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     LOG_LINES_FIELD_NUMBER: _builtins.int
     TIMES_MEASURED_FIELD_NUMBER: _builtins.int
+    PREFETCHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -130,6 +131,8 @@ class Report(_message.Message):
     def log_lines(self) -> Global___LogLines: ...
     @_builtins.property
     def times_measured(self) -> Global___TimesMeasured: ...
+    @_builtins.property
+    def prefetched(self) -> Global___Prefetched: ...
     def __init__(
         self,
         *,
@@ -147,12 +150,13 @@ class Report(_message.Message):
         leaving: Global___Leaving | None = ...,
         log_lines: Global___LogLines | None = ...,
         times_measured: Global___TimesMeasured | None = ...,
+        prefetched: Global___Prefetched | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -173,6 +177,9 @@ class Directive(_message.Message):
     SAVE_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     DISMISS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -195,6 +202,12 @@ class Directive(_message.Message):
     def probe(self) -> Global___Probe: ...
     @_builtins.property
     def dismiss(self) -> Global___Dismiss: ...
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot: ...
+    @_builtins.property
+    def prefetch(self) -> Global___Prefetch: ...
+    @_builtins.property
+    def follow(self) -> Global___Follow: ...
     def __init__(
         self,
         *,
@@ -209,12 +222,15 @@ class Directive(_message.Message):
         save: Global___Save | None = ...,
         probe: Global___Probe | None = ...,
         dismiss: Global___Dismiss | None = ...,
+        snapshot: Global___Snapshot | None = ...,
+        prefetch: Global___Prefetch | None = ...,
+        follow: Global___Follow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "new_generation", b"new_generation", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -367,6 +383,123 @@ class Origin(_message.Message):
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
+class ChunkProgress(_message.Message):
+    """What a chunk has done of the step that begins at its version, when a new generation stopped it. In `ledger` in the
+    order of accumulation.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    FORWARDS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    @_builtins.property
+    def ledger(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def forwards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Activations wait for their gradient."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The boundary log has the activation for the next hop."""
+
+    @_builtins.property
+    def gradients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The boundary log has the gradient for the hop before."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        ledger: _abc.Iterable[_builtins.int] | None = ...,
+        forwards: _abc.Iterable[_builtins.int] | None = ...,
+        outputs: _abc.Iterable[_builtins.int] | None = ...,
+        gradients: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "gradients", b"gradients", "ledger", b"ledger", "outputs", b"outputs", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkProgress: _TypeAlias = ChunkProgress  # noqa: Y015
+
+@_typing.final
+class ResumedChunk(_message.Message):
+    """What stays of a chunk's progress: its whole ledger or none of it, and some of its activations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    FORWARDS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    @_builtins.property
+    def ledger(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def forwards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        ledger: _abc.Iterable[_builtins.int] | None = ...,
+        forwards: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "ledger", b"ledger", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChunk: _TypeAlias = ResumedChunk  # noqa: Y015
+
+@_typing.final
+class Resumption(_message.Message):
+    """How a worker goes on with a step that an older generation began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def schedule(self) -> _ids_pb2.Schedule:
+        """The ops that are left."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChunk]: ...
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]:
+        """Microbatches among them that start here."""
+
+    @_builtins.property
+    def repeats(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.HopTensor]:
+        """Sent again from the boundary log, by the paths that they have now."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        schedule: _ids_pb2.Schedule | None = ...,
+        chunks: _abc.Iterable[Global___ResumedChunk] | None = ...,
+        origins: _abc.Iterable[Global___Origin] | None = ...,
+        repeats: _abc.Iterable[_ids_pb2.HopTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "origins", b"origins", "repeats", b"repeats", "schedule", b"schedule", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
+
+@_typing.final
 class Count(_message.Message):
     """One labelled number, cumulative since the worker's process started."""
 
@@ -464,7 +597,9 @@ class Beat(_message.Message):
 
     PROGRESS_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
+    RUNNING_S_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
+    running_s: _builtins.float
     @_builtins.property
     def statistics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Count]: ...
     def __init__(
@@ -472,10 +607,11 @@ class Beat(_message.Message):
         *,
         progress: _builtins.int = ...,
         statistics: _abc.Iterable[Global___Count] | None = ...,
+        running_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "running_s", b"running_s", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -487,22 +623,26 @@ class Ack(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
-    LEDGERS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    BACKUPS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
     @_builtins.property
-    def ledgers(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Ledger]: ...
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkProgress]: ...
+    @_builtins.property
+    def backups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         chunks: _abc.Iterable[Global___ChunkVersion] | None = ...,
-        ledgers: _abc.Iterable[_ids_pb2.Ledger] | None = ...,
+        progress: _abc.Iterable[Global___ChunkProgress] | None = ...,
+        backups: _abc.Iterable[Global___ChunkVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "generation", b"generation", "ledgers", b"ledgers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "chunks", b"chunks", "generation", b"generation", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,6 +861,34 @@ class TimesMeasured(_message.Message):
 Global___TimesMeasured: _TypeAlias = TimesMeasured  # noqa: Y015
 
 @_typing.final
+class Prefetched(_message.Message):
+    """A copy of a stage's state is here whole, and at `version` by now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    @_builtins.property
+    def stage(self) -> _ids_pb2.StageSpec: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        stage: _ids_pb2.StageSpec | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefetched: _TypeAlias = Prefetched  # noqa: Y015
+
+@_typing.final
 class Suspected(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -908,6 +1076,7 @@ class Assign(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     NUM_EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
     EVALUATION_ORIGINS_FIELD_NUMBER: _builtins.int
+    RESUMPTION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -926,6 +1095,8 @@ class Assign(_message.Message):
     def schedule(self) -> _ids_pb2.Schedule: ...
     @_builtins.property
     def evaluation_origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]: ...
+    @_builtins.property
+    def resumption(self) -> Global___Resumption: ...
     def __init__(
         self,
         *,
@@ -941,12 +1112,15 @@ class Assign(_message.Message):
         schedule: _ids_pb2.Schedule | None = ...,
         num_evaluation_paths: _builtins.int = ...,
         evaluation_origins: _abc.Iterable[Global___Origin] | None = ...,
+        resumption: Global___Resumption | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resumption", b"_resumption", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumption", b"_resumption", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__resumption: _TypeAlias = _typing.Literal["resumption"]  # noqa: Y015
+    _WhichOneofArgType__resumption: _TypeAlias = _typing.Literal["_resumption", b"_resumption"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumption) -> _WhichOneofReturnType__resumption | None: ...
 
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
 
@@ -1101,6 +1275,107 @@ class Save(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
 
 Global___Save: _TypeAlias = Save  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    KEEPS_RESULTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    keeps_results: _builtins.bool
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        stages: _abc.Iterable[_builtins.int] | None = ...,
+        keeps_results: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "keeps_results", b"keeps_results", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class Prefetch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    JOB_SPEC_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DONORS_FIELD_NUMBER: _builtins.int
+    IS_BACKUP_FIELD_NUMBER: _builtins.int
+    DROPS_BEFORE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    job: _builtins.str
+    job_spec: _builtins.str
+    """Canonical JSON."""
+    version: _builtins.int
+    is_backup: _builtins.bool
+    drops_before: _builtins.int
+    @_builtins.property
+    def stage(self) -> _ids_pb2.StageSpec: ...
+    @_builtins.property
+    def donors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        job: _builtins.str = ...,
+        job_spec: _builtins.str = ...,
+        stage: _ids_pb2.StageSpec | None = ...,
+        version: _builtins.int = ...,
+        donors: _abc.Iterable[Global___Member] | None = ...,
+        is_backup: _builtins.bool = ...,
+        drops_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donors", b"donors", "drops_before", b"drops_before", "epoch", b"epoch", "is_backup", b"is_backup", "job", b"job", "job_spec", b"job_spec", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefetch: _TypeAlias = Prefetch  # noqa: Y015
+
+@_typing.final
+class Follow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def record(self) -> _ids_pb2.StepRecord: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        job: _builtins.str = ...,
+        record: _ids_pb2.StepRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Follow: _TypeAlias = Follow  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):

@@ -68,6 +68,54 @@ JOB_STATE_CANCELLED: JobState.ValueType  # 7
 """Ended because a user asked."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
+class _Phase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PHASE_UNSPECIFIED: _Phase.ValueType  # 0
+    """Never sent; refused."""
+    PHASE_TRAIN: _Phase.ValueType  # 1
+    """A step's gradient."""
+    PHASE_EVALUATE: _Phase.ValueType  # 2
+    """The loss on validation data; nothing goes backward."""
+
+class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
+    """What a microbatch travels for."""
+
+PHASE_UNSPECIFIED: Phase.ValueType  # 0
+"""Never sent; refused."""
+PHASE_TRAIN: Phase.ValueType  # 1
+"""A step's gradient."""
+PHASE_EVALUATE: Phase.ValueType  # 2
+"""The loss on validation data; nothing goes backward."""
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
+class _Direction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Direction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DIRECTION_UNSPECIFIED: _Direction.ValueType  # 0
+    """Never sent; refused."""
+    DIRECTION_FORWARD: _Direction.ValueType  # 1
+    """An activation, to the next hop."""
+    DIRECTION_BACKWARD: _Direction.ValueType  # 2
+    """A gradient, to the hop before."""
+
+class Direction(_Direction, metaclass=_DirectionEnumTypeWrapper):
+    """Which way a boundary tensor goes."""
+
+DIRECTION_UNSPECIFIED: Direction.ValueType  # 0
+"""Never sent; refused."""
+DIRECTION_FORWARD: Direction.ValueType  # 1
+"""An activation, to the next hop."""
+DIRECTION_BACKWARD: Direction.ValueType  # 2
+"""A gradient, to the hop before."""
+Global___Direction: _TypeAlias = Direction  # noqa: Y015
+
 class _Decision:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -732,3 +780,40 @@ class StageFiles(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageFiles: _TypeAlias = StageFiles  # noqa: Y015
+
+@_typing.final
+class HopTensor(_message.Message):
+    """A boundary tensor: input of hop `hop` (FORWARD) or gradient of its output (BACKWARD). The path travels along."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    direction: Global___Direction.ValueType
+    phase: Global___Phase.ValueType
+    step: _builtins.int
+    microbatch: _builtins.int
+    hop: _builtins.int
+    @_builtins.property
+    def path(self) -> Global___Path: ...
+    def __init__(
+        self,
+        *,
+        direction: Global___Direction.ValueType = ...,
+        phase: Global___Phase.ValueType = ...,
+        step: _builtins.int = ...,
+        microbatch: _builtins.int = ...,
+        hop: _builtins.int = ...,
+        path: Global___Path | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "hop", b"hop", "microbatch", b"microbatch", "path", b"path", "phase", b"phase", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HopTensor: _TypeAlias = HopTensor  # noqa: Y015

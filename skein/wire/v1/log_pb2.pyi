@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from skein.wire.v1 import ids_pb2 as _ids_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,74 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _IncidentKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IncidentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IncidentKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INCIDENT_KIND_UNSPECIFIED: _IncidentKind.ValueType  # 0
+    """Never written; refused."""
+    INCIDENT_KIND_WORKER_LOST: _IncidentKind.ValueType  # 1
+    """A process, or everything that it says."""
+    INCIDENT_KIND_LINK_FAILED: _IncidentKind.ValueType  # 2
+    """What one worker sends does not reach another."""
+    INCIDENT_KIND_WORKER_FAILED: _IncidentKind.ValueType  # 3
+    """An op, or the making of a chunk."""
+    INCIDENT_KIND_STALLED: _IncidentKind.ValueType  # 4
+    """Nothing moved any more."""
+    INCIDENT_KIND_COORDINATOR_LOST: _IncidentKind.ValueType  # 5
+    """The coordinator itself."""
+
+class IncidentKind(_IncidentKind, metaclass=_IncidentKindEnumTypeWrapper):
+    """What failed."""
+
+INCIDENT_KIND_UNSPECIFIED: IncidentKind.ValueType  # 0
+"""Never written; refused."""
+INCIDENT_KIND_WORKER_LOST: IncidentKind.ValueType  # 1
+"""A process, or everything that it says."""
+INCIDENT_KIND_LINK_FAILED: IncidentKind.ValueType  # 2
+"""What one worker sends does not reach another."""
+INCIDENT_KIND_WORKER_FAILED: IncidentKind.ValueType  # 3
+"""An op, or the making of a chunk."""
+INCIDENT_KIND_STALLED: IncidentKind.ValueType  # 4
+"""Nothing moved any more."""
+INCIDENT_KIND_COORDINATOR_LOST: IncidentKind.ValueType  # 5
+"""The coordinator itself."""
+Global___IncidentKind: _TypeAlias = IncidentKind  # noqa: Y015
+
+class _Remedy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RemedyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Remedy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REMEDY_UNSPECIFIED: _Remedy.ValueType  # 0
+    """Never written; refused."""
+    REMEDY_RESUMED: _Remedy.ValueType  # 1
+    """It went on; only what was lost was computed again."""
+    REMEDY_RETRIED: _Remedy.ValueType  # 2
+    """It began anew."""
+    REMEDY_ROLLED_BACK: _Remedy.ValueType  # 3
+    """Committed steps were lost with the last holder of a stage."""
+    REMEDY_UNTOUCHED: _Remedy.ValueType  # 4
+    """There was none."""
+
+class Remedy(_Remedy, metaclass=_RemedyEnumTypeWrapper):
+    """What became of the step in progress."""
+
+REMEDY_UNSPECIFIED: Remedy.ValueType  # 0
+"""Never written; refused."""
+REMEDY_RESUMED: Remedy.ValueType  # 1
+"""It went on; only what was lost was computed again."""
+REMEDY_RETRIED: Remedy.ValueType  # 2
+"""It began anew."""
+REMEDY_ROLLED_BACK: Remedy.ValueType  # 3
+"""Committed steps were lost with the last holder of a stage."""
+REMEDY_UNTOUCHED: Remedy.ValueType  # 4
+"""There was none."""
+Global___Remedy: _TypeAlias = Remedy  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):
@@ -34,6 +103,7 @@ class Record(_message.Message):
     CHECKPOINT_COMMITTED_FIELD_NUMBER: _builtins.int
     ROLLED_BACK_FIELD_NUMBER: _builtins.int
     JOB_ENDED_FIELD_NUMBER: _builtins.int
+    INCIDENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -52,6 +122,8 @@ class Record(_message.Message):
     def rolled_back(self) -> Global___RolledBack: ...
     @_builtins.property
     def job_ended(self) -> Global___JobEnded: ...
+    @_builtins.property
+    def incident(self) -> Global___Incident: ...
     def __init__(
         self,
         *,
@@ -64,12 +136,13 @@ class Record(_message.Message):
         checkpoint_committed: Global___CheckpointCommitted | None = ...,
         rolled_back: Global___RolledBack | None = ...,
         job_ended: Global___JobEnded | None = ...,
+        incident: Global___Incident | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -328,6 +401,97 @@ class RolledBack(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RolledBack: _TypeAlias = RolledBack  # noqa: Y015
+
+@_typing.final
+class Replayed(_message.Message):
+    """Contributions of one stage that were lost and are computed again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    @_builtins.property
+    def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        microbatches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatches", b"microbatches", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replayed: _TypeAlias = Replayed  # noqa: Y015
+
+@_typing.final
+class Incident(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    FENCED_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_REROUTED_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    NUM_RETRIED_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_LOST_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_REPEATED_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    generation: _builtins.int
+    step: _builtins.int
+    kind: Global___IncidentKind.ValueType
+    reason: _builtins.str
+    remedy: Global___Remedy.ValueType
+    silent_s: _builtins.float
+    fenced_s: _builtins.float
+    seconds: _builtins.float
+    num_rerouted: _builtins.int
+    num_retried: _builtins.int
+    num_steps_lost: _builtins.int
+    num_samples_repeated: _builtins.int
+    wall_s: _builtins.float
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def replayed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replayed]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        kind: Global___IncidentKind.ValueType = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        remedy: Global___Remedy.ValueType = ...,
+        silent_s: _builtins.float = ...,
+        fenced_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        num_rerouted: _builtins.int = ...,
+        replayed: _abc.Iterable[Global___Replayed] | None = ...,
+        num_retried: _builtins.int = ...,
+        num_steps_lost: _builtins.int = ...,
+        num_samples_repeated: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced_s", b"fenced_s", "generation", b"generation", "job", b"job", "kind", b"kind", "num_rerouted", b"num_rerouted", "num_retried", b"num_retried", "num_samples_repeated", b"num_samples_repeated", "num_steps_lost", b"num_steps_lost", "reason", b"reason", "remedy", b"remedy", "replayed", b"replayed", "seconds", b"seconds", "silent_s", b"silent_s", "step", b"step", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Incident: _TypeAlias = Incident  # noqa: Y015
 
 @_typing.final
 class JobEnded(_message.Message):
