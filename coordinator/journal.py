@@ -34,6 +34,7 @@ from skein.wire.views import (
     Ended,
     EvaluationFinished,
     GenerationBegun,
+    IncidentEnded,
     JobEvent,
     JobHappening,
     LineLogged,
@@ -78,7 +79,7 @@ class Fold:
 
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
-            case EpochOpened() | PlanAdopted() | Incident():
+            case EpochOpened() | PlanAdopted():
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s
@@ -105,6 +106,9 @@ class Fold:
                     from_version=record.from_version, to_version=record.to_version, reason=record.reason
                 )
                 return back, record.wall_s
+            case Incident():
+                # Its own time is that of the notice; it is told when it is over.
+                return IncidentEnded(incident=record), record.wall_s + record.seconds
             case JobEnded():
                 return Ended(state=record.state, reason=record.reason), record.wall_s
             case _:

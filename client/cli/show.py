@@ -10,12 +10,14 @@ from typing import assert_never
 
 import click
 
+from skein.protocol.incident import cost, remedied, what
 from skein.units import format_bytes
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
     EvaluationFinished,
     GenerationBegun,
+    IncidentEnded,
     JobEvent,
     JobStatus,
     LineLogged,
@@ -32,6 +34,7 @@ _WORD_OF_EVENT = {
     CheckpointFinished: "checkpoint_finished",
     GenerationBegun: "generation_begun",
     WentBack: "went_back",
+    IncidentEnded: "incident_ended",
     LineLogged: "line_logged",
     Ended: "ended",
 }
@@ -234,6 +237,8 @@ def event_text(event: JobEvent) -> str:
             return f"generation {generation}: {', '.join(names) or 'no workers'} ({reason})"
         case WentBack(from_version=before, to_version=after, reason=reason):
             return f"went back from step {before} to {after}: {reason}"
+        case IncidentEnded(incident=incident):
+            return f"incident in step {incident.step + 1}: {what(incident)}: {remedied(incident)}; {cost(incident)}"
         case LineLogged(worker=worker, line=line):
             return f"{worker or 'coordinator'}  {line.level.upper()}  {line.text}"
         case Ended(state=state, reason=reason):

@@ -1,7 +1,7 @@
 """What clients ask: jobs, workers, links and the version."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from pydantic import ValidationError
 
@@ -15,10 +15,10 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.cut import check_job
 from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
-from skein.protocol.records import JobSubmitted
+from skein.protocol.records import Incident, JobSubmitted
 from skein.types import JobId, WorkerId
 from skein.wire import codec
-from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
+from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
 from skein.wire.views import JobStatus, SubmitReply, VersionReply
 
 MAX_SPEC_BYTES = 1 << 20
@@ -26,6 +26,10 @@ MAX_KEY_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 256
 MAX_PENDING = 1000
 """Jobs that may wait."""
+MAX_INCIDENTS = 500
+"""In one reply."""
+MAX_INCIDENT_BYTES = 1 << 20
+"""In one reply, which may be 4 MiB; a lost site with all its microbatches takes some 10 kB."""
 
 
 class Jobs(jobs_pb2_grpc.JobsServicer):
@@ -102,6 +106,16 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         links = [self._machine.links[pair] for pair in sorted(self._machine.links)]
         return jobs_pb2.LinksReply(links=[codec.LINK.encode(link) for link in links])
 
+    async def ListIncidents(
+        self, request: jobs_pb2.ListIncidentsRequest, context: Context
+    ) -> jobs_pb2.ListIncidentsReply:
+        found = self._machine.history.jobs[self._known(request.job)].incidents
+        until = request.since + min(request.limit or MAX_INCIDENTS, MAX_INCIDENTS)
+        page = _page(found[request.since : until])
+        reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
+        await self._driver.settled()
+        return reply
+
     def _status(self, job: JobId) -> JobStatus:
         return job_status(self._machine, self._driver.journal, job)
 
@@ -126,6 +140,19 @@ def parse_spec(text: str) -> JobSpec:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "job"
         raise UserError(field, first["input"], first["msg"].removeprefix("Value error, ")) from error
+
+
+def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
+    """As many as fit, and one at least: whoever asks for the rest gets on."""
+    page: list[log_pb2.Incident] = []
+    num_bytes = 0
+    for incident in incidents:
+        message = codec.INCIDENT.encode(incident)
+        num_bytes += message.ByteSize()
+        if page and num_bytes > MAX_INCIDENT_BYTES:
+            break
+        page.append(message)
+    return page
 
 
 def _check(spec: JobSpec) -> None:

@@ -5,7 +5,7 @@ an id have no dataclass and are used as they are.
 """
 
 from skein.protocol.messages import Directive, Report
-from skein.protocol.records import Record
+from skein.protocol.records import Incident, Record
 from skein.topology.fleet import Link
 from skein.wire import extra, views
 from skein.wire.mapping import Codec
@@ -53,3 +53,4 @@ WORKER_STATUS: Codec[views.WorkerStatus, jobs_pb2.WorkerStatus] = Codec(
 )
 JOB_EVENT: Codec[views.JobEvent, jobs_pb2.JobEvent] = Codec(views.JobEvent, jobs_pb2.JobEvent)
 LINK: Codec[Link, ids_pb2.Link] = Codec(Link, ids_pb2.Link)
+INCIDENT: Codec[Incident, log_pb2.Incident] = Codec(Incident, log_pb2.Incident)

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import StepRecord
+from skein.protocol.records import Incident
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire.extra import LogLine
@@ -153,6 +154,13 @@ class WentBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentEnded:
+    """Work goes on after a failure, and what that cost is known."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LineLogged:
     """A line of a worker's log, or of the coordinator's (`worker` None) about this job."""
 
@@ -175,6 +183,7 @@ JobHappening = (
     | CheckpointFinished
     | GenerationBegun
     | WentBack
+    | IncidentEnded
     | LineLogged
     | Ended
 )

@@ -19,7 +19,7 @@ from skein.config.load import job_from_json
 from skein.errors import SkeinError, UserError
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import CheckpointFile, Decision, StepRecord
-from skein.protocol.records import StageFiles
+from skein.protocol.records import Incident, StageFiles
 from skein.topology.fleet import Link, Profile
 from skein.types import ChunkRef, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire import codec
@@ -162,6 +162,8 @@ class Script:
     jobs: dict[str, JobStatus] = field(default_factory=lambda: {"first-job-1": status()})
     workers: list[WorkerStatus] = field(default_factory=lambda: [worker()])
     story: list[JobEvent] = field(default_factory=whole_story)
+    incidents: list[Incident] = field(default_factory=list)
+    """Of every job; told two at a time."""
     files: dict[str, bytes] = field(default_factory=dict)
     manifest: ManifestReply | None = None
     protocol_version: int = skein.PROTOCOL_VERSION
@@ -278,6 +280,14 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
         await self._checked(context)
         return jobs_pb2.LinksReply(links=[codec.LINK.encode(link())])
+
+    async def ListIncidents(
+        self, request: jobs_pb2.ListIncidentsRequest, context: Context
+    ) -> jobs_pb2.ListIncidentsReply:
+        _ = await self._known(request.job, context)
+        found = self._script.incidents
+        page = [codec.INCIDENT.encode(one) for one in found[request.since : request.since + 2]]
+        return jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
 
 
 class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):

@@ -11,8 +11,17 @@ from client.cli.show import event_text, timed
 from skein.protocol.messages import Decision
 from skein.types import Generation, JobState, Step, WorkerId
 from skein.wire.extra import LogLevel
-from skein.wire.views import CheckpointFinished, Ended, GenerationBegun, JobEvent, StepFinished, WentBack
+from skein.wire.views import (
+    CheckpointFinished,
+    Ended,
+    GenerationBegun,
+    IncidentEnded,
+    JobEvent,
+    StepFinished,
+    WentBack,
+)
 from tests.client.scripted import TOKENS_PER_STEP, event, line_body, step_body, whole_story
+from tests.support.incidents import incident, replayed
 
 
 def console(*, is_terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -58,6 +67,14 @@ def test_elsewhere_steps_are_lines_now_and_then_and_news_at_once() -> None:
         "step 3  validation loss 1.25",
         "finished: as told",
     ]
+
+
+def test_an_incident_is_news_where_progress_is_shown() -> None:
+    story = [*steps(0, 1), event(2, IncidentEnded(incident=incident()))]
+    for is_terminal in (False, True):
+        out_console, out = console(is_terminal=is_terminal)
+        follow(story, view(out_console), total_steps=3)
+        assert "incident in step 41: worker_lost w3" in out.getvalue()
 
 
 def test_last_step_is_always_told() -> None:
@@ -109,6 +126,11 @@ def skipped(body: StepFinished) -> StepFinished:
         (
             event(1, WentBack(from_version=Step(5), to_version=Step(2), reason="nobody left")),
             "went back from step 5 to 2: nobody left",
+        ),
+        (
+            event(1, IncidentEnded(incident=incident(replayed=(replayed(1, 2, 3),)))),
+            "incident in step 41: worker_lost w3 (stream broke, silent 0.30 s): resumed after 0.62 s "
+            "(fence 0.41 s), 4 hops rerouted, replayed stage 1: 2-3; 0 steps lost, 8 samples repeated",
         ),
         (event(1, Ended(state=JobState.FAILED, reason="no data")), "failed: no data"),
         (event(1, line_body("hello")), "w1  INFO  hello"),

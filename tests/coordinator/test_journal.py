@@ -17,8 +17,9 @@ from skein.protocol.records import (
 )
 from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire.extra import LogLevel, LogLine
-from skein.wire.views import Ended, JobEvent, LineLogged, StateChanged, StepFinished
+from skein.wire.views import Ended, IncidentEnded, JobEvent, LineLogged, StateChanged, StepFinished
 from tests.coordinator.builders import WAIT_S, checkpointed, committed, one_worker_plan, opened, submitted
+from tests.support.incidents import incident
 
 JOB = JobId("digits-1")
 
@@ -176,3 +177,12 @@ async def test_a_way_back_is_told() -> None:
     )
     events = await all_of(journal_of((*LOG[:-1], back, ended())))
     assert [type(event.body).__name__ for event in events[-2:]] == ["WentBack", "Ended"]
+
+
+async def test_an_incident_is_told_when_it_is_over_and_keeps_its_number() -> None:
+    over = incident(JOB, wall_s=40.0, seconds=2.5)
+    records = (*LOG[:-2], over, *LOG[-2:])
+    told = await all_of(journal_of(records), 13)
+    assert told[0] == JobEvent(sequence=14, wall_s=42.5, body=IncidentEnded(incident=over))
+    assert isinstance(told[1].body, Ended)
+    assert await all_of(journal_of(records, num_kept=1), 13) == told

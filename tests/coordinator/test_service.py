@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator import serving
 from coordinator.metrics import Metrics
+from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
@@ -44,6 +45,7 @@ from tests.coordinator.builders import (
     plan_at_once,
     submitted,
 )
+from tests.support.incidents import incident
 
 TOKEN = "correct-horse-battery"
 DATA = bytes(range(256)) * 10
@@ -253,9 +255,10 @@ async def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
             jobs.Get(jobs_pb2.GetJobRequest(job="none")),
             jobs.Cancel(jobs_pb2.CancelRequest(job="none")),
             jobs.Drain(jobs_pb2.DrainRequest(worker="none")),
+            jobs.ListIncidents(jobs_pb2.ListIncidentsRequest(job="none")),
             files.Manifest(checkpoint_pb2.ManifestRequest(job="none")),
         )
-        assert [await status_of(call) for call in calls] == [StatusCode.NOT_FOUND] * 4
+        assert [await status_of(call) for call in calls] == [StatusCode.NOT_FOUND] * 5
         assert await jobs.Watch(jobs_pb2.WatchRequest(job="none")).code() is StatusCode.NOT_FOUND
         assert count_of(running, "Get", "not_found") == 1
 
@@ -287,6 +290,35 @@ async def test_a_restart_keeps_jobs_and_their_numbers(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as running:
         assert running.where().epoch == 3
         assert 'skein_committed_steps_total{job="digits-1"} 5.0' in running.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("since", "limit", "expected"), [(0, 0, range(5)), (2, 2, range(2, 4)), (4, 9, range(4, 5)), (7, 0, ())]
+)
+async def test_incidents_are_had_from_any_number_on(
+    tmp_path: Path, since: int, limit: int, expected: Sequence[int]
+) -> None:
+    over = [incident("digits-1", wall_s=float(number)) for number in range(5)]
+    write_log(tmp_path, [submitted("digits-1"), submitted("digits-2"), incident("digits-2"), *over])
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        request = jobs_pb2.ListIncidentsRequest(job="digits-1", since=since, limit=limit)
+        reply = await jobs_pb2_grpc.JobsStub(channel).ListIncidents(request)
+        assert [codec.INCIDENT.decode(one) for one in reply.incidents] == [over[n] for n in expected]
+        assert reply.num_incidents == 5
+
+
+@pytest.mark.parametrize(("max_bytes", "num_sent"), [(1, 1), (250, 2), (1 << 20, 3)])
+async def test_a_reply_holds_as_many_incidents_as_fit_and_at_least_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, num_sent: int
+) -> None:
+    monkeypatch.setattr(jobs_service, "MAX_INCIDENT_BYTES", max_bytes)
+    over = [incident("digits-1", reason="x" * 60)] * 3
+    assert {100 < len(codec.INCIDENT.to_bytes(one)) <= 125 for one in over} == {True}
+    write_log(tmp_path, [submitted("digits-1"), *over])
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        request = jobs_pb2.ListIncidentsRequest(job="digits-1")
+        reply = await jobs_pb2_grpc.JobsStub(channel).ListIncidents(request)
+        assert (len(reply.incidents), reply.num_incidents) == (num_sent, 3)
 
 
 # --- checkpoint files ---

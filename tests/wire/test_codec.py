@@ -36,6 +36,8 @@ PLAIN_REQUESTS = {
     "VersionRequest",
     "LinksRequest",
     "LinksReply",
+    "ListIncidentsRequest",
+    "ListIncidentsReply",
 }
 """Ids and lists of values: used without a dataclass of their own."""
 

@@ -24,71 +24,78 @@ _sym_db = _symbol_database.Default()
 
 from skein.wire.v1 import control_pb2 as skein_dot_wire_dot_v1_dot_control__pb2
 from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
+from skein.wire.v1 import log_pb2 as skein_dot_wire_dot_v1_dot_log__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\"*\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"*\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x10\n\x0eVersionRequest\"H\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"\xe9\x04\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimesB\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xcf\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x42\x06\n\x04_job\"\xe7\x03\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\xe4\x04\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\x1a\x17skein/wire/v1/log.proto\"*\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"*\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x10\n\x0eVersionRequest\"H\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"A\n\x14ListIncidentsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"W\n\x12ListIncidentsReply\x12*\n\tincidents\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.Incident\x12\x15\n\rnum_incidents\x18\x02 \x01(\x04\"\xe9\x04\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimesB\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xcf\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x42\x06\n\x04_job\"\x9f\x04\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x12\x36\n\x0eincident_ended\x18\x0b \x01(\x0b\x32\x1c.skein.wire.v1.IncidentEndedH\x00\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\":\n\rIncidentEnded\x12)\n\x08incident\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.Incident\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\xbd\x05\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReply\x12W\n\rListIncidents\x12#.skein.wire.v1.ListIncidentsRequest\x1a!.skein.wire.v1.ListIncidentsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.jobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=2817
-  _globals['_WORKERSTATE']._serialized_end=2959
-  _globals['_SUBMITREQUEST']._serialized_start=97
-  _globals['_SUBMITREQUEST']._serialized_end=139
-  _globals['_SUBMITREPLY']._serialized_start=141
-  _globals['_SUBMITREPLY']._serialized_end=183
-  _globals['_LISTJOBSREQUEST']._serialized_start=185
-  _globals['_LISTJOBSREQUEST']._serialized_end=202
-  _globals['_LISTJOBSREPLY']._serialized_start=204
-  _globals['_LISTJOBSREPLY']._serialized_end=259
-  _globals['_GETJOBREQUEST']._serialized_start=261
-  _globals['_GETJOBREQUEST']._serialized_end=289
-  _globals['_WATCHREQUEST']._serialized_start=291
-  _globals['_WATCHREQUEST']._serialized_end=333
-  _globals['_CANCELREQUEST']._serialized_start=335
-  _globals['_CANCELREQUEST']._serialized_end=379
-  _globals['_WORKERSREQUEST']._serialized_start=381
-  _globals['_WORKERSREQUEST']._serialized_end=397
-  _globals['_WORKERSREPLY']._serialized_start=399
-  _globals['_WORKERSREPLY']._serialized_end=459
-  _globals['_DRAINREQUEST']._serialized_start=461
-  _globals['_DRAINREQUEST']._serialized_end=491
-  _globals['_VERSIONREQUEST']._serialized_start=493
-  _globals['_VERSIONREQUEST']._serialized_end=509
-  _globals['_VERSIONREPLY']._serialized_start=511
-  _globals['_VERSIONREPLY']._serialized_end=583
-  _globals['_LINKSREQUEST']._serialized_start=585
-  _globals['_LINKSREQUEST']._serialized_end=599
-  _globals['_LINKSREPLY']._serialized_start=601
-  _globals['_LINKSREPLY']._serialized_end=649
-  _globals['_JOBSTATUS']._serialized_start=652
-  _globals['_JOBSTATUS']._serialized_end=1269
-  _globals['_CHUNKTIMES']._serialized_start=1271
-  _globals['_CHUNKTIMES']._serialized_end=1388
-  _globals['_TRANSFERTIMES']._serialized_start=1390
-  _globals['_TRANSFERTIMES']._serialized_end=1516
-  _globals['_WORKERSTATUS']._serialized_start=1519
-  _globals['_WORKERSTATUS']._serialized_end=1726
-  _globals['_JOBEVENT']._serialized_start=1729
-  _globals['_JOBEVENT']._serialized_end=2216
-  _globals['_STATECHANGED']._serialized_start=2218
-  _globals['_STATECHANGED']._serialized_end=2288
-  _globals['_STEPFINISHED']._serialized_start=2290
-  _globals['_STEPFINISHED']._serialized_end=2385
-  _globals['_EVALUATIONFINISHED']._serialized_start=2387
-  _globals['_EVALUATIONFINISHED']._serialized_end=2458
-  _globals['_CHECKPOINTFINISHED']._serialized_start=2460
-  _globals['_CHECKPOINTFINISHED']._serialized_end=2523
-  _globals['_GENERATIONBEGUN']._serialized_start=2525
-  _globals['_GENERATIONBEGUN']._serialized_end=2595
-  _globals['_WENTBACK']._serialized_start=2597
-  _globals['_WENTBACK']._serialized_end=2665
-  _globals['_LINELOGGED']._serialized_start=2667
-  _globals['_LINELOGGED']._serialized_end=2749
-  _globals['_ENDED']._serialized_start=2751
-  _globals['_ENDED']._serialized_end=2814
-  _globals['_JOBS']._serialized_start=2962
-  _globals['_JOBS']._serialized_end=3574
+  _globals['_WORKERSTATE']._serialized_start=3114
+  _globals['_WORKERSTATE']._serialized_end=3256
+  _globals['_SUBMITREQUEST']._serialized_start=122
+  _globals['_SUBMITREQUEST']._serialized_end=164
+  _globals['_SUBMITREPLY']._serialized_start=166
+  _globals['_SUBMITREPLY']._serialized_end=208
+  _globals['_LISTJOBSREQUEST']._serialized_start=210
+  _globals['_LISTJOBSREQUEST']._serialized_end=227
+  _globals['_LISTJOBSREPLY']._serialized_start=229
+  _globals['_LISTJOBSREPLY']._serialized_end=284
+  _globals['_GETJOBREQUEST']._serialized_start=286
+  _globals['_GETJOBREQUEST']._serialized_end=314
+  _globals['_WATCHREQUEST']._serialized_start=316
+  _globals['_WATCHREQUEST']._serialized_end=358
+  _globals['_CANCELREQUEST']._serialized_start=360
+  _globals['_CANCELREQUEST']._serialized_end=404
+  _globals['_WORKERSREQUEST']._serialized_start=406
+  _globals['_WORKERSREQUEST']._serialized_end=422
+  _globals['_WORKERSREPLY']._serialized_start=424
+  _globals['_WORKERSREPLY']._serialized_end=484
+  _globals['_DRAINREQUEST']._serialized_start=486
+  _globals['_DRAINREQUEST']._serialized_end=516
+  _globals['_VERSIONREQUEST']._serialized_start=518
+  _globals['_VERSIONREQUEST']._serialized_end=534
+  _globals['_VERSIONREPLY']._serialized_start=536
+  _globals['_VERSIONREPLY']._serialized_end=608
+  _globals['_LINKSREQUEST']._serialized_start=610
+  _globals['_LINKSREQUEST']._serialized_end=624
+  _globals['_LINKSREPLY']._serialized_start=626
+  _globals['_LINKSREPLY']._serialized_end=674
+  _globals['_LISTINCIDENTSREQUEST']._serialized_start=676
+  _globals['_LISTINCIDENTSREQUEST']._serialized_end=741
+  _globals['_LISTINCIDENTSREPLY']._serialized_start=743
+  _globals['_LISTINCIDENTSREPLY']._serialized_end=830
+  _globals['_JOBSTATUS']._serialized_start=833
+  _globals['_JOBSTATUS']._serialized_end=1450
+  _globals['_CHUNKTIMES']._serialized_start=1452
+  _globals['_CHUNKTIMES']._serialized_end=1569
+  _globals['_TRANSFERTIMES']._serialized_start=1571
+  _globals['_TRANSFERTIMES']._serialized_end=1697
+  _globals['_WORKERSTATUS']._serialized_start=1700
+  _globals['_WORKERSTATUS']._serialized_end=1907
+  _globals['_JOBEVENT']._serialized_start=1910
+  _globals['_JOBEVENT']._serialized_end=2453
+  _globals['_STATECHANGED']._serialized_start=2455
+  _globals['_STATECHANGED']._serialized_end=2525
+  _globals['_STEPFINISHED']._serialized_start=2527
+  _globals['_STEPFINISHED']._serialized_end=2622
+  _globals['_EVALUATIONFINISHED']._serialized_start=2624
+  _globals['_EVALUATIONFINISHED']._serialized_end=2695
+  _globals['_CHECKPOINTFINISHED']._serialized_start=2697
+  _globals['_CHECKPOINTFINISHED']._serialized_end=2760
+  _globals['_GENERATIONBEGUN']._serialized_start=2762
+  _globals['_GENERATIONBEGUN']._serialized_end=2832
+  _globals['_WENTBACK']._serialized_start=2834
+  _globals['_WENTBACK']._serialized_end=2902
+  _globals['_LINELOGGED']._serialized_start=2904
+  _globals['_LINELOGGED']._serialized_end=2986
+  _globals['_INCIDENTENDED']._serialized_start=2988
+  _globals['_INCIDENTENDED']._serialized_end=3046
+  _globals['_ENDED']._serialized_start=3048
+  _globals['_ENDED']._serialized_end=3111
+  _globals['_JOBS']._serialized_start=3259
+  _globals['_JOBS']._serialized_end=3960
 # @@protoc_insertion_point(module_scope)

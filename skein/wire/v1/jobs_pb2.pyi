@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from skein.wire.v1 import control_pb2 as _control_pb2
 from skein.wire.v1 import ids_pb2 as _ids_pb2
+from skein.wire.v1 import log_pb2 as _log_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -331,6 +332,59 @@ class LinksReply(_message.Message):
 Global___LinksReply: _TypeAlias = LinksReply  # noqa: Y015
 
 @_typing.final
+class ListIncidentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    since: _builtins.int
+    """So many, the oldest ones, are known already."""
+    limit: _builtins.int
+    """0: as many as the coordinator sends at once."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        since: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "limit", b"limit", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListIncidentsRequest: _TypeAlias = ListIncidentsRequest  # noqa: Y015
+
+@_typing.final
+class ListIncidentsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCIDENTS_FIELD_NUMBER: _builtins.int
+    NUM_INCIDENTS_FIELD_NUMBER: _builtins.int
+    num_incidents: _builtins.int
+    """Of the job so far; more than `since` and these: ask again."""
+    @_builtins.property
+    def incidents(self) -> _containers.RepeatedCompositeFieldContainer[_log_pb2.Incident]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        incidents: _abc.Iterable[_log_pb2.Incident] | None = ...,
+        num_incidents: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incidents", b"incidents", "num_incidents", b"num_incidents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListIncidentsReply: _TypeAlias = ListIncidentsReply  # noqa: Y015
+
+@_typing.final
 class JobStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -550,6 +604,7 @@ class JobEvent(_message.Message):
     WENT_BACK_FIELD_NUMBER: _builtins.int
     LINE_LOGGED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    INCIDENT_ENDED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Ascending from 1 within a job and an epoch's memory."""
     wall_s: _builtins.float
@@ -569,6 +624,8 @@ class JobEvent(_message.Message):
     def line_logged(self) -> Global___LineLogged: ...
     @_builtins.property
     def ended(self) -> Global___Ended: ...
+    @_builtins.property
+    def incident_ended(self) -> Global___IncidentEnded: ...
     def __init__(
         self,
         *,
@@ -582,12 +639,13 @@ class JobEvent(_message.Message):
         went_back: Global___WentBack | None = ...,
         line_logged: Global___LineLogged | None = ...,
         ended: Global___Ended | None = ...,
+        incident_ended: Global___IncidentEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "line_logged", b"line_logged", "state_changed", b"state_changed", "step_finished", b"step_finished", "went_back", b"went_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "state_changed", b"state_changed", "step_finished", b"step_finished", "went_back", b"went_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["state_changed", "step_finished", "evaluation_finished", "checkpoint_finished", "generation_begun", "went_back", "line_logged", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["state_changed", "step_finished", "evaluation_finished", "checkpoint_finished", "generation_begun", "went_back", "line_logged", "ended", "incident_ended"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -767,6 +825,26 @@ class LineLogged(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__worker) -> _WhichOneofReturnType__worker | None: ...
 
 Global___LineLogged: _TypeAlias = LineLogged  # noqa: Y015
+
+@_typing.final
+class IncidentEnded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCIDENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def incident(self) -> _log_pb2.Incident: ...
+    def __init__(
+        self,
+        *,
+        incident: _log_pb2.Incident | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incident", b"incident"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incident", b"incident"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IncidentEnded: _TypeAlias = IncidentEnded  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):

@@ -79,6 +79,11 @@ class JobsStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.LinksRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.LinksReply.FromString,
                 _registered_method=True)
+        self.ListIncidents = channel.unary_unary(
+                '/skein.wire.v1.Jobs/ListIncidents',
+                request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.FromString,
+                _registered_method=True)
 
 
 class JobsServicer:
@@ -143,6 +148,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListIncidents(self, request, context):
+        """What failures cost a job, a piece at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -190,6 +202,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Links,
                     request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.LinksRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.LinksReply.SerializeToString,
+            ),
+            'ListIncidents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListIncidents,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -435,6 +452,33 @@ class Jobs:
             '/skein.wire.v1.Jobs/Links',
             skein_dot_wire_dot_v1_dot_jobs__pb2.LinksRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_jobs__pb2.LinksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListIncidents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Jobs/ListIncidents',
+            skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class JobsStub:
     Version: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.VersionRequest, _jobs_pb2.VersionReply]
     Links: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.LinksRequest, _jobs_pb2.LinksReply]
     """What probes found."""
+    ListIncidents: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.ListIncidentsRequest, _jobs_pb2.ListIncidentsReply]
+    """What failures cost a job, a piece at a time."""
 
 @_typing.type_check_only
 class JobsAsyncStub(JobsStub):
@@ -63,6 +65,8 @@ class JobsAsyncStub(JobsStub):
     Version: _aio.UnaryUnaryMultiCallable[_jobs_pb2.VersionRequest, _jobs_pb2.VersionReply]  # type: ignore[assignment]
     Links: _aio.UnaryUnaryMultiCallable[_jobs_pb2.LinksRequest, _jobs_pb2.LinksReply]  # type: ignore[assignment]
     """What probes found."""
+    ListIncidents: _aio.UnaryUnaryMultiCallable[_jobs_pb2.ListIncidentsRequest, _jobs_pb2.ListIncidentsReply]  # type: ignore[assignment]
+    """What failures cost a job, a piece at a time."""
 
 class JobsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -132,5 +136,13 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.LinksReply, _abc.Awaitable[_jobs_pb2.LinksReply]]:
         """What probes found."""
+
+    @_abc_1.abstractmethod
+    def ListIncidents(
+        self,
+        request: _jobs_pb2.ListIncidentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.ListIncidentsReply, _abc.Awaitable[_jobs_pb2.ListIncidentsReply]]:
+        """What failures cost a job, a piece at a time."""
 
 def add_JobsServicer_to_server(servicer: JobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
