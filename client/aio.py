@@ -25,6 +25,7 @@ from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import UserError
+from skein.protocol.records import Incident
 from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
@@ -150,6 +151,20 @@ class AsyncClient:
         """
         request = jobs_pb2.DrainRequest(worker=worker)
         return codec.WORKER_STATUS.decode(await self._connection.call(self._connection.jobs.Drain, request))
+
+    async def incidents(self, job: str) -> tuple[Incident, ...]:
+        """What failures there were in a job so far and what each cost, oldest first; `skein.protocol.incident` sums up.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        found: list[Incident] = []
+        while True:
+            request = jobs_pb2.ListIncidentsRequest(job=job, since=len(found))
+            reply = await self._connection.call(self._connection.jobs.ListIncidents, request)
+            found += map(codec.INCIDENT.decode, reply.incidents)
+            if not reply.incidents or len(found) >= reply.num_incidents:
+                return tuple(found)
 
     async def export(
         self,

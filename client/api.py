@@ -19,6 +19,7 @@ from client.aio import MAX_SHARD_BYTES, TIMEOUT_S, AsyncClient, AsyncJob, Export
 from client.connection import DEFAULT_TARGET, PATIENCE_S
 from client.download import OnBytes
 from skein.config.job import JobSpec
+from skein.protocol.records import Incident
 from skein.topology.fleet import Link
 from skein.wire.views import JobEvent, JobStatus, VersionReply, WorkerStatus
 
@@ -96,6 +97,10 @@ class Client:
     def drain(self, worker: str) -> WorkerStatus:
         """Takes work away from a worker, step by step, and lets it exit."""
         return self._loop.run(self._client.drain(worker))
+
+    def incidents(self, job: str) -> tuple[Incident, ...]:
+        """What failures there were in a job so far and what each cost, oldest first."""
+        return self._loop.run(self._client.incidents(job))
 
     def export(
         self,

@@ -52,6 +52,11 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     "jobs": Verb(help="List jobs.", module="client.cli.jobs", attribute="jobs"),
     "status": Verb(help="Show one job.", module="client.cli.jobs", attribute="status"),
     "logs": Verb(help="Tell the story of a job.", module="client.cli.jobs", attribute="logs"),
+    "incidents": Verb(
+        help="List a job's failures and what they cost.",
+        module="client.cli.incidents",
+        attribute="incidents",
+    ),
     "cancel": Verb(help="End a job.", module="client.cli.jobs", attribute="cancel"),
     "export": Verb(
         help="Write a job's weights as a Hugging Face directory.",

@@ -38,7 +38,7 @@ def told(incident: Incident) -> str:
 
 def what(incident: Incident) -> str:
     """What failed, at whom, and how that was noticed."""
-    named = _short(incident.workers)
+    named = short(incident.workers)
     reason = shorten(incident.reason, _REASON_CHARACTERS, placeholder=" ...")
     noticed = [reason] if reason else []
     if incident.silent_s > 0:
@@ -55,20 +55,20 @@ def remedied(incident: Incident) -> str:
     """How work went on, and what was computed elsewhere or again."""
     parts = [f"{incident.remedy.value} after {incident.seconds:.2f} s (fence {incident.fenced_s:.2f} s)"]
     if incident.num_rerouted:
-        parts.append(f"{_counted(incident.num_rerouted, 'hop')} rerouted")
+        parts.append(f"{counted(incident.num_rerouted, 'hop')} rerouted")
     if incident.replayed:
         stages = [f"stage {one.stage}: {ranges(one.microbatches)}" for one in incident.replayed[:_NUM_NAMED]]
         more = len(incident.replayed) - len(stages)
         parts.append("replayed " + " and ".join([*stages, *([f"{more} stages more"] if more else [])]))
     if incident.num_retried:
-        parts.append(f"{_counted(incident.num_retried, 'microbatch', 'microbatches')} begun anew")
+        parts.append(f"{counted(incident.num_retried, 'microbatch', 'microbatches')} begun anew")
     return ", ".join(parts)
 
 
 def cost(incident: Incident) -> str:
     """Steps and samples."""
     steps, samples = incident.num_steps_lost, incident.num_samples_repeated
-    return f"{_counted(steps, 'step')} lost, {_counted(samples, 'sample')} repeated"
+    return f"{counted(steps, 'step')} lost, {counted(samples, 'sample')} repeated"
 
 
 def num_replayed(incident: Incident) -> int:
@@ -86,7 +86,7 @@ def ranges(microbatches: Sequence[MicrobatchId]) -> str:
         [number for _, number in group]
         for _, group in groupby(enumerate(sorted(microbatches)), lambda pair: pair[1] - pair[0])
     ]
-    return _short([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs])
+    return short([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +131,16 @@ def _quantile(ascending: Sequence[float], *, percent: int) -> float:
     return ascending[-(-percent * len(ascending) // 100) - 1] if ascending else 0.0
 
 
-def _short(names: Sequence[str]) -> str:
+def short(names: Sequence[str], *, separator: str = ", ") -> str:
+    """The first few of `names`, and how many more there are."""
     more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _counted(number: int, one: str, many: str | None = None) -> str:
-    """
-    >>> _counted(1, "hop"), _counted(0, "hop"), _counted(2, "microbatch", "microbatches")
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts.
+
+    >>> counted(1, "hop"), counted(0, "hop"), counted(2, "microbatch", "microbatches")
     ('1 hop', '0 hops', '2 microbatches')
     """
     return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

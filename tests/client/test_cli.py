@@ -8,12 +8,16 @@ import pytest
 
 from client.cli import run
 from client.cli.doctor import Finding, Verdict, clock_skew, free_space, open_files
+from client.cli.incidents import COLUMNS
 from client.cli.show import plain
 from skein.errors import RemoteError, UserError
+from skein.protocol.incident import total
+from skein.protocol.records import IncidentKind, Remedy
 from skein.types import JobState
 from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, Script, serving, status, whole_story, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
+from tests.support.incidents import incident, replayed
 
 Captured = pytest.CaptureFixture[str]
 TOKEN = "correct-horse-battery"
@@ -185,6 +189,51 @@ def test_logs_tell_the_story(coordinator: Scripted, capsys: Captured) -> None:
     assert len(lines(capsys.readouterr().out)) == len(whole_story())
 
 
+def test_incidents_are_a_table_with_totals(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.incidents = [
+        incident(seconds=2.0, remedy=Remedy.RETRIED, num_retried=8, reason=""),
+        incident(kind=IncidentKind.STALLED, workers=(), silent_s=0.0, num_steps_lost=3),
+        incident(replayed=(replayed(1, 2, 5), replayed(2, 2, 3)), seconds=0.25, reason="stream\nbroke"),
+    ]
+    assert run(["incidents", "first-job-1", "--limit", "2"]) == 0
+    head, first, second, gap, *totals = capsys.readouterr().out.splitlines()
+    assert tuple(head.split()) == COLUMNS
+    tail = ["620", "ms", "4", "-", "0", "3", "8", "stream", "broke"]
+    assert first.split()[2:] == ["41", "stalled", "-", "resumed", "-", "410", "ms", *tail]
+    cells = [second[head.index(name) :].partition("  ")[0] for name in COLUMNS]
+    assert cells[1:5] == ["41", "worker_lost", "w3", "resumed"]
+    assert cells[5:] == ["300 ms", "410 ms", "250 ms", "4", "1: 2, 5; 2: 2-3", "0", "0", "8", "stream broke"]
+    assert gap == ""
+    assert totals == [
+        "incidents  3 (2 worker_lost, 1 stalled), the newest 2 listed",
+        "remedies   2 resumed, 1 retried",
+        "steps      3 lost",
+        "samples    24 repeated",
+        "work       12 hops rerouted, 4 contributions replayed, 8 microbatches begun anew",
+        "time       2.87 s in all, half within 620 ms, 99 % within 2.00 s",
+    ]
+
+
+def test_totals_of_incidents_may_be_had_alone(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.incidents = [incident()] * 3
+    assert run(["incidents", "first-job-1", "--limit", "0"]) == 0
+    assert capsys.readouterr().out.startswith("incidents  3 (3 worker_lost), the newest 0 listed\n")
+
+
+def test_a_job_without_incidents_says_so(capsys: Captured) -> None:
+    assert run(["incidents", "first-job-1"]) == 0
+    assert capsys.readouterr().out == "no incidents in first-job-1\n"
+
+
+def test_incidents_in_json_are_one_object(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.incidents = [incident(seconds=1.0), incident(seconds=3.0, wall_s=70.0)]
+    assert run(["incidents", "first-job-1", "--limit", "1", "--json"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert found["job"] == "first-job-1"
+    assert found["incidents"] == [plain(incident(seconds=3.0, wall_s=70.0))]
+    assert found["totals"] == plain(total([incident(seconds=1.0), incident(seconds=3.0)]))
+
+
 def test_workers_links_drain_and_cancel(capsys: Captured) -> None:
     assert run(["workers"]) == run(["links"]) == run(["drain", "w1"]) == run(["cancel", "first-job-1"]) == 0
     out = capsys.readouterr().out
@@ -276,7 +325,7 @@ def test_each_mistake_in_a_job_file_is_a_line(job_file: Path, capsys: Captured) 
     assert [line.split(":")[:2] for line in err.splitlines()] == [["error", " precision"], ["error", " seed"]]
 
 
-@pytest.mark.parametrize("verb", [["status"], ["logs"], ["logs", "-f"], ["cancel"]])
+@pytest.mark.parametrize("verb", [["status"], ["logs"], ["logs", "-f"], ["incidents"], ["cancel"]])
 def test_unknown_job_is_one_line_and_1(verb: list[str], capsys: Captured) -> None:
     assert run([*verb, "nobody"]) == 1
     assert capsys.readouterr() == ("", "error: job: 'nobody': no such job\n")
@@ -344,7 +393,7 @@ def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) ->
 
 def test_version_names_the_protocol(capsys: Captured) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("(protocol 2)\n")
+    assert capsys.readouterr().out.endswith("(protocol 3)\n")
 
 
 # --- doctor ---

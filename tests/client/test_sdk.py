@@ -20,6 +20,7 @@ from skein.types import JobState
 from skein.wire.channel import join_address
 from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, Script, event, line_body, serving, status, step_body, whole_story
+from tests.support.incidents import incident
 
 TOKEN = "correct-horse-battery"
 SMALL = "model={family: llama, shape: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2}}"
@@ -52,11 +53,22 @@ def test_everything_that_can_be_asked_is_answered(coordinator: Scripted) -> None
         assert client.job("first-job-1").cancel().state is JobState.CANCELLED
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_incidents_are_all_had_however_many_come_at_once(coordinator: Scripted, number: int) -> None:
+    coordinator.script.incidents = [incident("first-job-1", wall_s=float(at)) for at in range(number)]
+    with client_of(coordinator) as client:
+        assert client.incidents("first-job-1") == tuple(coordinator.script.incidents)
+        with pytest.raises(NotFound, match="nobody"):
+            client.incidents("nobody")
+
+
 async def test_asyncio_client_says_the_same(coordinator: Scripted) -> None:
     async with AsyncClient(coordinator.target) as client:
         assert (await client.version()).release == "9.9"
         assert [status.job for status in await client.jobs()] == ["first-job-1"]
         assert [worker.worker for worker in await client.workers()] == ["w1"]
+        coordinator.script.incidents = [incident("first-job-1")] * 3
+        assert await client.incidents("first-job-1") == (incident("first-job-1"),) * 3
         job = await client.submit(GOOD)
         assert [found.sequence async for found in job.events()] == [1, 2, 3, 3, 4, 5, 6]
         assert (await job.wait()).job == job.id
