@@ -25,7 +25,7 @@ from typing import BinaryIO, Protocol, Self
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from coordinator.store import sync_directory
+from coordinator.logfile import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.protocol.messages import CheckpointFile

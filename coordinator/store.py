@@ -1,44 +1,53 @@
-"""The run log on disk: SQLite, append only, one owner at a time.
+"""The run log on disk: append only, one owner at a time, and a lease that says who that is.
 
-Rules: `append` returns only when its records would survive a power cut. The directory's lock keeps a second
-coordinator out; where the lock does not hold (its file was deleted, a shared file system forgot it), the epoch does: it
-lies in the database, every opening raises it, and each append is conditional on it. All calls block; the caller gives
-them a thread.
+Rules of this file
+- `append` returns only when its records would survive a power cut.
+- What keeps a second owner out is the epoch: it lies in the log, every opening raises it, and each append and each
+  renewal is conditional on it. The lease only tells a standby when to try, so no clock has to be right for safety.
+- The lock on the directory is a courtesy: it refuses a second coordinator at once, and shows that one before has died.
+  A frozen process keeps it, so a standby goes by the lease alone.
+- All calls block; the caller gives them a thread.
 """
 
 import fcntl
 import os
 import sqlite3
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import unquote, urlsplit
 
-from skein.errors import LocalError, RemoteError, UserError
-from skein.protocol.records import EpochOpened, Record
+from coordinator.logfile import (
+    FIELD,
+    RESTORE,
+    Holder,
+    Lease,
+    LogBusy,
+    connect,
+    current,
+    damage_explained,
+    insert,
+    is_sealed,
+    is_whole,
+    move_on,
+    read_lease,
+    record_of,
+    rows_after,
+    sync_directory,
+    take_epoch,
+    transaction,
+)
+from skein.errors import LocalError, UserError
+from skein.protocol.records import Record
 from skein.types import Epoch
-from skein.wire.codec import RECORD
 
-LOG_FILE = "run.sqlite3"
 LOCK_FILE = "lock"
-
-_FORMAT = 1
-_FIELD = "state_dir"
-_BUSY_S = 10.0
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS owner (epoch INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY,
-    epoch INTEGER NOT NULL,
-    payload BLOB NOT NULL,
-    crc32 INTEGER NOT NULL
-);
-INSERT INTO owner SELECT 0 WHERE NOT EXISTS (SELECT * FROM owner);
-"""
-_RESTORE = "restore the directory from a backup, or move it away and submit again from the checkpoints"
-_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+SOMEBODY = Holder(name="somebody", address="")
+"""For whoever opens a log and does not serve."""
+_BLOCKED_MS = 1000
+"""How long a standby waits for a writer that may be frozen: hundreds of times what a write takes."""
 
 
 class Fenced(LocalError):
@@ -49,44 +58,51 @@ class LogHeld(UserError):
     """Another process owns the directory."""
 
 
-class LogFull(LocalError):
-    """The disk takes no more (full, quota, limit); nothing was appended, and appending again may work later."""
-
-
 class RunLog:
-    """The entries of one state directory, for as long as this process owns it."""
+    """The entries of one state directory, for as long as this process owns it. Made by `open`, or by `Lookout.take`."""
 
-    def __init__(self, connection: sqlite3.Connection, lock: int, directory: Path) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, lease: Lease, warning: str | None, lock: int | None
+    ) -> None:
         self._connection = connection
+        self._path = path
+        self._lease = lease
+        self._warning = warning
         self._lock = lock
-        self._path = directory / LOG_FILE
-        self._epoch = Epoch(0)
-        self._warning: str | None = None
+        # Renewals have a connection of their own: they come from another thread, and need not outlive a power cut.
+        self._renewing = connect(path)
+        self._renewing.execute("PRAGMA synchronous = NORMAL")
 
     @classmethod
-    def open(cls, directory: Path, *, wall_s: float) -> "RunLog":
+    def open(cls, directory: Path, *, wall_s: float, holder: Holder = SOMEBODY) -> "RunLog":
         """Takes the log in `directory`, made if absent, and appends `EpochOpened` under the next epoch.
 
         Raises:
-            UserError: another process owns it, it cannot be written, or it is damaged or of a newer release.
+            LogHeld: another process owns it, and perhaps lives.
+            UserError: it cannot be written, or it is damaged or of a newer release.
             LogFull: no room for the first entry.
         """
-        with ExitStack() as undo, _damage_explained(directory / LOG_FILE):
+        with ExitStack() as undo:
             lock = _take_lock(directory)
             undo.callback(os.close, lock)
-            connection = _connect(directory / LOG_FILE)
+            path = current(directory)
+            # Who sealed it may have died before the copy was there.
+            path = move_on(path) if is_sealed(path) else path
+            undo.enter_context(damage_explained(path))
+            connection = connect(path)
             undo.callback(connection.close)
             sync_directory(directory)
-            log = cls(connection, lock, directory)
-            log._drop_torn_tail()
-            log._take_epoch(wall_s)
+            with transaction(connection, path):
+                _require_free(read_lease(connection), holder, directory)
+                lease, warning = take_epoch(connection, path, wall_s, holder, has_lock=True)
+            log = cls(connection, path, lease, warning, lock)
             undo.pop_all()
         return log
 
     @property
     def epoch(self) -> Epoch:
         """This opening's number; goes into every directive."""
-        return self._epoch
+        return self._lease.epoch
 
     @property
     def warning(self) -> str | None:
@@ -97,41 +113,55 @@ class RunLog:
         """Makes all of `records` durable, or none.
 
         Raises:
-            Fenced: another coordinator has taken the log.
+            Fenced: another coordinator has taken the log; `records` may be in it, or not.
             LogFull: no room.
             LocalError: the disk failed. Only opening the log again tells what is in it, so this process must end.
         """
-        with self._transaction():
-            ((owner,),) = self._connection.execute("SELECT epoch FROM owner").fetchall()
-            if owner != self._epoch:
-                raise Fenced(
-                    f"{self._path}: epoch {self._epoch} is over, another coordinator has opened the log"
-                )
-            self._insert(records)
+        with self._owning(self._connection):
+            insert(self._connection, self.epoch, records)
 
-    def read(self) -> Iterator[Record]:
-        """All entries, oldest first.
+    def renew(self) -> None:
+        """Give a sign of life; a standby that sees none for long takes the log. From one thread at a time.
+
+        Raises:
+            Fenced: one has.
+            LogFull: no room.
+            LocalError: the disk failed, or something else writes.
+        """
+        if self._lock is None:
+            # The one before has died at last, or its frozen process still has it.
+            with suppress(LogHeld):
+                self._lock = _take_lock(self._path.parent)
+        with self._owning(self._renewing):
+            self._renewing.execute(
+                "UPDATE owner SET beats = beats + 1, has_lock = ?", (self._lock is not None,)
+            )
+
+    def read(self, *, after: int = 0) -> Iterator[Record]:
+        """All entries but the first `after`, oldest first.
 
         Raises:
             UserError: an entry is damaged, missing, or of a newer release; it names the file and the entry.
         """
-        expected = 1
-        with _damage_explained(self._path):
-            rows = self._connection.execute(
-                "SELECT number, epoch, payload, crc32 FROM entries ORDER BY number"
-            )
-            for number, epoch, payload, crc32 in rows:
-                if number != expected or not _is_whole(number, epoch, payload, crc32):
-                    raise UserError(_FIELD, str(self._path), f"entry {expected} is damaged; {_RESTORE}")
-                yield self._record(number, payload)
-                expected += 1
+        number = after
+        with damage_explained(self._path):
+            while rows := rows_after(self._connection, number):
+                for row in rows:
+                    number += 1
+                    if row[0] != number or not is_whole(row):
+                        raise UserError(FIELD, str(self._path), f"entry {number} is damaged; {RESTORE}")
+                    yield record_of(row, self._path)
 
     def close(self) -> None:
         """Gives the log back. Idempotent."""
+        # Whoever comes next finds out without this, only later.
+        with suppress(LocalError), self._owning(self._connection):
+            self._connection.execute("UPDATE owner SET holder = '', address = ''")
+        self._renewing.close()
         self._connection.close()
-        if self._lock >= 0:
+        if self._lock is not None:
             os.close(self._lock)
-        self._lock = -1
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -141,67 +171,154 @@ class RunLog:
     ) -> None:
         self.close()
 
-    def _record(self, number: int, payload: bytes) -> Record:
-        try:
-            return RECORD.from_bytes(payload)
-        except RemoteError as error:
-            hint = (
-                f"entry {number} was written by another release ({error}); start that release or a newer one"
-            )
-            raise UserError(_FIELD, str(self._path), hint) from error
-
-    def _drop_torn_tail(self) -> None:
-        last = self._connection.execute(
-            "SELECT number, epoch, payload, crc32 FROM entries ORDER BY number DESC LIMIT 1"
-        ).fetchone()
-        if last is None or _is_whole(*last):
-            return
-        with self._transaction():
-            self._connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
-        self._warning = f"{self._path}: the last entry, {last[0]}, was damaged and is dropped"
-
-    def _take_epoch(self, wall_s: float) -> None:
-        with self._transaction():
-            ((epoch,),) = self._connection.execute(
-                "UPDATE owner SET epoch = epoch + 1 RETURNING epoch"
-            ).fetchall()
-            self._epoch = Epoch(epoch)
-            self._insert((EpochOpened(epoch=self._epoch, wall_s=wall_s),))
-
-    def _insert(self, records: Sequence[Record]) -> None:
-        ((last,),) = self._connection.execute("SELECT coalesce(max(number), 0) FROM entries").fetchall()
-        rows = [
-            (number, self._epoch, payload, checksum(number, self._epoch, payload))
-            for number, payload in enumerate(map(RECORD.to_bytes, records), start=last + 1)
-        ]
-        self._connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
-
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Commits at the end, durably; undoes everything when something fails. IMMEDIATE: no other writer meanwhile."""
+    def _owning(self, connection: sqlite3.Connection) -> Iterator[None]:
+        """A transaction that counts only while the log is this one's."""
+        with transaction(connection, self._path):
+            now = read_lease(connection)
+            if now.epoch != self.epoch:
+                raise self._fenced(now)
+            yield
+        if is_sealed(self._path):
+            raise self._fenced(None)
+
+    def _fenced(self, now: Lease | None) -> Fenced:
+        over = f"{self._path}: epoch {self.epoch} is over, another coordinator has opened the log"
+        holder = None if now is None else now.holder
+        return Fenced(
+            f"{over}: {holder.address} leads now" if holder is not None and holder.address else over
+        )
+
+
+class Lookout:
+    """A run log that another owns, as a standby sees it: it reads, and writes nothing until it takes over.
+
+    Raises:
+        UserError: the directory cannot be had, or the log is damaged or of a newer release.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        _make(directory)
+        self._path = current(directory)
+        self._connection = _patient(self._path)
+        self.num_read = 0
+        """Entries that `news` has given so far."""
+
+    def lease(self) -> Lease:
+        """Who owns the log at this moment, and how often that one has renewed."""
+        self._follow(current(self._path.parent))
+        with damage_explained(self._path):
+            return read_lease(self._connection)
+
+    def news(self) -> list[Record]:
+        """The next entries that this has not given yet, a piece at a time; [] for none.
+
+        A damaged one ends them: whoever opens the log next drops it if it is the last, or refuses the log.
+        """
+        found: list[Record] = []
+        with damage_explained(self._path):
+            rows = rows_after(self._connection, self.num_read)
+        # What is not in the copy was never said to anybody.
+        for row in () if is_sealed(self._path) else rows:
+            if row[0] != self.num_read + 1 or not is_whole(row):
+                break
+            found.append(record_of(row, self._path))
+            self.num_read += 1
+        return found
+
+    def take(self, seen: Lease, *, wall_s: float, holder: Holder) -> RunLog | None:
+        """The log, taken from an owner that gave no sign of life since `seen`; None if it did, or another came.
+
+        Raises:
+            LogFull: no room for the first entry.
+            LocalError: the disk failed, or something else writes.
+        """
+        if is_sealed(self._path):
+            self._follow(move_on(self._path))
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+            return self._take(seen, wall_s, holder)
+        except LogBusy:
+            if not self._may_move():
                 raise
-        except sqlite3.Error as error:
-            kind = LogFull if getattr(error, "sqlite_errorcode", None) in _FULL else LocalError
-            raise kind(f"{self._path}: {error}") from error
+            self._follow(move_on(self._path))
+            return self._take(seen, wall_s, holder)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._connection.close()
+
+    def _take(self, seen: Lease, wall_s: float, holder: Holder) -> RunLog | None:
+        with damage_explained(self._path):
+            with transaction(self._connection, self._path):
+                if read_lease(self._connection) != seen:
+                    return None
+                lease, warning = take_epoch(self._connection, self._path, wall_s, holder, has_lock=False)
+            return RunLog(connect(self._path), self._path, lease, warning, None)
+
+    def _may_move(self) -> bool:
+        """On a shared file system whoever is frozen in a transaction keeps readers out, too, so nothing is gained."""
+        ((mode,),) = self._connection.execute("PRAGMA journal_mode").fetchall()
+        return bool(mode == "wal")
+
+    def _follow(self, path: Path) -> None:
+        if path != self._path:
+            self._connection.close()
+            self._path, self._connection = path, _patient(path)
+
+
+def state_path(text: str) -> Path:
+    """The directory that a path or a `file://` URL names.
+
+    Raises:
+        UserError: another kind of URL.
+
+    >>> state_path("file:///var/lib/skein"), state_path("state")
+    (PosixPath('/var/lib/skein'), PosixPath('state'))
+    """
+    url = urlsplit(text)
+    if "://" not in text:
+        return Path(text)
+    if url.scheme == "file" and url.netloc in ("", "localhost") and url.path:
+        return Path(unquote(url.path))
+    hint = (
+        "a run log needs compare-and-swap, so that appends fail once another coordinator has taken over; that is not "
+        "built for such URLs. Give a directory, or file:// and its full path; checkpoints may lie anywhere"
+    )
+    raise UserError(FIELD, text, hint)
+
+
+def _require_free(before: Lease, holder: Holder, directory: Path) -> None:
+    """The lock shows nothing about an owner that does not have it, unless that was this launcher's own."""
+    if before.holder is not None and not before.has_lock and before.holder.name != holder.name:
+        hint = f"the coordinator at {before.holder.address} is using it; stop that one, or stand by"
+        raise LogHeld(FIELD, str(directory), hint)
+
+
+def _patient(path: Path) -> sqlite3.Connection:
+    with damage_explained(path):
+        connection = connect(path)
+        connection.execute(f"PRAGMA busy_timeout = {_BLOCKED_MS}")
+    return connection
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+
+
+def _unusable(directory: Path, error: OSError) -> UserError:
+    return UserError(FIELD, str(directory), f"{error.strerror}; give a directory that you can write")
 
 
 def _take_lock(directory: Path) -> int:
     """A descriptor whose exclusive lock ends with this process; the file says whose it is."""
+    _make(directory)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise UserError(
-            _FIELD, str(directory), f"{error.strerror}; give a directory that you can write"
-        ) from error
+        raise _unusable(directory, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -210,52 +327,7 @@ def _take_lock(directory: Path) -> int:
         hint = (
             f"the coordinator with process id {holder} is using it; stop that one, or give another directory"
         )
-        raise LogHeld(_FIELD, str(directory), hint) from error
+        raise LogHeld(FIELD, str(directory), hint) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
-    if mode != "wal":
-        raise UserError(
-            _FIELD, str(path), "this file system has no shared memory; give a directory on a local disk"
-        )
-    connection.execute("PRAGMA synchronous = FULL")
-    ((version,),) = connection.execute("PRAGMA user_version").fetchall()
-    if version > _FORMAT:
-        raise UserError(_FIELD, str(path), "was written by a newer release; start that one")
-    connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
-    return connection
-
-
-def sync_directory(directory: Path) -> None:
-    """A new file's name is durable only when its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _damage_explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise UserError(
-            _FIELD, str(path), f"{error}; give a directory on a local disk that you can write"
-        ) from error
-    except sqlite3.DatabaseError as error:
-        raise UserError(_FIELD, str(path), f"{error}; {_RESTORE}") from error
-
-
-def checksum(number: int, epoch: int, payload: bytes) -> int:
-    """What an entry carries beside its bytes: CRC-32 over its place and its payload."""
-    return zlib.crc32(payload, zlib.crc32(f"{number}/{epoch}/".encode()))
-
-
-def _is_whole(number: int, epoch: int, payload: bytes, crc32: int) -> bool:
-    return checksum(number, epoch, payload) == crc32

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from coordinator.driver import wall_clock
-from coordinator.store import Fenced, LogFull
+from coordinator.logfile import LogFull
+from coordinator.store import Fenced
 from coordinator.streams import Stream
 from skein.errors import LocalError, RemoteError
 from skein.plan.plan import Infeasible

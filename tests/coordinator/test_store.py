@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.store import LOCK_FILE, LOG_FILE, Fenced, LogFull, RunLog, checksum
+from coordinator.logfile import LOG_FILE, LogFull, checksum
+from coordinator.store import LOCK_FILE, Fenced, RunLog
 from skein.errors import LocalError, UserError
 from skein.protocol.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
 from skein.types import Epoch, Generation, Incarnation, JobId, WorkerId
@@ -189,10 +190,10 @@ def test_entry_of_a_newer_release_says_so(tmp_path: Path) -> None:
 def test_log_of_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     with RunLog.open(tmp_path, wall_s=1.0):
         pass
-    change(tmp_path, "PRAGMA user_version = 2")
+    change(tmp_path, "PRAGMA user_version = 3")
     with pytest.raises(UserError, match="newer release"):
         RunLog.open(tmp_path, wall_s=2.0)
-    change(tmp_path, "PRAGMA user_version = 1")
+    change(tmp_path, "PRAGMA user_version = 2")
     assert entries_of(tmp_path, epoch=2) == [opened(1)]
 
 

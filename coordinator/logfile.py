@@ -1,0 +1,326 @@
+"""The database file of a run log: how it is opened, what is in it, and how it is left to a frozen process.
+
+Rules of this file
+- What changes a log is one transaction, and SQLite lets one process write at a time. A process that is frozen within
+  one would keep all others out, so a log can be sealed: an empty file beside it says that nothing written from then on
+  counts. Who writes looks for the seal after the commit; who moves on seals first and copies then. So what anybody
+  took for durable is in the copy, whichever of the two was quicker.
+- The copy gets the next name by a link, which fails where that name exists: however many copy, one copy is the log.
+"""
+
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from skein.errors import LocalError, RemoteError, UserError
+from skein.protocol.records import EpochOpened, Record
+from skein.types import Epoch
+from skein.wire.codec import RECORD
+
+LOG_FILE = "run.sqlite3"
+FIELD = "state_dir"
+BUSY_S = 10.0
+RESTORE = "restore the directory from a backup, or move it away and submit again from the checkpoints"
+_FORMAT = 2
+_PIECE = 256
+_ENTRIES = """
+CREATE TABLE IF NOT EXISTS owner (epoch INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY,
+    epoch INTEGER NOT NULL,
+    payload BLOB NOT NULL,
+    crc32 INTEGER NOT NULL
+);
+INSERT INTO owner SELECT 0 WHERE NOT EXISTS (SELECT * FROM owner);
+"""
+_LEASE = """
+ALTER TABLE owner ADD COLUMN holder TEXT NOT NULL DEFAULT '';
+ALTER TABLE owner ADD COLUMN address TEXT NOT NULL DEFAULT '';
+ALTER TABLE owner ADD COLUMN beats INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE owner ADD COLUMN has_lock INTEGER NOT NULL DEFAULT 1;
+"""
+"""What format 2 added."""
+_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+_SHARED = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "gfs2",
+    "ocfs2",
+    "9p",
+    "virtiofs",
+}
+"""File systems that several machines mount; so may anything in user space (`fuse.`) be."""
+
+Row = tuple[int, int, bytes, int]
+"""Number, epoch, payload and checksum of an entry."""
+
+
+class LogFull(LocalError):
+    """The disk takes no more (full, quota, limit); nothing was appended, and appending again may work later."""
+
+
+class LogBusy(LocalError):
+    """Another process writes, and does not come to an end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who owns a log, or would: a name that no other launcher has, and where workers and clients reach it."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """What a log says of its owner. Equal ones, read one after the other, mean no sign of life between.
+
+    `holder` None: it was given back. `has_lock`: the holder also locks the directory, so a free lock means its death.
+    """
+
+    epoch: Epoch
+    holder: Holder | None
+    beats: int
+    has_lock: bool
+
+
+# --- which file, and how it is opened ---
+
+
+def current(directory: Path) -> Path:
+    """The file that is the log, or will be."""
+    path, following = directory / LOG_FILE, _following(directory / LOG_FILE)
+    while following.exists():
+        path, following = following, _following(following)
+    return path
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection that is durable when it says so.
+
+    Raises:
+        UserError: a newer release wrote it, or the file system cannot carry it.
+        LocalError | sqlite3.Error: the disk failed, or this is no database.
+    """
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    wanted = journal_mode(path.parent.resolve(), Path("/proc/self/mounts").read_text())
+    ((mode,),) = connection.execute(f"PRAGMA journal_mode = {wanted}").fetchall()
+    if mode != wanted:
+        hint = f"journals are kept as {mode}, not {wanted}; give a directory on a local disk"
+        raise UserError(FIELD, str(path), hint)
+    connection.execute("PRAGMA synchronous = FULL")
+    if _format(connection, path) < _FORMAT:
+        with transaction(connection, path):
+            _upgrade(connection, path)
+    return connection
+
+
+def journal_mode(directory: Path, mounts: str) -> str:
+    """WAL needs memory that all who open the file share, so it is for one machine. Elsewhere the slower way of SQLite.
+
+    >>> journal_mode(Path("/home/me"), "/dev/sda / ext4 rw 0 0"), journal_mode(Path("/home/me"), "x /home nfs4 rw 0 0")
+    ('wal', 'delete')
+    """
+    lines = [line.split(" ") for line in mounts.splitlines()]
+    points = [(point.replace("\\040", " "), kind) for _, point, kind, *_ in lines]
+    below = [(len(point), kind) for point, kind in points if directory.is_relative_to(point)]
+    kind = max(below)[1] if below else ""
+    return "delete" if kind in _SHARED or kind.startswith("fuse.") else "wal"
+
+
+def _format(connection: sqlite3.Connection, path: Path) -> int:
+    ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+    if version > _FORMAT:
+        raise UserError(FIELD, str(path), "was written by a newer release; start that one")
+    return int(version)
+
+
+def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
+    """From no log, or one of format 1; another process may have been quicker."""
+    if _format(connection, path) < _FORMAT:
+        for statement in (_ENTRIES + _LEASE).split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {_FORMAT}")
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
+    """Commits at the end, durably; undoes everything when something fails. IMMEDIATE: no other writer meanwhile.
+
+    Raises:
+        LogBusy | LogFull: nothing was written.
+        LocalError: the disk failed.
+    """
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+    except sqlite3.Error as error:
+        raise _kind(error)(f"{path}: {error}") from error
+
+
+def _kind(error: sqlite3.Error) -> type[LocalError]:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code in _FULL:
+        return LogFull
+    return LogBusy if code == sqlite3.SQLITE_BUSY else LocalError
+
+
+@contextmanager
+def damage_explained(path: Path) -> Iterator[None]:
+    """Turns what SQLite says of a file into what its owner can do about it."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise UserError(
+            FIELD, str(path), f"{error}; give a directory on a local disk that you can write"
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise UserError(FIELD, str(path), f"{error}; {RESTORE}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """A new file's name is durable only when its directory is."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- moving on ---
+
+
+def is_sealed(path: Path) -> bool:
+    """What is written to this file from now on is not in the log."""
+    return _seal(path).exists()
+
+
+def move_on(path: Path) -> Path:
+    """Seals the log at `path`, which somebody may write for ever, and gives its copy, which goes on as the log.
+
+    Raises:
+        UserError | OSError: the copy cannot be written.
+    """
+    following = _following(path)
+    if following.exists():
+        return following
+    _seal(path).touch(mode=0o600)
+    sync_directory(path.parent)
+    with TemporaryDirectory(prefix=".moving-", dir=path.parent) as folder, damage_explained(path):
+        copy = Path(folder) / path.name
+        with (
+            closing(sqlite3.connect(path, timeout=BUSY_S)) as source,
+            closing(sqlite3.connect(copy)) as target,
+        ):
+            source.backup(target)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            following.hardlink_to(copy)
+    sync_directory(path.parent)
+    return following
+
+
+def _seal(path: Path) -> Path:
+    return path.with_name(f"{path.name}-sealed")
+
+
+def _following(path: Path) -> Path:
+    """`run.sqlite3`, `run.2.sqlite3`, `run.3.sqlite3` ..."""
+    first, *number, last = path.name.split(".")
+    return path.with_name(f"{first}.{int(number[0]) + 1 if number else 2}.{last}")
+
+
+# --- what is in it ---
+
+
+def read_lease(connection: sqlite3.Connection) -> Lease:
+    """Who owns the log."""
+    ((epoch, name, address, beats, has_lock),) = connection.execute(
+        "SELECT epoch, holder, address, beats, has_lock FROM owner"
+    ).fetchall()
+    holder = Holder(name=name, address=address) if name else None
+    return Lease(epoch=Epoch(epoch), holder=holder, beats=beats, has_lock=bool(has_lock))
+
+
+def take_epoch(
+    connection: sqlite3.Connection, path: Path, wall_s: float, holder: Holder, *, has_lock: bool
+) -> tuple[Lease, str | None]:
+    """Within a transaction: the lease under the next epoch, and what was wrong with the last entry, if anything."""
+    warning = _drop_torn_tail(connection, path)
+    values = (holder.name, holder.address, has_lock)
+    connection.execute(
+        "UPDATE owner SET epoch = epoch + 1, beats = 0, holder = ?, address = ?, has_lock = ?", values
+    )
+    lease = read_lease(connection)
+    insert(connection, lease.epoch, (EpochOpened(epoch=lease.epoch, wall_s=wall_s),))
+    return lease, warning
+
+
+def _drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
+    last = connection.execute(
+        "SELECT number, epoch, payload, crc32 FROM entries ORDER BY number DESC LIMIT 1"
+    ).fetchone()
+    if last is None or is_whole(last):
+        return None
+    connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
+    return f"{path}: the last entry, {last[0]}, was damaged and is dropped"
+
+
+def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Record]) -> None:
+    """Within a transaction: new entries."""
+    ((last,),) = connection.execute("SELECT coalesce(max(number), 0) FROM entries").fetchall()
+    rows = [
+        (number, epoch, payload, checksum(number, epoch, payload))
+        for number, payload in enumerate(map(RECORD.to_bytes, records), start=last + 1)
+    ]
+    connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
+
+
+def rows_after(connection: sqlite3.Connection, number: int) -> list[Row]:
+    """The next entries; few at a time, for an open cursor would hold up who writes."""
+    return connection.execute(
+        "SELECT number, epoch, payload, crc32 FROM entries WHERE number > ? ORDER BY number LIMIT ?",
+        (number, _PIECE),
+    ).fetchall()
+
+
+def record_of(row: Row, path: Path) -> Record:
+    """What an entry says.
+
+    Raises:
+        UserError: a newer release wrote it.
+    """
+    try:
+        return RECORD.from_bytes(row[2])
+    except RemoteError as error:
+        hint = f"entry {row[0]} was written by another release ({error}); start that release or a newer one"
+        raise UserError(FIELD, str(path), hint) from error
+
+
+def checksum(number: int, epoch: int, payload: bytes) -> int:
+    """What an entry carries beside its bytes: CRC-32 over its place and its payload."""
+    return zlib.crc32(payload, zlib.crc32(f"{number}/{epoch}/".encode()))
+
+
+def is_whole(row: Row) -> bool:
+    """The entry is as it was written."""
+    number, epoch, payload, crc32 = row
+    return checksum(number, epoch, payload) == crc32
