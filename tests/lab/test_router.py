@@ -95,8 +95,8 @@ def test_full_uplinks_and_downlinks_drop() -> None:
     for access in (Access(up_bytes_per_s=1000.0), Access(down_bytes_per_s=1000.0)):
         router = make_router(make_network(QUICK, accesses=[access, access]))
         for _ in range(5):
-            router.push(0, make_frame(1, 100), now=0.0)
-        # 0.2 s may wait: the third packet still comes in, and makes it 0.3 s.
+            router.push(0, make_frame(1, 90), now=0.0)
+        # 0.2 s may wait: the third packet still comes in, and makes it 0.27 s.
         assert len(drain(router)) == 3
         assert router.traffic[0, 1].num_dropped == {Drop.QUEUE: 2}
 
