@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("convergence", "overhead", "plan", "replan", "routes", "scale", "schedules", "wire")
+NAMES = ("chaos", "convergence", "overhead", "plan", "replan", "routes", "scale", "schedules", "wire")
 _ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."
 
 

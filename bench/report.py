@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -33,13 +33,19 @@ def spread(runs: Sequence[float]) -> float:
     return (max(runs) - min(runs)) / median(runs)
 
 
-def finish(name: str, rows: Iterable[Row]) -> int:
+Figure = float | str | None
+Figures = Mapping[str, Figure | Mapping[str, Figure]]
+"""What a line carries beside its rows."""
+
+
+def finish(name: str, rows: Iterable[Row], *, figures: Figures | None = None) -> int:
     """Print the line; 1 if a row does not hold, else 0."""
     listed = list(rows)
     line = {
         "name": name,
         "commit": _commit(),
         "machine": f"{_cpu()}, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        **(figures or {}),
         "rows": [asdict(row) for row in listed],
     }
     sys.stdout.write(json.dumps(line) + "\n")

@@ -1,0 +1,52 @@
+"""The job that is disturbed: small, real, and with steps long enough to be hit in the midst of."""
+
+import sysconfig
+
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    OptimizerSpec,
+    ParallelSpec,
+    PlanSpec,
+    TextSource,
+)
+from skein.types import Precision
+
+NUM_REPLICAS = 2
+"""The least with which nothing that one worker holds is lost with it."""
+SEQUENCE_TOKENS, MICROBATCH_SAMPLES, NUM_MICROBATCHES = 128, 2, 32
+
+
+def make_job(
+    name: str, *, num_workers: int, steps: int, seed: int, precision: Precision = Precision.FP32
+) -> JobSpec:
+    """Two layers of width 128 in a stage for every two workers; 32 microbatches of the standard library's source."""
+    stages = num_workers // NUM_REPLICAS
+    shape = LlamaShape(
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2 * stages,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    text = TextSource(path=sysconfig.get_path("stdlib"), glob="*.py")
+    return JobSpec(
+        name=name,
+        model=LlamaModel(shape=shape),
+        data=DataSpec(sources=(text,), sequence_tokens=SEQUENCE_TOKENS),
+        batch=BatchSpec(samples=NUM_MICROBATCHES * MICROBATCH_SAMPLES, microbatch_samples=MICROBATCH_SAMPLES),
+        parallel=ParallelSpec(stages=stages, replicas=NUM_REPLICAS),
+        plan=PlanSpec(budget_s=0.2),  # others compute on the same cores while a search goes on
+        optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=20),
+        precision=precision,
+        budget=BudgetSpec(steps=steps),
+        evaluation=EvaluationSpec(every_steps=0),
+        checkpoint=CheckpointSpec(every_steps=100, keep=2),
+        seed=seed,
+    )

@@ -1,0 +1,181 @@
+"""Carries planned blows out against a cluster, and notes what it did and when."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+from bench.chaosing.blows import COORDINATOR, OF_COORDINATOR, Blow, Fault, Strike
+from bench.chaosing.cluster import ChaosCluster
+from client.api import Client
+from skein.errors import SkeinError
+from skein.wire.views import WorkerState
+
+_ASK_S = 0.5
+"""For one question to the coordinator; if it is away, what it said last is believed."""
+_SPARE_S, _SPARE_POLL_S = 8.0, 0.25
+"""How long a blow waits for somebody to hold what its target holds, as after a death that is not made up for yet."""
+
+Holdings = Mapping[str, frozenset[int]]
+"""Stages that each working worker holds."""
+
+
+def choose_targets(blow: Blow, holdings: Holdings, struck: Collection[str]) -> tuple[str, ...]:
+    """The first of the blow's targets that may be struck; empty: none, as every one holds some stage alone.
+
+    May be struck who is whole and whose every stage another whole worker holds. A cut has two ends.
+
+    >>> blow = Blow(at_s=0.0, fault=Fault.KILL, lasts_s=1.0, targets=("w0", "w1", "w2"))
+    >>> choose_targets(blow, {"w0": frozenset({0}), "w1": frozenset({1}), "w2": frozenset({1})}, ())
+    ('w1',)
+    """
+    if blow.fault in OF_COORDINATOR:
+        return blow.targets
+    num_ends, chosen = (2 if blow.fault is Fault.CUT else 1), list[str]()
+    for target in blow.targets:
+        whole = {name: stages for name, stages in holdings.items() if name not in (*struck, *chosen, target)}
+        held = frozenset[int]().union(*whole.values())
+        if target not in struck and (target == COORDINATOR or holdings.get(target, frozenset()) <= held):
+            chosen.append(target)
+        if len(chosen) == num_ends:
+            return tuple(chosen)
+    return ()
+
+
+@dataclass(order=True)
+class _Healing:
+    at_s: float
+    number: int
+    strike: Strike = field(compare=False)
+
+
+class Nemesis:
+    """Strikes until the blows are through or `is_over` is set; then heals everything.
+
+    Args:
+        cluster: all of whose workers are up.
+        blows: by time.
+        is_over: set when there is nothing left to disturb.
+        tell: given a line for each strike.
+    """
+
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        blows: Sequence[Blow],
+        *,
+        is_over: threading.Event,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._cluster = cluster
+        self._blows = blows
+        self._is_over = is_over
+        self._tell = tell
+        self._strikes: list[Strike] = []
+        self._healings: list[_Healing] = []
+        self._holdings: dict[str, frozenset[int]] = {}
+
+    def run(self) -> tuple[Strike, ...]:
+        """Everything that was struck, in order; the last healing may be later than the last blow."""
+        began_s = time.time()
+        for blow in self._blows:
+            self._wait_until(began_s + blow.at_s)
+            if self._is_over.is_set():
+                break
+            self._strike(blow)
+        while self._healings:
+            self._wait_until(self._healings[0].at_s)
+            if self._is_over.is_set():
+                self._heal_until(float("inf"))
+        return tuple(self._strikes)
+
+    def _wait_until(self, at_s: float) -> None:
+        """Meanwhile, heal what is due."""
+        while True:
+            self._heal_until(time.time())
+            due_s = min([at_s, *(healing.at_s for healing in self._healings)])
+            if time.time() >= at_s or self._is_over.wait(max(0.0, due_s - time.time())):
+                return
+
+    # --- blows ---
+
+    def _strike(self, blow: Blow) -> None:
+        began_s = time.time()
+        targets = self._targets(blow)
+        waited_s = time.time() - began_s
+        if self._is_over.is_set():
+            return
+        is_last = not targets
+        targets = targets or self._unstruck(blow)
+        strike = Strike(
+            fault=blow.fault,
+            targets=targets,
+            struck_s=time.time(),
+            healed_s=time.time() + blow.lasts_s,
+            was_spared_for=waited_s if blow.fault not in OF_COORDINATOR else 0.0,
+            is_last_holder=is_last,
+        )
+        self._hit(strike)
+        self._strikes.append(strike)
+        heappush(self._healings, _Healing(at_s=strike.healed_s, number=len(self._strikes) - 1, strike=strike))
+        self._tell(f"{blow.fault.value} {' '.join(targets)}{' (the last holder)' if is_last else ''}")
+
+    def _targets(self, blow: Blow) -> tuple[str, ...]:
+        until_s = time.time() + _SPARE_S
+        while True:
+            self._look()
+            targets = choose_targets(blow, self._holdings, self._struck())
+            if targets or time.time() >= until_s or self._is_over.is_set():
+                return targets
+            self._wait_until(time.time() + _SPARE_POLL_S)
+
+    def _unstruck(self, blow: Blow) -> tuple[str, ...]:
+        struck = self._struck()
+        return tuple(t for t in blow.targets if t not in struck)[: 2 if blow.fault is Fault.CUT else 1]
+
+    def _struck(self) -> set[str]:
+        return {target for healing in self._healings for target in healing.strike.targets}
+
+    def _look(self) -> None:
+        """Ask who holds what; nothing is learnt from a coordinator that is away."""
+        with suppress(SkeinError), Client(self._cluster.target, timeout_s=_ASK_S, patience_s=0.0) as client:
+            working = [w for w in client.workers() if w.state is WorkerState.WORKING]
+            # Between two plans nobody has work, and everybody still holds what he held.
+            self._holdings = {w.worker: frozenset(w.stages) for w in working} or self._holdings
+
+    def _hit(self, strike: Strike) -> None:
+        match strike.fault:
+            case Fault.KILL:
+                self._cluster.kill_worker(strike.targets[0])
+                self._holdings.pop(strike.targets[0], None)
+            case Fault.FREEZE:
+                self._cluster.freeze(strike.targets[0])
+            case Fault.CUT:
+                self._cluster.wires.cut(*strike.targets)
+            case Fault.ACTOR:
+                self._cluster.kill_actor()
+            case Fault.HOST:
+                self._cluster.kill_host()
+
+    # --- healing ---
+
+    def _heal_until(self, now_s: float) -> None:
+        while self._healings and self._healings[0].at_s <= now_s:
+            healing = heappop(self._healings)
+            self._heal(healing.strike)
+            self._strikes[healing.number] = replace(healing.strike, healed_s=time.time())
+
+    def _heal(self, strike: Strike) -> None:
+        match strike.fault:
+            case Fault.KILL:
+                self._cluster.start_worker(strike.targets[0])
+            case Fault.FREEZE:
+                self._cluster.thaw(strike.targets[0])
+            case Fault.CUT:
+                self._cluster.wires.heal(*strike.targets)
+            case Fault.ACTOR:
+                pass  # Ray does
+            case Fault.HOST:
+                self._cluster.start_coordinator()
