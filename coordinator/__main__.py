@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
+from skein.protocol.membership import LEASE_S
 from skein.wire.logs import LogFormat
 
 
@@ -38,7 +39,7 @@ def default_state_dir() -> Path:
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
 @click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
-@click.option("--lease", "lease_s", default=3.0, help="Seconds of silence after which a worker is lost.")
+@click.option("--lease", "lease_s", default=LEASE_S, help="Seconds of silence after which a worker is lost.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def main(
     *,

@@ -27,6 +27,7 @@ from coordinator.logs import LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
+from skein.protocol.membership import LEASE_S
 from skein.wire.channel import join_address, require_safe_bind
 from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
@@ -54,7 +55,7 @@ class CoordinatorOptions:
     token_file: Path | None = None
     allow_insecure: bool = False
     """Listen beyond this machine without a token."""
-    lease_s: float = 3.0
+    lease_s: float = LEASE_S
     """Silence after which a worker is lost; raise it if machines stall for longer and come back."""
     ray_address: str | None = None
     """Head of a cluster that is there already, host:port; None: one of our own."""

@@ -23,6 +23,7 @@ from coordinator.status import Roster
 from coordinator.store import LogHeld, RunLog
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator import Coordinator
+from skein.protocol.membership import LEASE_S
 from skein.protocol.records import EpochOpened, Record
 from skein.types import Epoch
 
@@ -51,7 +52,7 @@ class ServingOptions:
     token: str | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    lease_s: float = 3.0
+    lease_s: float = LEASE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,10 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.history import History, JobHistory
 from skein.protocol.membership import (
+    GRACE_S,
+    LEASE_S,
     LEFT,
+    Doubted,
     Evicted,
     Heard,
     HelloHeard,
@@ -69,8 +72,6 @@ from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import Incarnation, JobId, JobState, WorkerId
 
-BEAT_S = 1.0
-"""A third of the lease: one lost beat is no death."""
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
 MAX_LINKS = 1 << 16
@@ -83,7 +84,7 @@ MAX_MEASURED = 16
 class Coordinator:
     """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
 
-    def __init__(self, *, lease_s: float = 3.0, grace_s: float = 0.5) -> None:
+    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S) -> None:
         self.history = History()
         self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
@@ -225,20 +226,18 @@ class Coordinator:
                 self._measured(report)
             case Leaving():
                 self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+            case Suspected():
+                doubted = Doubted(worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}")
+                self._changed(self.membership.handle(doubted, now=now), now=now)
+                if run is not None:
+                    run.report(worker, report, now=now)
             case Prefetched():
                 pass
             case CheckpointWritten():
                 if run is not None:
                     run.saved(report, now=now)
             case (
-                Ack()
-                | ChunksReady()
-                | StageDone()
-                | Vote()
-                | EvaluationDone()
-                | TimesMeasured()
-                | Suspected()
-                | Trouble()
+                Ack() | ChunksReady() | StageDone() | Vote() | EvaluationDone() | TimesMeasured() | Trouble()
             ):
                 if run is not None:
                     run.report(worker, report, now=now)
@@ -294,7 +293,9 @@ class Coordinator:
     def _welcome(self, worker: WorkerId, *, is_new: bool) -> None:
         entry = self.membership.live[worker]
         incarnation = entry.hello.incarnation
-        welcome = Welcome(epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=BEAT_S)
+        welcome = Welcome(
+            epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=self.membership.beat_s
+        )
         self._send(worker, incarnation, welcome)
         if any(incarnation in job.outdated for job in self.history.pending()):
             self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))

@@ -4,6 +4,7 @@ Rules of this file
 - A worker is an id with an incarnation. The same id with another incarnation means that the old process died; should
   it live after all, it is refused, or the two would take the name from each other for ever.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
+- A peer's word alone loses nobody: a doubted worker is lost at once if it has been silent here too.
 - Who is lost for silence alone and speaks again on the stream that it still has, joins again.
 - Who is leaving stays so, however often it is lost and comes back; each time it is told again.
 - Only `handle` changes anything, and every change is told.
@@ -19,6 +20,16 @@ from skein.protocol.messages import Hello, Member
 from skein.protocol.story import Story
 from skein.topology.fleet import FleetWorker
 from skein.types import Incarnation, WorkerId
+
+LEASE_S = 2.5
+"""With the beat before a freeze up to a period old, and timers late by some, a frozen process is lost within 3 s."""
+GRACE_S = 0.3
+"""A live worker dials again within 0.05 s; a dead one is to be lost within 0.5 s. Over a long way a return may be late,
+which costs a generation and no work."""
+BEATS_PER_LEASE = 5
+"""Four lost beats in a row are no death, and the fifth comes in time unless nothing does."""
+DOUBT_BEATS = 2.5
+"""So many periods of silence bear a peer's doubt out: two beats are missing then."""
 
 # --- events ---
 
@@ -49,6 +60,14 @@ class StreamBroke:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Doubted:
+    """A peer cannot reach this worker."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveHeard:
     """A worker asked to go, or an operator asked for it."""
 
@@ -68,7 +87,7 @@ class LeaseTime:
     """The deadline may have come."""
 
 
-MembershipEvent = HelloHeard | Heard | StreamBroke | LeaveHeard | Evicted | LeaseTime
+MembershipEvent = HelloHeard | Heard | StreamBroke | Doubted | LeaveHeard | Evicted | LeaseTime
 
 # --- changes ---
 
@@ -103,6 +122,8 @@ class Lost:
     worker: WorkerId
     incarnation: Incarnation
     reason: str
+    silent_s: float
+    """Since its last sign of life."""
     is_final: bool
 
 
@@ -151,7 +172,7 @@ class Membership:
         grace_s: the same after its stream broke.
     """
 
-    def __init__(self, *, lease_s: float = 3.0, grace_s: float = 0.5) -> None:
+    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S) -> None:
         self.lease_s = lease_s
         self.grace_s = grace_s
         self._entries: dict[WorkerId, Entry] = {}
@@ -167,6 +188,11 @@ class Membership:
         """Every worker that is not lost, leaving ones included."""
         return self._entries
 
+    @property
+    def beat_s(self) -> float:
+        """How often workers are to beat."""
+        return self.lease_s / BEATS_PER_LEASE
+
     def handle(self, event: MembershipEvent, *, now: float) -> list[MembershipChange]:
         """Take one event at time `now` (seconds); gives what changed."""
         match event:
@@ -177,6 +203,8 @@ class Membership:
             case StreamBroke():
                 self._broke(event, now=now)
                 return []
+            case Doubted():
+                return self._doubt(event, now=now)
             case LeaveHeard():
                 return self._leave(event.worker, now=now)
             case Evicted():
@@ -222,6 +250,7 @@ class Membership:
         if self.is_current(hello.worker, hello.incarnation):
             entry = self._entries[hello.worker]
             entry.is_connected = True
+            entry.heard_at = now
             entry.lease_until = now + self.lease_s
             self._story.tell(hello.worker, "returned on a new stream", now=now)
             return [Returned(worker=hello.worker), *self._still_leaving(entry)]
@@ -303,9 +332,24 @@ class Membership:
             reason = f"{how}, silent for {now - entry.heard_at:.1f} s"
             if entry.is_leaving and not entry.is_connected:
                 reason = LEFT
-            changes += self._lose(worker, reason, now=now)
-            if entry.is_connected:
-                self._silent[worker] = entry
+            changes += self._lose_silent(entry, reason, now=now)
+        return changes
+
+    def _doubt(self, event: Doubted, *, now: float) -> list[MembershipChange]:
+        entry = self._entries.get(event.worker)
+        if entry is None:
+            return []
+        silent_s = now - entry.heard_at
+        if entry.is_connected and silent_s < DOUBT_BEATS * self.beat_s:
+            self._story.tell(event.worker, f"doubted: {event.reason}", now=now)
+            return []
+        return self._lose_silent(entry, f"{event.reason}, silent here for {silent_s:.1f} s", now=now)
+
+    def _lose_silent(self, entry: Entry, reason: str, *, now: float) -> list[MembershipChange]:
+        """Lose a worker that may speak again."""
+        changes = self._lose(entry.hello.worker, reason, now=now)
+        if entry.is_connected:
+            self._silent[entry.hello.worker] = entry
         return changes
 
     def _refuse(self, worker: WorkerId, reason: str, *, now: float) -> list[MembershipChange]:
@@ -322,4 +366,7 @@ class Membership:
         self._story.tell(worker, f"lost: {reason}", now=now)
         incarnation = entry.hello.incarnation
         is_final = incarnation in self._refused
-        return [Lost(worker=worker, incarnation=incarnation, reason=reason, is_final=is_final)]
+        silent_s = now - entry.heard_at
+        return [
+            Lost(worker=worker, incarnation=incarnation, reason=reason, silent_s=silent_s, is_final=is_final)
+        ]

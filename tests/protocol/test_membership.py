@@ -4,7 +4,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from skein.protocol import membership as defaults
 from skein.protocol.membership import (
+    Doubted,
     Evicted,
     Heard,
     HelloHeard,
@@ -65,7 +67,11 @@ def test_silence_beyond_the_lease_is_a_loss_and_not_before() -> None:
     assert machine.handle(LeaseTime(), now=LEASE_S - 0.001) == []
     [change] = machine.handle(LeaseTime(), now=LEASE_S)
     assert change == Lost(
-        worker=W, incarnation=Incarnation("w-1"), reason="lease, silent for 3.0 s", is_final=False
+        worker=W,
+        incarnation=Incarnation("w-1"),
+        reason="lease, silent for 3.0 s",
+        silent_s=LEASE_S,
+        is_final=False,
     )
     assert machine.live == {}
     assert machine.deadline() is None
@@ -203,6 +209,48 @@ def test_who_was_evicted_is_not_admitted_again() -> None:
     assert machine.handle(Evicted(worker=W, reason="again"), now=0.3) == []
 
 
+def doubted(worker: str = "w") -> Doubted:
+    return Doubted(worker=WorkerId(worker), reason="a cannot reach it")
+
+
+def test_a_doubted_worker_whose_stream_broke_is_lost_at_once() -> None:
+    machine = with_one()
+    machine.handle(broke("w"), now=1.0)
+    [change] = machine.handle(doubted(), now=1.1)
+    assert change == Lost(
+        worker=W,
+        incarnation=Incarnation("w-1"),
+        reason="a cannot reach it, silent here for 1.1 s",
+        silent_s=1.1,
+        is_final=False,
+    )
+    assert machine.deadline() is None
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.2) == [Joined(worker=W)]
+
+
+def test_a_doubted_worker_that_misses_beats_is_lost_before_its_lease_ends_and_may_speak_again() -> None:
+    machine = with_one()
+    assert lost(machine.handle(doubted(), now=LEASE_S / 2)) == ["w"]
+    assert machine.handle(heard("w"), now=2.0) == [Joined(worker=W)]
+
+
+def test_a_peers_doubt_alone_loses_nobody() -> None:
+    machine = with_one()
+    machine.handle(heard("w"), now=5.0)
+    assert machine.handle(doubted(), now=5.0 + 2 * machine.beat_s) == []
+    assert machine.handle(doubted("unknown"), now=5.0) == []
+    assert machine.deadline() == 5.0 + LEASE_S
+    assert machine.story(W)[-1].endswith("doubted: a cannot reach it")
+
+
+def test_the_defaults_notice_in_time_with_a_tenth_of_a_second_for_late_timers() -> None:
+    machine = Membership()
+    assert (machine.lease_s, machine.grace_s) == (defaults.LEASE_S, defaults.GRACE_S)
+    assert machine.grace_s <= 0.5 - 0.1  # a process that died
+    assert machine.lease_s <= 3.0 - 0.1  # a frozen one, heard just before
+    assert machine.beat_s <= machine.lease_s / 4
+
+
 def test_progress_moves_only_when_the_count_does() -> None:
     machine = with_one()
     machine.handle(heard("w", progress=1), now=1.0)
@@ -243,10 +291,12 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
         self.leases: dict[str, tuple[str, float, bool]] = {}
         self.silent: dict[str, str] = {}
         self.refused: set[str] = set()
+        self.heard: dict[str, float] = {}
 
     def join(self, name: str, incarnation: str) -> None:
         self.leases[name] = (incarnation, self.now + LEASE_S, True)
         self.silent.pop(name, None)
+        self.heard[name] = self.now
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.9, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -268,6 +318,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
             assert [type(change) for change in changes] == [Rejected]
         elif held is not None and held[0] == incarnation:
             assert changes == [Returned(worker=WorkerId(name))]
+            self.heard[name] = self.now
             self.leases[name] = (incarnation, self.now + LEASE_S, True)
         else:
             silent = self.silent.get(name, incarnation)
@@ -289,6 +340,8 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
             return
         assert changes == []
         held = self.leases.get(name)
+        if held is not None and held[0] == incarnation:
+            self.heard[name] = self.now
         if held is not None and held[0] == incarnation and held[2]:
             self.leases[name] = (incarnation, self.now + LEASE_S, True)
 
@@ -301,6 +354,17 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
         held = self.leases.get(name)
         if held is not None and held[0] == incarnation:
             self.leases[name] = (incarnation, min(held[1], self.now + GRACE_S), False)
+
+    @rule(name=NAMES)
+    def is_doubted(self, name: str) -> None:
+        changes = self.machine.handle(doubted(name), now=self.now)
+        held = self.leases.get(name)
+        is_silent = held is not None and self.now - self.heard[name] >= LEASE_S / 2
+        assert lost(changes) == ([name] if held is not None and (is_silent or not held[2]) else [])
+        if changes and held is not None:
+            del self.leases[name]
+            if held[2]:
+                self.silent[name] = held[0]
 
     @rule(name=NAMES)
     def is_evicted(self, name: str) -> None:

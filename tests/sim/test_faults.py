@@ -30,14 +30,14 @@ def test_one_fault_leaves_the_loss_curve_as_it_was(kind: str, at_s: float) -> No
     assert run.saved in ([2, 4], [3, 4])  # one that the fault cut short is made up for a step later
 
 
-@pytest.mark.parametrize("seconds", [0.1, 1.0, 2.5])
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 1.9])
 def test_a_freeze_within_the_lease_opens_no_generation(seconds: float) -> None:
     run = simulate(JOB, 4, disturb=partial(strike, kind="freeze", at_s=1.5, seconds=seconds))
     assert len(of_kind(run.world.log, GenerationOpened)) == 1
 
 
 def test_a_worker_that_was_frozen_beyond_its_lease_is_given_work_again() -> None:
-    job = small_job(steps=12)
+    job = small_job(steps=40)
     run = simulate(job, 4, disturb=partial(strike, kind="freeze", at_s=1.5, seconds=5.0))
     members = [{m.worker for m in record.members} for record in of_kind(run.world.log, GenerationOpened)]
     assert worker(1) not in members[1]
@@ -59,7 +59,7 @@ def test_a_false_alarm_about_everybody_costs_no_step() -> None:
 
 
 def test_a_stream_that_falls_silent_while_peers_are_still_reached_costs_no_step() -> None:
-    job = small_job(steps=12)
+    job = small_job(steps=40)
     run = simulate(job, 4, disturb=partial(strike, kind="mute", at_s=1.5, seconds=5.0))
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(job, 4).curve

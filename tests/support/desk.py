@@ -43,6 +43,9 @@ from tests.support.reports import attempt, hello, spread
 D = TypeVar("D")
 R = TypeVar("R")
 
+LEASE_S, GRACE_S = 3.0, 0.5
+"""Whatever the defaults are, a beat a second keeps everybody."""
+
 
 def checkpoint(
     job: JobId, version: int, *, num_stages: int = 2, url: str | None = None
@@ -59,7 +62,7 @@ class Desk:
         self.now = 100.0 * sum(isinstance(record, EpochOpened) for record in log)
         epoch = Epoch(1 + sum(isinstance(record, EpochOpened) for record in log))
         self.log.append(EpochOpened(epoch=epoch, wall_s=self.now))
-        self.machine = Coordinator()
+        self.machine = Coordinator(lease_s=LEASE_S, grace_s=GRACE_S)
         self.machine.replay(self.log)
         self.commands: list[CoordinatorCommand] = []
         self.incarnations: dict[WorkerId, Incarnation] = {}
@@ -105,7 +108,7 @@ class Desk:
         """A worker's process dies: its stream breaks and the grace passes, while the others beat on."""
         name = WorkerId(worker)
         self.give(StreamBroken(worker=name, incarnation=self.incarnations[name], reason="reset"))
-        return self.wait(0.5)
+        return self.wait(GRACE_S)
 
     # --- what comes out ---
 
@@ -149,7 +152,9 @@ class Desk:
                 ChunkVersion(stage=stage, version=Step(version))
                 for stage, version in (held or {}).get(worker, ())
             )
-            commands += self.report(worker, Ack(generation=self.generation, chunks=chunks, progress=(), backups=()))
+            commands += self.report(
+                worker, Ack(generation=self.generation, chunks=chunks, progress=(), backups=())
+            )
         self.commands = commands
         return commands
 
