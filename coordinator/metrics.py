@@ -23,16 +23,20 @@ from coordinator.journal import Fold, job_of
 from coordinator.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
+from skein.protocol.incident import num_replayed
 from skein.protocol.messages import Beat, Count, Decision, Report
 from skein.protocol.records import (
     CheckpointCommitted,
     EpochOpened,
     Evaluated,
     GenerationOpened,
+    Incident,
+    IncidentKind,
     JobEnded,
     JobSubmitted,
     PlanAdopted,
     Record,
+    Remedy,
     RolledBack,
     StepCommitted,
 )
@@ -46,6 +50,7 @@ MAX_WORKERS = 256
 MAX_LABELS = 64
 """Labels of one statistic of one worker; the rest is summed under "other"."""
 STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 600.0)
+INCIDENT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _APPEND_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -146,6 +151,52 @@ class _Job:
     checkpoint_wall_s: float | None = None
 
 
+class _Incidents:
+    """What failures cost, all jobs together. Every series is there from the start: no failure is a 0, not a gap."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._total = Counter(
+            "skein_incidents_total",
+            "Failures that are over, by what failed and what was done",
+            ["kind", "remedy"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "skein_incident_seconds",
+            "From the notice of a failure until work went on",
+            ["kind"],
+            buckets=INCIDENT_BUCKETS,
+            registry=registry,
+        )
+        self._steps_lost = Counter(
+            "skein_incident_steps_lost_total", "Committed steps that incidents cost", registry=registry
+        )
+        self._samples = Counter(
+            "skein_samples_repeated_total", "Samples computed again after failures", registry=registry
+        )
+        self._replayed = Counter(
+            "skein_contributions_replayed_total",
+            "Contributions (one microbatch, one stage) that were lost and computed again",
+            registry=registry,
+        )
+        self._rerouted = Counter(
+            "skein_hops_rerouted_total", "Hops given to another worker by failures", registry=registry
+        )
+        for kind in IncidentKind:
+            self._seconds.labels(kind)
+            for remedy in Remedy:
+                self._total.labels(kind, remedy)
+
+    def ended(self, incident: Incident) -> None:
+        """An incident is recorded."""
+        self._total.labels(incident.kind, incident.remedy).inc()
+        self._seconds.labels(incident.kind).observe(incident.seconds)
+        self._steps_lost.inc(incident.num_steps_lost)
+        self._samples.inc(incident.num_samples_repeated)
+        self._replayed.inc(num_replayed(incident))
+        self._rerouted.inc(incident.num_rerouted)
+
+
 class Metrics:
     """One coordinator's metrics; a `Meter` for the driver."""
 
@@ -198,6 +249,7 @@ class Metrics:
             registry=registry,
         )
         self._per_job.append(self._step_seconds)
+        self._incidents = _Incidents(registry)
         # --- the coordinator ---
         self._jobs_by_state = Gauge("skein_jobs", "Jobs, by state", ["state"], registry=registry)
         self._workers = Gauge("skein_workers", "Workers, by state", ["state"], registry=registry)
@@ -289,6 +341,8 @@ class Metrics:
                 self._rollbacks.labels(job).inc()
                 self._lost_steps.labels(job).inc(record.from_version - record.to_version)
                 self._version.labels(job).set(record.to_version)
+            case Incident():
+                self._incidents.ended(record)
             case JobEnded():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)

@@ -15,10 +15,11 @@ from skein.plan.plan import Infeasible
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import ReportArrived, TimePassed
 from skein.protocol.messages import Beat, Count
-from skein.protocol.records import Record, RolledBack
+from skein.protocol.records import IncidentKind, Record, Remedy, RolledBack
 from skein.types import JobId, Step, WorkerId
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted
+from tests.support.incidents import incident, replayed
 
 JOB = "digits-1"
 LOG: tuple[Record, ...] = (
@@ -40,8 +41,8 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def with_workers(*names: str) -> Coordinator:
-    """A machine that these workers have joined at time 100."""
-    machine = Coordinator()
+    """A machine that these workers have joined at time 100, for 3 s each."""
+    machine = Coordinator(lease_s=3.0)
     machine.replay(LOG)
     for name in names:
         report = hello(name)
@@ -92,6 +93,40 @@ def test_steps_that_are_rolled_back_are_counted_as_lost() -> None:
     assert found["skein_rollbacks_total", (JOB,)] == 1
     assert found["skein_rolled_back_steps_total", (JOB,)] == 3
     assert found["skein_version_steps", (JOB,)] == 2
+
+
+def test_incidents_are_counted_with_what_they_cost() -> None:
+    metrics = Metrics()
+    metrics.recorded(
+        [
+            *LOG,
+            incident(JOB, replayed=(replayed(0, 1), replayed(1, 1, 2)), seconds=0.6),
+            incident(JOB, remedy=Remedy.ROLLED_BACK, num_steps_lost=3, seconds=4.0, num_samples_repeated=12),
+            submitted("digits-2"),
+            incident("digits-2", kind=IncidentKind.STALLED, seconds=700.0),
+        ]
+    )
+    found = samples(metrics)
+    assert found["skein_incidents_total", ("resumed", "worker_lost")] == 1
+    assert found["skein_incidents_total", ("rolled_back", "worker_lost")] == 1
+    assert found["skein_incidents_total", ("resumed", "stalled")] == 1
+    assert found["skein_incident_seconds_sum", ("worker_lost",)] == pytest.approx(4.6)
+    assert found["skein_incident_seconds_bucket", ("1.0", "worker_lost")] == 1
+    assert found["skein_incident_seconds_bucket", ("300.0", "stalled")] == 0
+    assert found["skein_incident_seconds_count", ("stalled",)] == 1
+    assert found["skein_incident_steps_lost_total", ()] == 3
+    assert found["skein_samples_repeated_total", ()] == 8 + 12 + 8
+    assert found["skein_contributions_replayed_total", ()] == 3
+    assert found["skein_hops_rerouted_total", ()] == 12
+
+
+def test_no_incident_is_a_number_for_every_kind_and_remedy() -> None:
+    found = samples(Metrics())
+    counts = {labels: value for (name, labels), value in found.items() if name == "skein_incidents_total"}
+    assert counts == {(remedy.value, kind.value): 0 for kind in IncidentKind for remedy in Remedy}
+    numbers = [value for (name, _), value in found.items() if name == "skein_incident_seconds_count"]
+    assert numbers == [0] * len(IncidentKind)
+    assert found["skein_incident_steps_lost_total", ()] == found["skein_samples_repeated_total", ()] == 0
 
 
 def test_only_the_newest_jobs_have_series() -> None:
