@@ -7,7 +7,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from deploy.compose_test import dashboard_queries
-from deploy.grafana.dashboard import OUTPUT, PLAN_CHANGES, ROWS, Panel, Query, render
+from deploy.grafana.dashboard import OUTPUT, render
+from deploy.grafana.rows import PLAN_CHANGES, ROWS, Panel, Query
 from tests.deploy.stack import Value, exposed_series, listing, mapping, metrics_in, read_yaml
 
 PANELS = [panel for row in ROWS for panel in row.panels]
