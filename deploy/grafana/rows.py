@@ -57,6 +57,11 @@ def _quantile(share: float, histogram: str, by: str) -> str:
     return f"histogram_quantile({share}, {_rate(f'{histogram}_bucket', by)})"
 
 
+def _quantile_so_far(share: float, histogram: str) -> str:
+    """Over everything counted, for what is too rare to have a rate; not a number before anything was."""
+    return f"histogram_quantile({share}, sum by (le) ({histogram}_bucket))"
+
+
 _AT_A_GLANCE = Row(
     title="At a glance",
     columns=6,
@@ -297,6 +302,57 @@ _RECOVERY = Row(
     ),
 )
 
+_INCIDENTS = Row(
+    title="Incidents",
+    columns=3,
+    panels=(
+        Panel(
+            title="Incidents, by kind",
+            about="Failures that are over, all jobs together: what failed.",
+            queries=(_query("sum by (kind) (skein_incidents_total)", "{{kind}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Incidents, by remedy",
+            about="What became of the step in progress; only a rollback costs committed steps.",
+            queries=(_query("sum by (remedy) (skein_incidents_total)", "{{remedy}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Until work went on",
+            about="From the notice of a failure, over all that the run log has; 0 where there was none.",
+            queries=tuple(
+                _query(f"{_quantile_so_far(share, 'skein_incident_seconds')} >= 0 or vector(0)", legend)
+                for share, legend in ((0.5, "50 %"), (0.99, "99 %"))
+            ),
+            unit=units.Seconds,
+        ),
+        Panel(
+            title="Time in recovery",
+            about="All incidents added up, by kind.",
+            queries=(_query("sum by (kind) (skein_incident_seconds_sum)", "{{kind}}"),),
+            unit=units.Seconds,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Lost and repeated",
+            about="Committed steps that were lost, and samples that were computed again.",
+            queries=(
+                _query("skein_incident_steps_lost_total", "steps lost"),
+                _query("skein_samples_repeated_total", "samples repeated"),
+            ),
+        ),
+        Panel(
+            title="Rerouted and replayed",
+            about="Hops that got another worker, and contributions of one stage that were computed again.",
+            queries=(
+                _query("skein_hops_rerouted_total", "hops rerouted"),
+                _query("skein_contributions_replayed_total", "contributions replayed"),
+            ),
+        ),
+    ),
+)
+
 _COORDINATOR = Row(
     title="Coordinator",
     columns=3,
@@ -342,5 +398,5 @@ _COORDINATOR = Row(
     ),
 )
 
-ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _RECOVERY, _COORDINATOR)
+ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _INCIDENTS, _RECOVERY, _COORDINATOR)
 PLAN_CHANGES = "changes(skein_generation_number[$__rate_interval]) > 0"

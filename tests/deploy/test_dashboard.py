@@ -19,6 +19,12 @@ WANTED = {
     "step seconds": "skein_step_seconds_sum",
     "workers alive": "skein_workers",
     "bytes by link": "skein_link_bytes_total",
+    "incidents": "skein_incidents_total",
+    "time until work went on": "skein_incident_seconds_bucket",
+    "steps lost": "skein_incident_steps_lost_total",
+    "samples repeated": "skein_samples_repeated_total",
+    "contributions replayed": "skein_contributions_replayed_total",
+    "hops rerouted": "skein_hops_rerouted_total",
 }
 
 
