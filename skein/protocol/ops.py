@@ -131,7 +131,20 @@ class ClearOp:
     """Forget everything of the running step: accumulators, activations, boundary tensors, shards. Parameters stay."""
 
 
-Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | ClearOp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotOp:
+    """Copy a chunk's state at `version` into host memory, for peers; then perhaps what each step applies to it, too.
+
+    A copy that finds no room is left out: that is no failure.
+    """
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    keeps_results: bool
+
+
+Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp | ClearOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

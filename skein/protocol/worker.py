@@ -47,9 +47,11 @@ from skein.protocol.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    SnapshotOp,
     SumOp,
 )
 from skein.protocol.story import Story
+from skein.protocol.work.copies import Copies
 from skein.protocol.work.pipeline import Pipeline
 from skein.protocol.work.standing import Standing
 from skein.protocol.work.steps import Steps
@@ -67,9 +69,12 @@ from skein.protocol.worker_io import (
     LinksProbed,
     MeasureLinks,
     OpEnded,
+    PrefetchEnded,
+    PrefetchFailed,
     RunOp,
     SaveFailed,
     SendFailed,
+    SnapshotsHeld,
     StopRequested,
     StreamLost,
     StreamOpened,
@@ -90,6 +95,7 @@ class Worker:
         self.progress = 0
         self._standing = Standing(identity)
         self._steps = Steps(self._standing)
+        self._copies = Copies(self._standing)
         self._timing = Timing(identity.worker)
         self._adopting: NewGeneration | None = None
         self._to_build: Assign | None = None
@@ -133,6 +139,8 @@ class Worker:
                 if event.generation == self.generation:
                     reason = f"checkpoint {event.version} of stage {event.stage}: {event.reason}"
                     self._standing.trouble(reason)
+            case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed():
+                self._copies.ended(event)
             case LinksProbed():
                 self._standing.tell(LinksMeasured(links=event.links))
             case StreamOpened():
@@ -256,8 +264,11 @@ class Worker:
                     self._next_beat = now + directive.beat_s
             case Refused():
                 self._exit(directive.reason, is_clean=False)
-            case Snapshot() | Prefetch() | Follow():
-                pass
+            case Prefetch() | Follow():
+                self._copies.take(directive)
+            case Snapshot():
+                if (directive.epoch, directive.generation) == self._standing.place:
+                    self._copies.snapshot(directive)
             case Probe():
                 self._standing.commands.append(MeasureLinks(peers=directive.peers))
             case Dismiss():
@@ -277,13 +288,14 @@ class Worker:
         standing = self._standing
         if (directive.epoch, directive.generation) <= standing.place:
             return
-        if standing.job not in (None, directive.job):
+        if {standing.job, self._copies.job} - {None, directive.job}:
             self._forget()
         standing.epoch = directive.epoch
         standing.generation = directive.generation
         standing.job = directive.job
         standing.members = {member.worker: member for member in directive.members}
         self._steps.stop()
+        self._copies.stop()
         self._timing.clear()
         self._adopting = directive
         self._to_build = None
@@ -293,7 +305,7 @@ class Worker:
     def _dismiss(self, directive: Dismiss) -> None:
         if directive.epoch < self.epoch:
             return
-        if directive.job is None or directive.job == self.job:
+        if directive.job in (None, self.job, self._copies.job):
             self._forget()
         if directive.may_exit:
             self._exit("drained", is_clean=True)
@@ -301,6 +313,7 @@ class Worker:
     def _forget(self) -> None:
         self._standing.job = None
         self._steps.forget()
+        self._copies.forget()
         self._adopting = self._to_build = None
         self._is_running_void = self._running is not None
         self._is_build_void = self._building is not None
@@ -332,6 +345,7 @@ class Worker:
         if assign is None:
             return
         self._steps.hold(assign)
+        self._copies.built(self._steps.chunks, assign.version)
         if event.generation != self.generation:
             return
         self._steps.settle(assign)
@@ -366,7 +380,9 @@ class Worker:
         if not self._steps.has_queue and self._to_build is not None:
             self._start_build(self._to_build)
             return
-        self._running = self._steps.next_op()
+        # A snapshot comes before what is queued: that may be the update that it must not see.
+        snapshot = self._copies.next_op(self.version, self._steps.chunks)
+        self._running = snapshot or self._steps.next_op()
         if self._running is not None:
             self._standing.commands.append(RunOp(generation=self.generation, op=self._running))
 
@@ -387,9 +403,9 @@ class Worker:
                 if self._adopting is None:
                     chunks = self._steps.cleared()
                     self._standing.tell(
-                        Ack(generation=self.generation, chunks=chunks, progress=(), backups=())
+                        Ack(generation=self.generation, chunks=chunks, progress=(), backups=self._copies.held)
                     )
-            case SaveOp():
+            case SaveOp() | SnapshotOp():
                 pass
             case ForwardOp() | LossOp() | BackwardOp():
                 self._steps.computed(op, outcome)

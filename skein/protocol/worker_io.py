@@ -1,11 +1,22 @@
 """What goes into a Worker machine and what comes out of it: the border between deciding and acting."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from skein.protocol.messages import Assign, CheckpointFile, Directive, Envelope, Member, Report
+from skein.protocol.messages import (
+    Assign,
+    CheckpointFile,
+    ChunkVersion,
+    Directive,
+    Envelope,
+    Member,
+    Prefetch,
+    Report,
+    StepRecord,
+)
 from skein.protocol.ops import Op, OpOutcome
 from skein.topology.fleet import Link, Profile
-from skein.types import Generation, Incarnation, SiteId, StageIndex, Step, WorkerId
+from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, StageSpec, Step, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +127,42 @@ class SaveFailed:
     reason: str
 
 
+class CopyKind(StrEnum):
+    """What a prefetched copy is for: kept for others as it is, or brought up to date for a chunk that will be here."""
+
+    BACKUP = "backup"
+    FOLLOWED = "followed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotsHeld:
+    """Snapshots of this worker's chunks have come or gone; these are here now."""
+
+    job: JobId
+    copies: tuple[ChunkVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchEnded:
+    """A copy is here whole, or one that follows the commits is at `version` by now."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+    kind: CopyKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchFailed:
+    """No donor could give all of the copy at `version`; what came is kept for another try."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+    kind: CopyKind
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksProbed:
     """Probes of peers have ended."""
@@ -147,6 +194,9 @@ WorkerEvent = (
     | BuildFailed
     | CheckpointSaved
     | SaveFailed
+    | SnapshotsHeld
+    | PrefetchEnded
+    | PrefetchFailed
     | LinksProbed
     | StopRequested
     | TimePassed
@@ -199,6 +249,31 @@ class CancelBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartPrefetch:
+    """Fetch a copy, beside everything else. Answered by PrefetchEnded or PrefetchFailed; asked again, it goes on."""
+
+    prefetch: Prefetch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowCommit:
+    """Bring the copy of `stage` up to date once its turn has come. Answered by PrefetchEnded."""
+
+    job: JobId
+    stage: StageSpec
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropCopies:
+    """Of no more use: what follows for these stages, older backups, and with `above` all that is newer."""
+
+    followed: tuple[StageSpec, ...]
+    backups_before: Step
+    above: Step | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLinks:
     """Probe these peers. Answered by LinksProbed."""
 
@@ -219,5 +294,16 @@ class Exit:
 
 
 WorkerCommand = (
-    SendReport | RunOp | SendTensor | DropTensor | Build | CancelBuild | MeasureLinks | ForgetJob | Exit
+    SendReport
+    | RunOp
+    | SendTensor
+    | DropTensor
+    | Build
+    | CancelBuild
+    | StartPrefetch
+    | FollowCommit
+    | DropCopies
+    | MeasureLinks
+    | ForgetJob
+    | Exit
 )

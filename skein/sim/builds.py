@@ -10,6 +10,7 @@ from skein.protocol.ops import SaveOp
 from skein.protocol.records import CheckpointCommitted
 from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, WorkerEvent
 from skein.sim.clock import Clock
+from skein.sim.copies import SimCopies
 from skein.sim.executor import StageTimes, stage_times
 from skein.sim.invariants import INITIAL, Invariants
 from skein.sim.network import Network
@@ -51,6 +52,7 @@ class Builds:
         self._invariants = invariants
         self._checkpoint_of = checkpoint_of
         self._give = give
+        self.copies = SimCopies(clock, network, workers, times_of=self.times_of, give=give)
         self._times: dict[StageSpec, StageTimes] = {}
         self._disk: dict[str, tuple[StageSpec, str]] = {}
 
@@ -74,7 +76,9 @@ class Builds:
         if source.peer is None or source.peer not in self._workers:
             return 0.0
         link = self._network.link(source.peer, worker.machine.identity.worker)
-        return link.latency_s + 3 * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
+        lag = self.copies.lag(worker, chunk.stage, source.version)
+        parameters = 3 if lag is None else lag
+        return link.latency_s + parameters * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
 
     def _built(self, worker: SimWorker, assign: Assign, build: int) -> None:
         if build != worker.build:
@@ -117,10 +121,13 @@ class Builds:
             case SourceKind.CHECKPOINT:
                 return self._saved(stage, source.version)
             case SourceKind.KEEP:
-                return worker.executor.state_of(stage, assign.version)
+                return self.copies.fixed(worker, stage, assign.version)
             case SourceKind.PEER:
+                followed = self.copies.caught_up(worker, stage, assign.version)
                 donor = None if source.peer is None else self._workers.get(source.peer)
-                return None if donor is None else donor.executor.state_of(stage, assign.version)
+                if followed is not None or donor is None:
+                    return followed
+                return self.copies.fixed(donor, stage, assign.version)
 
     # --- the disk ---
 

@@ -34,6 +34,7 @@ from skein.protocol.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    SnapshotOp,
     SumOp,
 )
 from skein.sim.invariants import Violated, Visits, lineage_after
@@ -167,7 +168,7 @@ class SimExecutor:
             case LossOp():
                 times = self.times[op.chunk.stage]
                 return OP_OVERHEAD_S + (times.forward + times.backward) / self.flops_per_s
-            case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp():
+            case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp() | SnapshotOp():
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
             case ClearOp():
@@ -194,7 +195,7 @@ class SimExecutor:
                 self._apply(op)
             case ClearOp():
                 self._clear()
-            case ForwardOp() | SaveOp():
+            case ForwardOp() | SaveOp() | SnapshotOp():
                 pass
         return None
 

@@ -28,7 +28,7 @@ from skein.protocol.coordinator_io import (
 )
 from skein.protocol.coordinator_io import TimePassed as CoordinatorTime
 from skein.protocol.messages import HopTensor, Report
-from skein.protocol.ops import ApplyOp, Op, SaveOp
+from skein.protocol.ops import ApplyOp, Op, SaveOp, SnapshotOp
 from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
@@ -36,8 +36,10 @@ from skein.protocol.worker_io import (
     BuildFailed,
     CancelBuild,
     DirectiveArrived,
+    DropCopies,
     DropTensor,
     Exit,
+    FollowCommit,
     ForgetJob,
     Identity,
     LinksProbed,
@@ -47,6 +49,7 @@ from skein.protocol.worker_io import (
     SendFailed,
     SendReport,
     SendTensor,
+    StartPrefetch,
     StreamLost,
     StreamOpened,
     TensorArrived,
@@ -112,6 +115,7 @@ class World:
             checkpoint_of=self._checkpoint_of,
             give=self._give,
         )
+        self.copies = self._builds.copies
         self._num_sent = 0
         self._num_incarnations = 0
         self._term = 0
@@ -375,6 +379,12 @@ class World:
                     generation=Generation(-1), peer=None, is_fatal=False, reason="cancelled"
                 )
                 self.clock.after(0.0, partial(self._give, worker, cancelled))
+            case StartPrefetch():
+                self.copies.start(worker, command)
+            case FollowCommit():
+                self.copies.follow(worker, command)
+            case DropCopies():
+                self.copies.drop(worker, command)
             case MeasureLinks():
                 links = tuple(
                     link
@@ -383,10 +393,11 @@ class World:
                     for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
                 )
                 self.clock.after(0.5, partial(self._give, worker, LinksProbed(links=links)))
-            case ForgetJob() if worker.is_busy:
-                worker.is_to_forget = True
             case ForgetJob():
-                worker.executor.forget()
+                self.copies.forget(worker)
+                worker.is_to_forget = worker.is_busy
+                if not worker.is_busy:
+                    worker.executor.forget()
             case Exit():
                 self.lines.append(f"{self.clock.now:.3f} {name} exits: {command.reason}")
                 self.kill_worker(name)
@@ -454,6 +465,10 @@ class World:
             worker.executor.forget()
         elif isinstance(op, SaveOp):
             self._builds.save(worker, op)
+        elif isinstance(op, SnapshotOp):
+            self.copies.snapshot(worker, op)
+        elif isinstance(op, ApplyOp):
+            self.copies.applied(worker, op.record)
         self._handle(worker, OpEnded(op=op, outcome=outcome, seconds=seconds))
 
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:

@@ -1,0 +1,219 @@
+"""Which copies of stages a worker keeps beside its chunks: what is wanted, what is here, what is of no more use.
+
+Three kinds: a snapshot of a chunk that this worker holds; a backup, kept for others as it is; and a copy that follows
+the commits because this worker will hold its stage. Nothing computes with any of them.
+
+Rules of this file
+- Copies are of one job. A directive for another than the one that is worked on is ignored, and so is an older epoch's.
+- Moving bytes is the driver's. It may fail at any time: then the copy is not here, and may be asked for again.
+- Going back to version t makes every copy above t worthless: its steps may be decided otherwise.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Prefetched, Snapshot
+from skein.protocol.ops import SnapshotOp
+from skein.protocol.work.standing import Standing
+from skein.protocol.worker_io import (
+    CopyKind,
+    DropCopies,
+    FollowCommit,
+    ForgetJob,
+    PrefetchEnded,
+    PrefetchFailed,
+    SnapshotsHeld,
+    StartPrefetch,
+)
+from skein.types import JobId, StageSpec, Step
+
+CopyDirective = Prefetch | Follow
+CopyEvent = PrefetchEnded | PrefetchFailed | SnapshotsHeld
+
+_NEVER = Step(0)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A copy on its way to this worker; `version` is None until it is whole, `next_step` what it waits to hear of."""
+
+    wanted: Step
+    next_step: Step
+    version: Step | None = None
+
+
+class Copies:
+    """The copies of one worker. The Worker machine says when; commands go to `standing`."""
+
+    def __init__(self, standing: Standing) -> None:
+        self.job: JobId | None = None
+        self._standing = standing
+        self._asked: list[SnapshotOp] = []
+        self._snapshots: tuple[ChunkVersion, ...] = ()
+        self._backups: dict[tuple[StageSpec, Step], bool] = {}
+        """Whether it is whole."""
+        self._followed: dict[StageSpec, _Followed] = {}
+
+    @property
+    def held(self) -> tuple[ChunkVersion, ...]:
+        """Copies that are whole and stay as they are, for an acknowledgement."""
+        backups = {
+            ChunkVersion(stage=stage, version=version)
+            for (stage, version), is_whole in self._backups.items()
+            if is_whole
+        }
+        return tuple(
+            sorted(backups | set(self._snapshots), key=lambda x: (x.stage.index, x.stage.first, x.version))
+        )
+
+    # --- directives ---
+
+    def take(self, directive: CopyDirective) -> None:
+        """A directive about copies, of any generation: a worker may prepare itself before it is a member."""
+        standing = self._standing
+        if directive.epoch < standing.epoch or standing.job not in (None, directive.job):
+            return
+        if self.job not in (None, directive.job):
+            self.forget()
+            standing.commands.append(ForgetJob())
+        self.job = directive.job
+        match directive:
+            case Prefetch(is_backup=True):
+                self._back_up(directive)
+            case Prefetch():
+                self._prefetch(directive)
+            case Follow():
+                self._follow(directive)
+
+    def snapshot(self, directive: Snapshot) -> None:
+        """Copies of chunks are wanted; `next_op` gives each when it is due."""
+        self.job = self._standing.job
+        self._asked += [
+            SnapshotOp(
+                generation=directive.generation,
+                version=directive.version,
+                stage=stage,
+                keeps_results=directive.keeps_results,
+            )
+            for stage in directive.stages
+        ]
+
+    def next_op(self, version: Step, chunks: Iterable[StageSpec]) -> SnapshotOp | None:
+        """A snapshot to take now that `chunks` are here at `version`, before anything changes them."""
+        self._asked = [op for op in self._asked if op.version >= version]
+        here = {stage.index for stage in chunks}
+        op = next((op for op in self._asked if op.version == version and op.stage in here), None)
+        if op is not None:
+            self._asked.remove(op)
+        return op
+
+    def _back_up(self, directive: Prefetch) -> None:
+        key = (directive.stage, directive.version)
+        old = [x for x in self._backups if x[1] < directive.drops_before]
+        for stale in old:
+            del self._backups[stale]
+        if old:
+            self._drop(backups_before=directive.drops_before)
+        if directive.version < directive.drops_before:
+            return
+        if self._backups.get(key):
+            self._tell(directive.stage, directive.version)
+            return
+        self._backups[key] = False
+        self._standing.commands.append(StartPrefetch(prefetch=directive))
+
+    def _prefetch(self, directive: Prefetch) -> None:
+        stage, known = directive.stage, self._followed.get(directive.stage)
+        if known is None or known.next_step < directive.version:
+            # A copy that has missed a commit cannot follow any more: begin anew at what is asked for now.
+            if known is not None:
+                self._drop(followed=(stage,))
+            known = self._followed[stage] = _Followed(directive.version, next_step=directive.version)
+        if known.version is not None:
+            self._tell(stage, known.version)
+        elif known.wanted == directive.version:
+            # Asked again, perhaps with other donors: the driver keeps what it has.
+            self._standing.commands.append(StartPrefetch(prefetch=directive))
+
+    def _follow(self, directive: Follow) -> None:
+        for stage, copy in self._followed.items():
+            if directive.record.step == copy.next_step:
+                copy.next_step = Step(copy.next_step + 1)
+                self._standing.commands.append(
+                    FollowCommit(job=directive.job, stage=stage, record=directive.record)
+                )
+
+    # --- what becomes of it ---
+
+    def ended(self, event: CopyEvent) -> None:
+        """The driver has something, or has it no more."""
+        if event.job != self.job:
+            return
+        match event:
+            case SnapshotsHeld():
+                self._snapshots = event.copies
+            case PrefetchEnded(kind=CopyKind.BACKUP):
+                if (event.stage, event.version) in self._backups:
+                    self._backups[event.stage, event.version] = True
+                    self._tell(event.stage, event.version)
+            case PrefetchEnded():
+                copy = self._followed.get(event.stage)
+                if copy is not None and copy.wanted <= event.version <= copy.next_step:
+                    copy.version = event.version
+                    self._tell(event.stage, event.version)
+            case PrefetchFailed(kind=CopyKind.BACKUP):
+                self._backups.pop((event.stage, event.version), None)
+            case PrefetchFailed():
+                copy = self._followed.get(event.stage)
+                if copy is not None and copy.version is None and copy.wanted == event.version:
+                    del self._followed[event.stage]
+
+    def built(self, stages: Iterable[StageSpec], version: Step) -> None:
+        """Chunks of these stages are here at `version`: what followed them has served, what nobody tells lags for ever.
+
+        Above `version` nothing counts any more.
+        """
+        used = frozenset(stages)
+        served = tuple(
+            stage
+            for stage, copy in self._followed.items()
+            if stage in used or copy.next_step < version or (copy.version or copy.wanted) > version
+        )
+        for stage in served:
+            del self._followed[stage]
+        if served:
+            self._drop(followed=served)
+        above = [key for key in self._backups if key[1] > version]
+        for key in above:
+            del self._backups[key]
+        if above or any(copy.version > version for copy in self._snapshots):
+            self._drop(above=version)
+        self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)
+
+    def stop(self) -> None:
+        """A new generation: what was asked for under the older one, and is not here yet, is asked for again."""
+        self._asked.clear()
+
+    def forget(self) -> None:
+        """The job is over."""
+        self.job = None
+        self._asked.clear()
+        self._snapshots = ()
+        self._backups.clear()
+        self._followed.clear()
+
+    # --- small things ---
+
+    def _tell(self, stage: StageSpec, version: Step) -> None:
+        assert self.job is not None
+        self._standing.tell(Prefetched(job=self.job, stage=stage, version=version))
+
+    def _drop(
+        self,
+        *,
+        followed: tuple[StageSpec, ...] = (),
+        backups_before: Step = _NEVER,
+        above: Step | None = None,
+    ) -> None:
+        dropped = DropCopies(followed=followed, backups_before=backups_before, above=above)
+        self._standing.commands.append(dropped)

@@ -1,0 +1,357 @@
+"""Copies of stages that simulated workers keep beside their chunks: snapshots, backups, and what follows the commits.
+
+As elsewhere in the simulator a lineage stands for state. Bytes go over the modelled links in pieces, so that they share
+these with training as real streams do; donors take pieces off one list, each as fast as its link.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from skein.protocol.messages import ChunkVersion, Decision, Prefetch, StepRecord
+from skein.protocol.ops import SnapshotOp
+from skein.protocol.worker_io import (
+    CopyKind,
+    DropCopies,
+    FollowCommit,
+    PrefetchEnded,
+    PrefetchFailed,
+    SnapshotsHeld,
+    StartPrefetch,
+    WorkerEvent,
+)
+from skein.sim.clock import Clock
+from skein.sim.executor import StageTimes
+from skein.sim.invariants import Violated, lineage_after
+from skein.sim.network import Network
+from skein.sim.process import SimWorker
+from skein.types import Generation, GroupId, Incarnation, JobId, StageSpec, Step, WorkerId
+
+NUM_PIECES = 16
+"""That a state travels in."""
+RETRY_S = 0.2
+NUM_RETRIES = 50
+"""Fruitless looks for a donor before a copy is given up."""
+NUM_SNAPSHOTS = 2
+"""Of one stage; the oldest goes first."""
+
+Give = Callable[[SimWorker, WorkerEvent], None]
+Place = tuple[StageSpec, Step]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy that is being fetched, or is here; `lineage` is known from the first piece on."""
+
+    prefetch: Prefetch
+    version: Step
+    lineage: str | None = None
+    pieces: int = NUM_PIECES
+    """Not asked for yet."""
+    arrived: int = 0
+    busy: set[WorkerId] = field(default_factory=set)
+    retries: int = 0
+    is_dropped: bool = False
+    is_applying: bool = False
+    records: deque[StepRecord] = field(default_factory=deque)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.arrived == NUM_PIECES
+
+    @property
+    def kind(self) -> CopyKind:
+        return CopyKind.BACKUP if self.prefetch.is_backup else CopyKind.FOLLOWED
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What one process keeps."""
+
+    snapshots: dict[Place, str] = field(default_factory=dict)
+    keeping: dict[StageSpec, tuple[Step, Generation]] = field(default_factory=dict)
+    """From which step on results are kept, and for which generation's snapshot."""
+    results: set[Place] = field(default_factory=set)
+    backups: dict[Place, _Copy] = field(default_factory=dict)
+    followed: dict[StageSpec, _Copy] = field(default_factory=dict)
+
+    def fixed(self, stage: StageSpec, version: Step) -> str | None:
+        """Lineage of a copy that stays as it is."""
+        backup = self.backups.get((stage, version))
+        found = self.snapshots.get((stage, version))
+        return backup.lineage if found is None and backup is not None and backup.is_whole else found
+
+    def all(self) -> Iterable[_Copy]:
+        yield from self.backups.values()
+        yield from self.followed.values()
+
+
+class SimCopies:
+    """Carries out SnapshotOp, StartPrefetch, FollowCommit and DropCopies.
+
+    Args:
+        workers: all processes, by name; the caller changes it.
+        times_of: costs of a stage.
+        give: hands a worker an event.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        workers: Mapping[WorkerId, SimWorker],
+        *,
+        times_of: Callable[[StageSpec], StageTimes],
+        give: Give,
+    ) -> None:
+        self._clock = clock
+        self._network = network
+        self._workers = workers
+        self._times_of = times_of
+        self._give = give
+        self._shelves: dict[Incarnation, _Shelf] = {}
+
+    def _shelf(self, worker: SimWorker) -> _Shelf:
+        return self._shelves.setdefault(worker.machine.identity.incarnation, _Shelf())
+
+    def forget(self, worker: SimWorker) -> None:
+        """The job is over for this process."""
+        for copy in self._shelf(worker).all():
+            copy.is_dropped = True
+        self._shelves.pop(worker.machine.identity.incarnation)
+
+    # --- snapshots ---
+
+    def snapshot(self, worker: SimWorker, op: SnapshotOp) -> None:
+        """A SnapshotOp has ended."""
+        chunk, shelf = worker.executor.held(op.stage), self._shelf(worker)
+        if chunk.version != op.version:
+            raise Violated(f"{worker.machine.identity.worker} takes {op} of a chunk at {chunk.version}")
+        shelf.snapshots[chunk.stage, op.version] = chunk.lineage
+        versions = sorted(version for stage, version in shelf.snapshots if stage == chunk.stage)
+        for version in versions[:-NUM_SNAPSHOTS]:
+            del shelf.snapshots[chunk.stage, version]
+        oldest = versions[-NUM_SNAPSHOTS:][0]
+        if op.keeps_results:
+            since = shelf.keeping.get(chunk.stage, (op.version, op.generation))[0]
+            shelf.keeping[chunk.stage] = (max(since, oldest), op.generation)
+        shelf.results = {x for x in shelf.results if x[0] != chunk.stage or x[1] >= oldest}
+        self._tell_snapshots(worker, worker.machine.job)
+
+    def applied(self, worker: SimWorker, record: StepRecord) -> None:
+        """The chunks have been updated: keep what was applied to those that somebody may catch up with."""
+        shelf = self._shelf(worker)
+        for stage, (since, generation) in sorted(shelf.keeping.items(), key=lambda item: item[0].index):
+            if worker.machine.generation > generation + 1:
+                del shelf.keeping[stage]
+                shelf.results = {x for x in shelf.results if x[0] != stage}
+            elif (
+                any(chunk.stage == stage for chunk in worker.executor.chunks.values())
+                and record.step >= since
+            ):
+                shelf.results.add((stage, record.step))
+
+    def _tell_snapshots(self, worker: SimWorker, job: JobId | None) -> None:
+        if job is not None:
+            places = sorted(self._shelf(worker).snapshots, key=lambda place: (place[0].index, place[1]))
+            copies = tuple(ChunkVersion(stage=stage, version=version) for stage, version in places)
+            self._give(worker, SnapshotsHeld(job=job, copies=copies))
+
+    # --- what others, and builds, find here ---
+
+    def fixed(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
+        """Lineage of a chunk, snapshot or backup of a worker at a version; None if it has none."""
+        here = worker.executor.state_of(stage, version)
+        return self._shelf(worker).fixed(stage, version) if here is None else here
+
+    def lag(self, worker: SimWorker, stage: StageSpec, version: Step) -> int | None:
+        """How many results a followed copy still needs for `version`; None if it cannot get there."""
+        copy = self._shelf(worker).followed.get(stage)
+        if copy is None or not copy.is_whole or copy.version > version:
+            return None
+        missing = list(copy.records)[: version - copy.version]
+        is_known = len(missing) == version - copy.version
+        is_there = all(
+            self._giver(worker, copy, record) is not None for record in missing if _counts(record, stage)
+        )
+        return sum(_counts(record, stage) for record in missing) if is_known and is_there else None
+
+    def caught_up(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
+        """Lineage of a followed copy brought to `version`; None as for `lag`."""
+        if self.lag(worker, stage, version) is None:
+            return None
+        copy = self._shelf(worker).followed[stage]
+        assert copy.lineage is not None
+        lineage = copy.lineage
+        for record in list(copy.records)[: version - copy.version]:
+            lineage = lineage_after(lineage, record)
+        return lineage
+
+    # --- fetching ---
+
+    def start(self, worker: SimWorker, command: StartPrefetch) -> None:
+        """Begin to fetch a copy, or go on with other donors."""
+        prefetch, shelf = command.prefetch, self._shelf(worker)
+        stage, version = prefetch.stage, prefetch.version
+        known = shelf.backups.get((stage, version)) if prefetch.is_backup else shelf.followed.get(stage)
+        if known is not None and known.version == version and not known.is_whole:
+            known.prefetch = prefetch
+            self._fetch(worker, known)
+            return
+        copy = _Copy(prefetch, version)
+        if prefetch.is_backup:
+            shelf.backups[stage, version] = copy
+        else:
+            shelf.followed[stage] = copy
+        self._fetch(worker, copy)
+
+    def _fetch(self, worker: SimWorker, copy: _Copy) -> None:
+        """Ask every donor that is there and idle for a piece; look again later if there is none at all."""
+        if copy.is_dropped or copy.is_whole:
+            return
+        for donor in self._donors(copy):
+            name = donor.machine.identity.worker
+            lineage = self.fixed(donor, copy.prefetch.stage, copy.version)
+            if lineage is None or not copy.pieces or name in copy.busy:
+                continue
+            if copy.lineage not in (None, lineage):
+                raise Violated(f"donors of {copy.prefetch.stage} at {copy.version} differ")
+            copy.lineage = lineage
+            self._ask(worker, copy, donor)
+        if not copy.busy:
+            self._look_again(worker, copy)
+
+    def _donors(self, copy: _Copy) -> list[SimWorker]:
+        """Those that live and run, by the incarnation that was named."""
+        named = {member.worker: member.incarnation for member in copy.prefetch.donors}
+        found = [self._workers[name] for name in sorted(named) if name in self._workers]
+        return [
+            donor
+            for donor in found
+            if donor.machine.identity.incarnation == named[donor.machine.identity.worker]
+            and not donor.is_frozen
+        ]
+
+    def _ask(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> None:
+        name = donor.machine.identity.worker
+        num_bytes = 3 * self._times_of(copy.prefetch.stage).parameter_bytes // NUM_PIECES
+        me = worker.machine.identity.worker
+        arrival_s = self._network.arrival_s(name, me, num_bytes, now=self._clock.now)
+        if arrival_s is None:
+            return
+        copy.pieces -= 1
+        copy.busy.add(name)
+        self._clock.at(arrival_s, partial(worker.when_running, partial(self._arrived, worker, copy, donor)))
+
+    def _arrived(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> None:
+        copy.busy.discard(donor.machine.identity.worker)
+        if copy.is_dropped:
+            return
+        if donor.is_alive:
+            copy.arrived += 1
+            copy.retries = 0
+        else:
+            copy.pieces += 1
+        if not copy.is_whole:
+            self._fetch(worker, copy)
+            return
+        self._tell(worker, copy)
+        self._advance(worker, copy)
+
+    def _look_again(self, worker: SimWorker, copy: _Copy) -> None:
+        copy.retries += 1
+        if copy.retries <= NUM_RETRIES:
+            again = partial(worker.when_running, partial(self._fetch, worker, copy))
+            self._clock.after(RETRY_S, again)
+            return
+        copy.is_dropped = True
+        shelf = self._shelf(worker)
+        shelf.backups = {place: x for place, x in shelf.backups.items() if x is not copy}
+        shelf.followed = {stage: x for stage, x in shelf.followed.items() if x is not copy}
+        prefetch = copy.prefetch
+        failed = PrefetchFailed(
+            job=prefetch.job,
+            stage=prefetch.stage,
+            version=copy.version,
+            kind=copy.kind,
+            reason="no donor has it",
+        )
+        self._give(worker, failed)
+
+    def _tell(self, worker: SimWorker, copy: _Copy) -> None:
+        prefetch = copy.prefetch
+        ended = PrefetchEnded(job=prefetch.job, stage=prefetch.stage, version=copy.version, kind=copy.kind)
+        self._give(worker, ended)
+
+    # --- following ---
+
+    def follow(self, worker: SimWorker, command: FollowCommit) -> None:
+        """A step is committed that a copy has to take part in."""
+        copy = self._shelf(worker).followed.get(command.stage)
+        if copy is not None:
+            copy.records.append(command.record)
+            copy.retries = 0
+            self._advance(worker, copy)
+
+    def _advance(self, worker: SimWorker, copy: _Copy) -> None:
+        """Apply the oldest result that is missing, when it has come."""
+        if copy.is_dropped or copy.is_applying or not copy.is_whole or not copy.records:
+            return
+        stage, record = copy.prefetch.stage, copy.records[0]
+        if not _counts(record, stage):
+            self._apply(worker, copy)
+            return
+        giver = self._giver(worker, copy, record)
+        arrival_s = None
+        if giver is not None:
+            num_bytes = self._times_of(stage).parameter_bytes
+            name, me = giver.machine.identity.worker, worker.machine.identity.worker
+            arrival_s = self._network.arrival_s(name, me, num_bytes, now=self._clock.now)
+        if arrival_s is not None:
+            copy.is_applying = True
+            self._clock.at(arrival_s, partial(worker.when_running, partial(self._apply, worker, copy)))
+        elif copy.retries < NUM_RETRIES:
+            copy.retries += 1
+            self._clock.after(RETRY_S, partial(worker.when_running, partial(self._advance, worker, copy)))
+
+    def _giver(self, worker: SimWorker, copy: _Copy, record: StepRecord) -> SimWorker | None:
+        """A donor that has kept what a step applied; or any worker that has, which an assignment would name."""
+        place = (copy.prefetch.stage, record.step)
+        everybody = [self._workers[name] for name in sorted(self._workers)]
+        others = [x for x in (*self._donors(copy), *everybody) if x is not worker and not x.is_frozen]
+        return next((x for x in others if place in self._shelf(x).results), None)
+
+    def _apply(self, worker: SimWorker, copy: _Copy) -> None:
+        copy.is_applying = False
+        if copy.is_dropped:
+            return
+        assert copy.lineage is not None
+        record = copy.records.popleft()
+        copy.lineage = lineage_after(copy.lineage, record)
+        copy.version = Step(record.step + 1)
+        self._tell(worker, copy)
+        self._advance(worker, copy)
+
+    # --- dropping ---
+
+    def drop(self, worker: SimWorker, command: DropCopies) -> None:
+        """Let go of what is of no more use."""
+        shelf, above = self._shelf(worker), command.above
+        for stage in command.followed:
+            copy = shelf.followed.pop(stage, None)
+            if copy is not None:
+                copy.is_dropped = True
+        for place in sorted(shelf.backups, key=lambda place: (place[0].index, place[1])):
+            if place[1] < command.backups_before or (above is not None and place[1] > above):
+                shelf.backups.pop(place).is_dropped = True
+        if above is not None:
+            shelf.snapshots = {place: x for place, x in shelf.snapshots.items() if place[1] <= above}
+            shelf.results = {place for place in shelf.results if place[1] < above}
+            self._tell_snapshots(worker, worker.machine.job)
+
+
+def _counts(record: StepRecord, stage: StageSpec) -> bool:
+    """Whether the step changes the stage: then its result is needed."""
+    own = GroupId(f"s{stage.index}")
+    return record.decision is Decision.APPLY and any(x.group == own and x.weight for x in record.results)
