@@ -174,6 +174,7 @@ class Builder:
             chunks=chunks,
             groups=assign.groups,
             batches=None if dataset is None else BatchReader(dataset, job, microbatches),
+            resumption=assign.resumption,
         )
 
     def _admit(self, job: JobSpec, wanted: tuple[ChunkAssignment, ...]) -> None:

@@ -9,7 +9,7 @@ Rules of this file
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from skein.protocol.messages import (
     Trouble,
     Welcome,
 )
-from skein.protocol.ops import ApplyOp, ClearOp, OpFailed
+from skein.protocol.ops import ApplyOp, HopKey, OpFailed, TensorKey
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
@@ -42,6 +42,7 @@ from skein.protocol.worker_io import (
     Exit,
     ForgetJob,
     LinksProbed,
+    LogShortened,
     MeasureLinks,
     OpEnded,
     RunOp,
@@ -62,11 +63,12 @@ from skein.types import Generation, WorkerId
 from skein.units import format_bytes
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines, Refusal
+from worker.boundary import BoundaryLog, is_logged
 from worker.build import Builder, Files, archive_of
 from worker.bundle import Bundle
 from worker.checkpoint import write_stage
 from worker.compute.ops import Saved, operand_keys
-from worker.compute.payload import PayloadStore, key_of
+from worker.compute.payload import Payload, PayloadStore, key_of, pack
 from worker.executor import Executor, Ran, one_line
 from worker.metrics import Metrics
 
@@ -167,6 +169,7 @@ class Driver:
 
     Args:
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
+        log: keeps boundary tensors until their step commits; one with the default budgets if not given.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class Driver:
         metrics: Metrics,
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
+        log: BoundaryLog | None = None,
     ) -> None:
         self._machine = machine
         self._inbox = inbox
@@ -201,6 +205,9 @@ class Driver:
         self._building: asyncio.Task[Built | BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._num_saving = 0
+        self._num_jobs = 0
+        """That were forgotten: what an op of one of them makes goes nowhere."""
+        self._log = BoundaryLog() if log is None else log
         self._timer: asyncio.TimerHandle | None = None
         self._exit: Exit | None = None
 
@@ -221,6 +228,7 @@ class Driver:
         """End what is still going on."""
         if self._timer is not None:
             self._timer.cancel()
+        self._log.close()
         if self._building is not None:
             self._building.cancel()
         for child in self._children:
@@ -240,8 +248,7 @@ class Driver:
             case RunOp():
                 self._run_op(command)
             case SendTensor():
-                bundle = self._store.for_sending(command.envelope)
-                self._peers.send(command.to, command.envelope, bundle)
+                self._send(command)
             case DropTensor():
                 self._store.drop(command.envelope.generation, key_of(command.envelope.header))
             case Build():
@@ -274,36 +281,66 @@ class Driver:
         self._control.send(report)
 
     def _run_op(self, command: RunOp) -> None:
-        operands = {key: self._store.take(command.generation, key) for key in operand_keys(command.op)}
-        generation = command.generation
+        operands = self._operands(command)
+        generation, num_jobs = command.generation, self._num_jobs
 
         def on_ran(ran: Ran) -> None:
             # An op may outlast the loop: then nobody waits for it any more.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ran, generation, ran)
+                self._loop.call_soon_threadsafe(self._ran, generation, num_jobs, ran)
 
         self._executor.run(command.op, operands, on_ran)
 
-    def _ran(self, generation: Generation, ran: Ran) -> None:
+    def _send(self, command: SendTensor) -> None:
+        key = key_of(command.envelope.header)
+        bundle = self._log.get(key)
+        if bundle is not None:
+            self._peers.send(command.to, command.envelope, bundle)
+        elif isinstance(key, HopKey) and is_logged(key):
+            self._inbox.post(LogShortened(keys=(key,), is_wanted=True))
+        else:
+            self._peers.send(command.to, command.envelope, self._store.for_sending(command.envelope))
+
+    def _operands(self, command: RunOp) -> dict[TensorKey, Payload]:
+        """What peers have sent, or what was made here in this generation or before it. An op that lacks one fails."""
+        operands: dict[TensorKey, Payload] = {}
+        for key in operand_keys(command.op):
+            found = self._store.find(command.generation, key)
+            payload = self._log.get(key) if found is None else found
+            if payload is not None:
+                operands[key] = payload
+        return operands
+
+    def _ran(self, generation: Generation, num_jobs: int, ran: Ran) -> None:
         """File what an op made, before the machine hears of its end."""
         op, done = ran.op, ran.done
         is_failed = isinstance(done.outcome, OpFailed)
         self._metrics.op_ended(kind_of(ran), ran.seconds, is_failed=is_failed)
-        if generation == self._machine.generation:
-            for key, payload in done.outputs.items():
+        for key, payload in done.outputs.items():
+            if is_logged(key) and num_jobs == self._num_jobs:
+                self._keep(key, payload)
+            # What stays here is used as it is, without a way through the host's memory.
+            if generation == self._machine.generation and not (is_logged(key) and isinstance(payload, tuple)):
                 self._store.file(generation, key, payload)
         if isinstance(op, ApplyOp) and not is_failed:
             self._store.drop_steps(op.record.step)
+            self._log.drop_steps(op.record.step)
             self._metrics.step_ended(now=self._loop.time())
-        elif isinstance(op, ClearOp):
-            self._metrics.step_abandoned()
         if done.saved is not None:
             self._keep_saving(done.saved)
         self._inbox.post(OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
+    def _keep(self, key: TensorKey, payload: Payload) -> None:
+        assert isinstance(key, HopKey)
+        forgotten = self._log.put(key, pack(payload) if isinstance(payload, Mapping) else payload)
+        if forgotten:
+            self._inbox.post(LogShortened(keys=forgotten, is_wanted=False))
+
     def _forget_job(self) -> None:
         self._cancel_build()
+        self._num_jobs += 1
         self._store.clear()
+        self._log.clear()
         self._builder.forget()
         self._executor.call(self._executor.compute.forget)
 

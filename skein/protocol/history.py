@@ -30,6 +30,8 @@ class JobHistory:
     key: str
     spec: JobSpec
     submitted_wall_s: float
+    last_wall_s: float = 0.0
+    """When something was recorded of it last."""
     version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
@@ -68,11 +70,13 @@ class History:
             case JobSubmitted():
                 spec = JobSpec.model_validate_json(record.spec)
                 self.jobs[record.job] = JobHistory(
-                    job=record.job, key=record.key, spec=spec, submitted_wall_s=record.wall_s
+                    job=record.job, key=record.key, spec=spec, submitted_wall_s=record.wall_s, last_wall_s=record.wall_s
                 )
                 self.job_by_key[record.key] = record.job
             case _:
                 self._of_job(self.jobs[record.job], record)
+                if not isinstance(record, PlanAdopted):
+                    self.jobs[record.job].last_wall_s = record.wall_s
 
     def _of_job(
         self,

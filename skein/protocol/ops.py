@@ -127,11 +127,6 @@ class SaveOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClearOp:
-    """Forget everything of the running step: accumulators, activations, boundary tensors, shards. Parameters stay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOp:
     """Copy a chunk's state at `version` into host memory, for peers; then perhaps what each step applies to it, too.
 
@@ -144,7 +139,7 @@ class SnapshotOp:
     keeps_results: bool
 
 
-Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp | ClearOp
+Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Rules of this file
 - One op runs at a time. A running op is never interrupted: what invalidates it waits for its end.
-- A generation is acknowledged after everything of the step under the older one is cleared, and not before.
+- A generation is acknowledged when no op of an older one runs any more, with all that was done, and not before.
 - What is built counts as held, whatever generation asked for it, unless the job was forgotten meanwhile.
 """
 
@@ -38,7 +38,6 @@ from skein.protocol.messages import (
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
-    ClearOp,
     ForwardOp,
     JoinOp,
     LossOp,
@@ -67,6 +66,7 @@ from skein.protocol.worker_io import (
     ForgetJob,
     Identity,
     LinksProbed,
+    LogShortened,
     MeasureLinks,
     OpEnded,
     PrefetchEnded,
@@ -104,6 +104,8 @@ class Worker:
         self._is_build_void = False
         self._running: Op | None = None
         self._is_running_void = False
+        self._is_to_acknowledge = False
+        self._runs_since = 0.0
         self._is_stopping = False
         self._beat_s = 1.0
         self._next_beat: float | None = None
@@ -147,11 +149,15 @@ class Worker:
                 self._stream_opened(now=now)
             case StreamLost():
                 self._stream_lost(event.reason, now=now)
+            case LogShortened():
+                self._steps.log_shortened(event.keys)
+                if event.is_wanted:
+                    self._standing.trouble(f"the boundary log has forgotten {event.keys[0]}")
             case StopRequested():
                 self._stop(event.reason)
             case _:
                 assert_never(event)
-        self._dispatch()
+        self._dispatch(now=now)
         return self._standing.drain()
 
     def deadline(self) -> float | None:
@@ -223,11 +229,14 @@ class Worker:
 
     def _beat(self, *, now: float) -> None:
         if self._next_beat is not None and now >= self._next_beat:
-            self._standing.tell(Beat(progress=self.progress, running_s=0.0, statistics=()))
+            self._standing.tell(Beat(progress=self.progress, running_s=self._running_s(now), statistics=()))
             times = self._timing.report(self.generation)
             if times is not None:
                 self._standing.tell(times)
             self._next_beat = now + self._beat_s
+
+    def _running_s(self, now: float) -> float:
+        return 0.0 if self._running is None else now - self._runs_since
 
     def _stop(self, reason: str) -> None:
         if self._is_stopping:
@@ -315,6 +324,7 @@ class Worker:
         self._steps.forget()
         self._copies.forget()
         self._adopting = self._to_build = None
+        self._is_to_acknowledge = False
         self._is_running_void = self._running is not None
         self._is_build_void = self._building is not None
         self._cancel_build()
@@ -370,13 +380,16 @@ class Worker:
 
     # --- ops ---
 
-    def _dispatch(self) -> None:
-        """Adopt, build or run an op, if nothing is under way."""
+    def _dispatch(self, *, now: float) -> None:
+        """Adopt, acknowledge, build or run an op, if nothing is under way."""
         if self._running is not None or self._building is not None:
             return
         if self._adopting is not None:
             self._steps.adopt(self._adopting.last_commit)
             self._adopting = None
+            self._is_to_acknowledge = True
+        if self._is_to_acknowledge and not self._steps.has_queue:
+            self._acknowledge()
         if not self._steps.has_queue and self._to_build is not None:
             self._start_build(self._to_build)
             return
@@ -384,7 +397,16 @@ class Worker:
         snapshot = self._copies.next_op(self.version, self._steps.chunks)
         self._running = snapshot or self._steps.next_op()
         if self._running is not None:
+            self._runs_since = now
             self._standing.commands.append(RunOp(generation=self.generation, op=self._running))
+
+    def _acknowledge(self) -> None:
+        """Nothing older is acted on any more: say what is here."""
+        self._is_to_acknowledge = False
+        chunks, progress = self._steps.fenced()
+        self._standing.tell(
+            Ack(generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held)
+        )
 
     def _op_ended(self, op: Op, outcome: OpOutcome, *, now: float) -> None:
         assert op == self._running, f"{op} ended, but {self._running} was running"
@@ -399,12 +421,6 @@ class Worker:
         match op:
             case ApplyOp():
                 self._steps.applied(op)
-            case ClearOp():
-                if self._adopting is None:
-                    chunks = self._steps.cleared()
-                    self._standing.tell(
-                        Ack(generation=self.generation, chunks=chunks, progress=(), backups=self._copies.held)
-                    )
             case SaveOp() | SnapshotOp():
                 pass
             case ForwardOp() | LossOp() | BackwardOp():
@@ -420,8 +436,10 @@ class Worker:
         if isinstance(op, ApplyOp):
             self._exit(f"an update failed halfway: {outcome.reason}", is_clean=False)
             return
+        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+            self._steps.spoilt(op)
         self._steps.stop()
         if self._adopting is not None:
-            return  # It was of an older generation, which is cleared anyway.
+            return  # It was of an older generation, which is over anyway.
         trouble = Trouble(generation=self.generation, is_fatal=outcome.is_fatal, reason=outcome.reason)
         self._standing.tell(trouble)

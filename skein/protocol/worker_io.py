@@ -14,7 +14,7 @@ from skein.protocol.messages import (
     Report,
     StepRecord,
 )
-from skein.protocol.ops import Op, OpOutcome
+from skein.protocol.ops import HopKey, Op, OpOutcome
 from skein.topology.fleet import Link, Profile
 from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, StageSpec, Step, WorkerId
 
@@ -178,6 +178,14 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogShortened:
+    """The boundary log has forgotten these for want of room; `is_wanted`: somebody waits for them."""
+
+    keys: tuple[HopKey, ...]
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """The deadline may have come."""
 
@@ -199,6 +207,7 @@ WorkerEvent = (
     | PrefetchFailed
     | LinksProbed
     | StopRequested
+    | LogShortened
     | TimePassed
 )
 

@@ -18,14 +18,15 @@ from skein.protocol.messages import (
     GroupResult,
     HopTensor,
     Phase,
+    ResumedChunk,
     ShardKind,
     ShardTensor,
 )
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
-    ClearOp,
     ForwardOp,
+    HopKey,
     Joined,
     JoinOp,
     Loss,
@@ -36,9 +37,10 @@ from skein.protocol.ops import (
     SaveOp,
     SnapshotOp,
     SumOp,
+    hop_key,
 )
 from skein.sim.invariants import Violated, Visits, lineage_after
-from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 
 REDUCE_BYTES_PER_S = 2e9
 """Memory traffic of packing, summing and updating."""
@@ -96,6 +98,9 @@ class SimExecutor:
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
+        self._is_resumed = False
+        self._graphs: set[tuple[MicrobatchId, StageIndex]] = set()
+        self._log: set[HopKey] = set()
 
     def build(
         self,
@@ -112,12 +117,33 @@ class SimExecutor:
         self.times = times
         self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
+        before = self.chunks
         self.chunks = {
             c.stage.index: SimChunk(c.stage, given[c.stage.index], assign.version) for c in assign.chunks
         }
+        self._is_resumed = assign.resumption is not None
+        kept = () if assign.resumption is None else assign.resumption.chunks
+        self._graphs &= {(microbatch, chunk.stage) for chunk in kept for microbatch in chunk.forwards}
+        if assign.resumption is None:
+            self._log.clear()
+        else:
+            for resumed in assign.resumption.chunks:
+                self.chunks[resumed.stage].accumulated = self._carried(assign, resumed, before)
+        self._shards.clear()
+        self._joined.clear()
         for group in assign.groups:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
             self._shard_bytes[group.group] = max(held) // group.num_shards
+
+    def _carried(
+        self, assign: Assign, resumed: ResumedChunk, before: Mapping[StageIndex, SimChunk]
+    ) -> Contributions:
+        """What a chunk had accumulated, which must be what the coordinator believes."""
+        ledger = [(assign.version, microbatch, resumed.stage) for microbatch in resumed.ledger]
+        accumulated = before[resumed.stage].accumulated if ledger else {}
+        if list(accumulated.items()) != [(contribution, 1) for contribution in ledger]:
+            raise Violated(f"{self.worker} is to go on with {ledger}, and has {accumulated}")
+        return accumulated
 
     def state_of(self, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a chunk that a peer may fetch, or a plan keep; None if it is not here at that version."""
@@ -147,6 +173,8 @@ class SimExecutor:
         """Bytes and content of what is sent under an envelope."""
         header = envelope.header
         if isinstance(header, HopTensor):
+            if header.phase is Phase.TRAIN and hop_key(header) not in self._log:
+                raise Violated(f"{self.worker} has not made {hop_key(header)}, or not kept it")
             return self._boundary_bytes(header), None
         return self._shard_bytes[header.group], self._shards[header]
 
@@ -171,8 +199,6 @@ class SimExecutor:
             case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp() | SnapshotOp():
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
-            case ClearOp():
-                return OP_OVERHEAD_S
 
     def run(self, op: Op) -> OpOutcome:
         """Carry an op out, at its end."""
@@ -182,9 +208,18 @@ class SimExecutor:
             case LossOp():
                 if op.phase is Phase.TRAIN:
                     self._accumulate(op)
+                    self._made(op, Direction.BACKWARD)
                 return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
             case BackwardOp():
+                if (op.microbatch, op.chunk.stage) not in self._graphs:
+                    raise Violated(f"{self.worker} has no activation for {op}")
+                self._graphs.discard((op.microbatch, op.chunk.stage))
                 self._accumulate(op)
+                self._made(op, Direction.BACKWARD)
+            case ForwardOp():
+                if op.phase is Phase.TRAIN:
+                    self._graphs.add((op.microbatch, op.chunk.stage))
+                    self._made(op, Direction.FORWARD)
             case PackOp():
                 self._pack(op)
             case SumOp():
@@ -193,11 +228,13 @@ class SimExecutor:
                 return self._join(op)
             case ApplyOp():
                 self._apply(op)
-            case ClearOp():
-                self._clear()
-            case ForwardOp() | SaveOp() | SnapshotOp():
+            case SaveOp():
                 pass
         return None
+
+    def _made(self, op: ForwardOp | LossOp | BackwardOp, direction: Direction) -> None:
+        hop = op.hop + 1 if direction is Direction.FORWARD else op.hop - 1
+        self._log.add(HopKey(direction, Phase.TRAIN, op.step, op.microbatch, hop))
 
     def _accumulate(self, op: LossOp | BackwardOp) -> None:
         accumulated = self.chunks[op.chunk.stage].accumulated
@@ -248,12 +285,14 @@ class SimExecutor:
             if chunk.version != record.step:
                 raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
             if record.decision is Decision.APPLY:
-                self._check_order(chunk, record.step)
+                if not self._is_resumed:
+                    self._check_order(chunk, record.step)
                 for group, members in self._members.items():
                     if ChunkRef(stage=chunk.stage.index, worker=self.worker) in members:
                         self._check(results[group], record.step, members)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
+        self._is_resumed = False
         self._clear()
 
     def _check_order(self, chunk: SimChunk, step: Step) -> None:
@@ -279,6 +318,8 @@ class SimExecutor:
     def _clear(self) -> None:
         self._shards.clear()
         self._joined.clear()
+        self._graphs.clear()
+        self._log.clear()
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
 

@@ -273,6 +273,7 @@ def floor_of(plan: Plan) -> Floor:
         generation=Generation(1),
         job=JobId("j"),
         job_spec="{}",
+        resumptions={},
     )
     machines = {worker: Pipeline(worker, x.chunks, x.schedule, Step(0)) for worker, x in told.items()}
     floor = Floor(plan=plan, machines=machines)

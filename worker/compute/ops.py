@@ -19,11 +19,10 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, Direction, Phase, ShardKind, ShardTensor, StepRecord
+from skein.protocol.messages import Decision, Direction, Phase, Resumption, ShardKind, ShardTensor, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
-    ClearOp,
     ForwardOp,
     HopKey,
     Joined,
@@ -91,10 +90,11 @@ class Holding:
     groups: tuple[Group, ...]
     batches: BatchReader | None
     """None on workers where no path begins."""
+    resumption: Resumption | None
+    """What stays of the step in progress; None: nothing."""
 
 
-_Place = tuple[MicrobatchId, int]
-"""Microbatch and hop."""
+_Place = tuple[MicrobatchId, StageIndex]
 
 
 class Compute:
@@ -117,11 +117,18 @@ class Compute:
     # --- what is held ---
 
     def hold(self, holding: Holding) -> None:
-        """Replace everything held; accumulators begin at zero, in the vectors of the new groups."""
+        """Replace everything held. Of a step in progress, what is to stay stays; other accumulators begin at zero."""
         before = self._here(holding.job_id)
+        resumed = () if holding.resumption is None else holding.resumption.chunks
+        graphs = {(m, x.stage): self._graphs.get((m, x.stage)) for x in resumed for m in x.forwards}
+        labels = {key: value for key, value in self._labels.items() if key[0] is Phase.TRAIN and resumed}
         self.forget()
-        for chunk in holding.chunks.values():
-            chunk.lay_out(holding.groups, holding.worker)
+        self._graphs = {place: graph for place, graph in graphs.items() if graph is not None}
+        self._labels = labels
+        carried = {x.stage for x in resumed if x.ledger}
+        for index, chunk in holding.chunks.items():
+            if index not in carried:
+                chunk.lay_out(holding.groups, holding.worker)
         self.holding = holding
         kept = holding.chunks.values()
         self._leaving = tuple(chunk for chunk in before if chunk not in kept)
@@ -192,9 +199,6 @@ class Compute:
                 return Done()
             case SaveOp():
                 return Done(saved=self._save(op))
-            case ClearOp():
-                self._clear()
-                return Done()
             case _:
                 assert_never(op)
 
@@ -204,7 +208,7 @@ class Compute:
         module = self._chunk(op.chunk).module
         if op.phase is Phase.TRAIN:
             y = module(x.requires_grad_(x.is_floating_point() and op.hop > 0))
-            self._graphs[op.microbatch, op.hop] = (x, y)
+            self._graphs[op.microbatch, op.chunk.stage] = (x, y)
         else:
             with torch.no_grad():
                 y = module(x)
@@ -219,7 +223,10 @@ class Compute:
     def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, labels = self._input(op, operands)
         if labels is None:
-            labels = self._labels.pop((op.phase, op.microbatch))
+            labels = self._labels.pop((op.phase, op.microbatch), None)
+        if labels is None:
+            # The path began here, and its loss has been computed once already.
+            _, labels = self._first_input(op)
         self._leaving = ()
         module = self._chunk(op.chunk).module
         if op.phase is Phase.EVALUATE:
@@ -233,7 +240,7 @@ class Compute:
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
-        x, y = self._graphs.pop((op.microbatch, op.hop))
+        x, y = self._graphs.pop((op.microbatch, op.chunk.stage))
         torch.autograd.backward(y, unpack(operands[key], self.device)[GRADIENT])
         return Done(outputs=self._gradient_of(x, op.step, op.microbatch, op.hop, op.path))
 
@@ -242,15 +249,19 @@ class Compute:
     ) -> tuple[Tensor, Tensor | None]:
         """The op's input, and the labels if they came with it."""
         if op.hop == 0:
-            batches = self._held.batches
-            if batches is None:
-                raise LocalError("a path begins here, but no data were opened")
-            batch = batches.batch(op.phase, op.step, op.microbatch)
-            return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
+            return self._first_input(op)
         tensors = unpack(
             operands[HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)], self.device
         )
         return tensors[HIDDEN], tensors.get(LABELS)
+
+    def _first_input(self, op: ForwardOp | LossOp) -> tuple[Tensor, Tensor]:
+        """Samples and labels of a path that begins here."""
+        batches = self._held.batches
+        if batches is None:
+            raise LocalError("a path begins here, but no data were opened")
+        batch = batches.batch(op.phase, op.step, op.microbatch)
+        return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
 
     def _gradient_of(self, x: Tensor, step: Step, microbatch: MicrobatchId, hop: int, path: Path) -> Outputs:
         """dy of the hop before, ready to be handed over; the first hop has none."""
@@ -375,7 +386,7 @@ def operand_keys(op: Op) -> Iterable[TensorKey]:
             if len(op.group.members) > 1:
                 for shard in range(op.group.num_shards):
                     yield _shard_key(op, ShardKind.RESULT, shard, op.group.owner(shard))
-        case PackOp() | ApplyOp() | SaveOp() | ClearOp():
+        case PackOp() | ApplyOp() | SaveOp() | SnapshotOp():
             return
         case _:
             assert_never(op)

@@ -1,6 +1,7 @@
 """Operands and outputs of ops between the ops: as tensors while they stay here, as a bundle once they travel.
 
-Payloads are filed under (generation, key). The store is a boundary log cut short: what has been handed over is gone.
+Payloads are filed under (generation, key), and what has been handed over is gone: `worker.boundary` keeps what may be
+needed again.
 """
 
 from collections.abc import Mapping
@@ -67,16 +68,9 @@ class PayloadStore:
         self._payloads[generation, key] = payload
         self.num_bytes += _num_bytes(payload)
 
-    def take(self, generation: Generation, key: TensorKey) -> Payload:
-        """A payload, which is the taker's from now on.
-
-        Raises:
-            LocalError: nothing is filed there.
-        """
-        payload = self._remove((generation, key))
-        if payload is None:
-            raise LocalError(f"generation {generation} has no payload under {key}")
-        return payload
+    def find(self, generation: Generation, key: TensorKey) -> Payload | None:
+        """A payload, which is the finder's from now on; None if nothing is filed there."""
+        return self._remove((generation, key))
 
     def for_sending(self, envelope: Envelope) -> Bundle:
         """The bundle that goes with `envelope`. A shard's sum stays filed: it goes to several, and is used here too.

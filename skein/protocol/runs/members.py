@@ -70,6 +70,11 @@ class Members:
         """Whether every member has acknowledged: nobody acts on anything older any more."""
         return len(self.acks) == len(self._entries)
 
+    def num_begun(self) -> int:
+        """Microbatches that some worker had something of when the generation was opened."""
+        told = (done for ack in self.acks.values() for done in ack.progress)
+        return len({m for done in told for m in (*done.ledger, *done.forwards)})
+
     def unacknowledged(self) -> tuple[WorkerId, ...]:
         """Members that the fence still waits for."""
         return tuple(worker for worker in self._entries if worker not in self.acks)

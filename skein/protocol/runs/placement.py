@@ -1,13 +1,14 @@
 """A plan, from asking for it to chunks that are ready: what every worker is to hold, and where it comes from."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from skein.plan.check import violations
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import ChunksReady
+from skein.protocol.messages import ChunksReady, Resumption
 from skein.protocol.records import PlanAdopted, RolledBack
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
@@ -19,6 +20,7 @@ from skein.protocol.runs.planning import (
     who_reads_other_data,
     with_clause,
 )
+from skein.protocol.runs.resuming import Resumed, resume
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.topology.fleet import Fleet, Link
@@ -43,7 +45,8 @@ class Placement:
         """What the next generation is for, if it still fits then."""
         self.awaited: int | None = None
         """The question whose answer matters."""
-        self.expected: dict[ChunkRef, tuple[MicrobatchId, ...]] = {}
+        self.resumed: Resumed | None = None
+        """What the plan goes on with, until the step in progress is over."""
         self._job = job
         self._spec_json = job.spec.canonical_json()
         self._members = members
@@ -94,19 +97,55 @@ class Placement:
         parallel = self._job.spec.parallel
         return held_plan(self._members.acks, version=self._job.version, parallel=parallel)
 
+    def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
+        """The ledger that each chunk will have at the end of the present step."""
+        assert self.plan is not None
+        return self.plan.microbatches_by_chunk() if self.resumed is None else self.resumed.expected
+
+    def resume(self, entries: Iterable[Entry]) -> Resumed | None:
+        """The step in progress, if these members can go on with it by the plan that it was begun with."""
+        plan = self.plan or self._adopted_before()
+        members = [entry for entry in entries if self._members.is_this(entry)]
+        if plan is None or self._job.version >= self._job.spec.budget.steps:
+            return None
+        acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
+        resumed = resume(plan, acks, version=self._job.version)
+        if resumed is None or violations(
+            resumed.plan, self._job.spec, fleet_of(members, self.links, self._measured)
+        ):
+            return None
+        return resumed
+
+    def go_on(self, resumed: Resumed) -> None:
+        """Record the plan without those who are gone, and have the step in progress go on by it."""
+        if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
+            what, _, _ = resumed.plan.reason.partition("; without ")
+            gone = sorted(
+                {x.chunk.worker for x in (self.plan or resumed.plan).chunks}.difference(resumed.plan.workers)
+            )
+            plan = replace(resumed.plan, reason=f"{what}; without {', '.join(gone) or 'some chunks'}")
+            resumed = replace(resumed, plan=plan)
+        self.resumed = resumed
+        sources = choose_sources(resumed.plan, self._members.acks, version=self._job.version, checkpoint=None)
+        self._adopt(resumed.plan, sources, resumed.resumptions)
+
     def put(self, plan: Plan, *, now: float) -> None:
         """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
+        self.resumed = None
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
-        self.plan = plan
-        self._measured.planned_anew()
-        self.expected = plan.microbatches_by_chunk()
-        history, job = self._out.history, self._job
+        job = self._job
         sources = choose_sources(
             plan, self._members.acks, version=job.version, checkpoint=job.newest_checkpoint
         )
         self._roll_back_to(sources, now=now)
+        self._adopt(plan, sources, {})
+
+    def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
+        history, job = self._out.history, self._job
+        self.plan = plan
+        self._measured.planned_anew()
         self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
         self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
         told = assignments(
@@ -116,6 +155,7 @@ class Placement:
             generation=history.generation,
             job=job.job,
             job_spec=self._spec_json,
+            resumptions=resumptions,
         )
         self._members.assign(told)
 

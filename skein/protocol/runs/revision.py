@@ -44,6 +44,10 @@ class Revision:
         """A plan that was at hand is being put in place."""
         self.policy.kept(plan)
 
+    def resumed(self, plan: Plan) -> None:
+        """A step goes on by this plan, which nobody searched for."""
+        self.policy.adopted(plan, plan.workers, may_improve=True)
+
     def adopted(self, plan: Plan, candidates: Sequence[Entry], *, may_improve: bool) -> None:
         """A plan made for these candidates is being put in place."""
         workers = [entry.hello.worker for entry in candidates]

@@ -4,7 +4,8 @@ GATHERING (too few workers) -> FENCING (a generation is open; acknowledgements a
 make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint that something waits for) -> ENDED.
 
 Rules of this file
-- Whatever goes wrong opens a new generation: `_bump`. There is no second way to recover.
+- Whatever goes wrong opens a new generation: `_bump`. There is no second way to recover. A step in progress then goes
+  on with what its workers have done of it, if each stage has a holder left; else it begins anew.
 - Nothing is assigned before every member has acknowledged the generation: that is the fence.
 - The parameters' version is the log's. A worker at another version holds nothing.
 - Nobody is let go, and nothing waits for more workers, while what they hold could be saved and is not.
@@ -40,14 +41,16 @@ from skein.protocol.messages import (
     Trouble,
     Vote,
 )
-from skein.protocol.records import JobEnded, StepCommitted
+from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
+from skein.protocol.runs.incidents import Incidents
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
+from skein.protocol.runs.resuming import Resumed
 from skein.protocol.runs.revision import Revision
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.stepping import Stepping
@@ -104,10 +107,19 @@ class Run:
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
         self._revision = Revision(job, self._placement, measured, outbox)
         self._stepping = Stepping(job, self._placement, self._members, outbox)
+        self._incidents = Incidents(job, outbox)
+        self._may_go_on = False
+        """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
         self._watchdog = Watchdog(now=now)
         self._story = Story()
+        if job.members:
+            silent_s = max(0.0, now - job.last_wall_s)
+            reason = "the coordinator started again"
+            self._incidents.noticed(
+                IncidentKind.COORDINATOR_LOST, (), reason, silent_s=silent_s, now=now
+            )
 
     # --- the way in ---
 
@@ -124,13 +136,16 @@ class Run:
                 self._gathering.joined(change.worker, is_member=is_member, now=now)
             case Returned():
                 if self._depends_on(change.worker):
-                    self._bump(f"{change.worker} came back on a new stream", now=now)
+                    reason = f"{change.worker} came back on a new stream"
+                    self._failed(IncidentKind.LINK_FAILED, change.worker, reason, now=now)
             case Lost():
                 is_missed = self._depends_on(change.worker)
                 self._members.lose(change.worker)
                 self._measured.lose(change.worker)
                 if is_missed:
-                    self._bump(f"lost {change.worker} ({change.reason})", now=now)
+                    reason = f"lost {change.worker} ({change.reason})"
+                    kind = IncidentKind.WORKER_LOST
+                    self._failed(kind, change.worker, reason, silent_s=change.silent_s, now=now)
             case IsLeaving():
                 if not self._depends_on(change.worker) and not self._is_to_fence():
                     self._members.let_go(change.worker)
@@ -183,6 +198,12 @@ class Run:
             self._build(event.result, now=now)
         self.tick(now=now)
 
+    def _failed(
+        self, kind: IncidentKind, worker: WorkerId, reason: str, *, silent_s: float = 0.0, now: float
+    ) -> None:
+        self._incidents.noticed(kind, (worker,), reason, silent_s=silent_s, now=now)
+        self._bump(reason, now=now)
+
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
         """A stage of a checkpoint is durable, under whatever generation it was begun."""
         checkpoint = self._savings.written(report, wall_s=now)
@@ -220,7 +241,10 @@ class Run:
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
         elif self.phase in _COMPUTING and now >= self._stalls_at():
-            self._bump(f"no op ended for {self._watchdog.still_for(now=now):.0f} s", now=now)
+            still_s = self._watchdog.still_for(now=now)
+            reason = f"no op ended for {still_s:.0f} s"
+            self._incidents.noticed(IncidentKind.STALLED, (), reason, silent_s=still_s, now=now)
+            self._bump(reason, now=now)
 
     def stuck(self, *, now: float) -> tuple[WorkerId, ...]:
         """Members that have not acknowledged the generation although nothing moves any more: to be turned away."""
@@ -269,6 +293,10 @@ class Run:
         live, excluded = self._live, self._strikes.excluded
         return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in excluded]
 
+    def _holders(self) -> list[Entry]:
+        """Workers whose part of a step in progress counts, by id: also those that want to go when it is over."""
+        return [self._live[w] for w in sorted(self._live) if w not in self._strikes.excluded]
+
     def _may_save(self) -> bool:
         """Whether workers that get no more work may still hold what no checkpoint has."""
         is_anybody_here = any(worker not in self._strikes.excluded for worker in self._live)
@@ -297,7 +325,8 @@ class Run:
         if self.phase is RunPhase.GATHERING or worker not in self._members:
             return
         self._strike(worker, reason, is_hearsay=is_hearsay, now=now)
-        self._bump(f"{worker}: {reason}", now=now)
+        kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
+        self._failed(kind, worker, f"{worker}: {reason}", now=now)
 
     def _strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
         self._story.tell(worker, reason, now=now)
@@ -325,6 +354,7 @@ class Run:
 
     def _wait(self, reason: str) -> None:
         self.phase = RunPhase.GATHERING
+        self._may_go_on = False
         self._stepping.round = None
         self._members.let_leaving_go()
         if reason != self.reason:
@@ -359,6 +389,7 @@ class Run:
         if not self._candidates() and not self._may_save():
             self._give_up_or_wait(reason, now=now)
             return
+        self._may_go_on = self._may_go_on or self.phase in _COMPUTING
         self.phase = RunPhase.FENCING
         self.reason = reason
         self._stepping.round = None
@@ -377,14 +408,31 @@ class Run:
         self._members.acks[worker] = ack
         if not self._members.is_fenced:
             return
+        self._incidents.fenced(now=now)
+        resumed = self._placement.resume(self._holders())
+        if resumed is not None and (self._may_go_on or resumed.is_begun):
+            self._resume(resumed, now=now)
+            return
         ready = self._placement.ask(self._candidates())
         if ready is not None:
             self._revision.kept(ready)
             self._build(ready, now=now)
 
+    def _resume(self, resumed: Resumed, *, now: float) -> None:
+        self.phase = RunPhase.BUILDING
+        self._incidents.resumed(resumed)
+        self._placement.go_on(resumed)
+        assert self.plan is not None
+        self._revision.resumed(self.plan)
+
     def _build(self, plan: Plan, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
+        self._may_go_on = False
+        version = self.job.version
+        self._incidents.planned_anew(num_begun=self._members.num_begun())
         self._placement.put(plan, now=now)
+        if self.job.version < version:
+            self._incidents.rolled_back(num_steps=version - self.job.version)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
         if self.phase is not RunPhase.BUILDING or not self._placement.is_built(worker, report):
@@ -395,7 +443,11 @@ class Run:
             return
         self._evaluation.found(self._placement.num_validation_samples())
         self._members.free_unplaced()
-        self._go_on(now=now)
+        self._incidents.over(now=now)
+        if self._placement.resumed is not None and self._placement.resumed.is_begun:
+            self._start_step(now=now)
+        else:
+            self._go_on(now=now)
 
     def _other_data(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
         if self.job.version == 0:
@@ -441,13 +493,24 @@ class Run:
         elif change is not None:
             if self._gathering.has_newcomer:
                 self._revision.lets_in(now=now)
-            self._bump(change, now=now)
+            self._change(change, now=now)
         else:
-            if self._savings.is_due():
-                self._savings.ask(self.plan)
-            self._begin_step(now=now)
-            start = Start(epoch=self._epoch, generation=self._out.history.generation, step=version)
-            self._members.send_placed(start)
+            self._start_step(now=now)
+
+    def _start_step(self, *, now: float) -> None:
+        """Have everybody begin the next step, or go on with it."""
+        self._watchdog.moved(now=now)
+        if self._savings.is_due() and self.plan is not None:
+            self._savings.ask(self.plan)
+        self._begin_step(now=now)
+        step, history = self.job.version, self._out.history
+        self._members.send_placed(Start(epoch=history.epoch, generation=history.generation, step=step))
+
+    def _change(self, reason: str, *, now: float) -> None:
+        """No step is in progress: another plan may be put in place."""
+        self.phase = RunPhase.FENCING
+        self._may_go_on = False
+        self._bump(reason, now=now)
 
     def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
         if self.phase is RunPhase.EVALUATING and self._evaluation.is_complete(worker, report, now=now):
@@ -472,6 +535,7 @@ class Run:
     def _commit(self, record: StepRecord, *, now: float) -> None:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
+        self._placement.resumed = None
         self._strikes.committed()
         self._watchdog.moved(now=now)
         self._stepping.round = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skein.plan.plan import Path, Plan
-from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, SourceKind, StateSource
+from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, Resumption, SourceKind, StateSource
 from skein.protocol.records import CheckpointCommitted
 from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
 
@@ -72,8 +72,9 @@ def assignments(
     generation: Generation,
     job: JobId,
     job_spec: str,
+    resumptions: Mapping[WorkerId, Resumption],
 ) -> dict[WorkerId, Assign]:
-    """What each worker of the plan is told."""
+    """What each worker of the plan is told; `resumptions` are of those who go on with a step in progress."""
     stages = {stage.index: stage for stage in plan.stages}
     origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
     schedules = {schedule.worker: schedule for schedule in plan.schedules}
@@ -104,7 +105,7 @@ def assignments(
             num_evaluation_paths=len(plan.evaluation_paths),
             evaluation_origins=tuple(evaluation_origins[worker]),
             groups=tuple(group for group in plan.groups if worker in group.workers),
-            resumption=None,
+            resumption=resumptions.get(worker),
         )
         for worker, held in chunks.items()
     }

@@ -32,7 +32,7 @@ class Stepping:
         self.round = Round(
             terms,
             self._placement.plan,
-            expected=self._placement.expected,
+            expected=self._placement.expected(),
             epoch=history.epoch,
             generation=history.generation,
         )

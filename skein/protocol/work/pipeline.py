@@ -14,7 +14,9 @@ Rules of this file
   stage. Its paths visit all stages in order: who holds a slot waits for later stages alone, and the last never waits.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, assert_never
 
@@ -35,39 +37,81 @@ class _Listed(NamedTuple):
     op: PlannedOp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a chunk has done of a step: it outlives the generation under which it was done."""
+
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+    losses: Mapping[MicrobatchId, Loss]
+
+
+NOTHING = Carried(ledger=(), forwards=(), losses={})
+
+
 class _Chunk:
     """One chunk's queues and ledger."""
 
     def __init__(self, assignment: ChunkAssignment, planned: Iterable[_Listed]) -> None:
-        listed = list(planned)
         self.slots = assignment.slots
         self.evaluation_paths = assignment.evaluation_paths
-        self.planned = frozenset(listed_op.op for listed_op in listed)
-        self.in_flight = 0
         self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
         self.evaluation_losses: dict[MicrobatchId, Loss] = {}
-        self._forwards = [listed_op for listed_op in listed if not listed_op.op.kind.is_accumulating]
-        self._accumulations = [listed_op for listed_op in listed if listed_op.op.kind.is_accumulating]
+        self._whole_step = list(planned)
+        self.arrived: dict[PlannedOp, _Place] = {}
         self.clear()
 
     def clear(self) -> None:
-        self.num_forwards = 0
-        self.arrived: dict[PlannedOp, _Place] = {}
+        """A step from its beginning."""
+        self.arrived.clear()
         self.ledger: list[MicrobatchId] = []
         self.train_losses: dict[MicrobatchId, Loss] = {}
+        self.held: set[MicrobatchId] = set()
+        # What an evaluation of the older version has not released by now is refused as stale when it comes.
+        self.in_flight = 0
+        self._plan(self._whole_step)
+
+    def resume(self, carried: Carried, left: Iterable[_Listed]) -> None:
+        """A step that goes on: what was carried over counts, the ops in `left` are to come."""
+        self.ledger = list(carried.ledger)
+        self.train_losses = {m: carried.losses[m] for m in carried.ledger if m in carried.losses}
+        self.held = set(carried.forwards)
+        self.in_flight = len(self.held)
+        self._plan(left)
+
+    def _plan(self, listed: Iterable[_Listed]) -> None:
+        left = list(listed)
+        self.planned = {listed_op.op for listed_op in left}
+        self._forwards = deque(listed_op for listed_op in left if not listed_op.op.kind.is_accumulating)
+        self._accumulations = deque(listed_op for listed_op in left if listed_op.op.kind.is_accumulating)
 
     @property
     def is_done(self) -> bool:
-        return len(self.ledger) == len(self._accumulations)
+        return not self._accumulations
 
     def due(self) -> Iterator[_Listed]:
         """What may run now: at most the next forward and the next op that accumulates."""
-        if not self.is_done and self._accumulations[len(self.ledger)].op in self.arrived:
-            yield self._accumulations[len(self.ledger)]
-        if self.num_forwards < len(self._forwards) and self.in_flight < self.slots:
-            listed_op = self._forwards[self.num_forwards]
-            if listed_op.op in self.arrived:
-                yield listed_op
+        if self._accumulations and self._is_ready(self._accumulations[0].op):
+            yield self._accumulations[0]
+        if self._forwards and self.in_flight < self.slots and self._forwards[0].op in self.arrived:
+            yield self._forwards[0]
+
+    def _is_ready(self, op: PlannedOp) -> bool:
+        # In a step that goes on, the gradient may be here before the activation has been made again.
+        is_forward_done = op.kind is not OpKind.BACKWARD or op.microbatch in self.held
+        return is_forward_done and op in self.arrived
+
+    def begin_op(self, op: PlannedOp) -> _Place:
+        """The op runs now."""
+        if op.kind is OpKind.FORWARD:
+            self._forwards.popleft()
+            self.in_flight += 1
+        return self.arrived.pop(op)
+
+    def accumulated(self, microbatch: MicrobatchId) -> None:
+        """An op that adds to the gradient has ended."""
+        self._accumulations.popleft()
+        self.ledger.append(microbatch)
 
 
 class Pipeline:
@@ -84,6 +128,25 @@ class Pipeline:
         self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
         self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
         self._seen: set[object] = set()
+
+    def resume(self, carried: Mapping[StageIndex, Carried], schedule: Schedule) -> None:
+        """Go on with a step: `carried` is what stays of each chunk's, `schedule` names the ops that are left."""
+        left: dict[StageIndex, list[_Listed]] = {stage: [] for stage in self._chunks}
+        for position, op in enumerate(schedule.ops):
+            left[op.stage].append(_Listed(position, op))
+        for stage, chunk in self._chunks.items():
+            chunk.resume(carried.get(stage, NOTHING), left[stage])
+
+    def carried(self) -> dict[StageIndex, Carried]:
+        """What each chunk has done of the step."""
+        return {
+            stage: Carried(
+                ledger=tuple(chunk.ledger),
+                forwards=tuple(sorted(chunk.held)),
+                losses=dict(chunk.train_losses),
+            )
+            for stage, chunk in self._chunks.items()
+        }
 
     @property
     def num_in_flight(self) -> int:
@@ -156,11 +219,9 @@ class Pipeline:
         if not due:
             return self._next_evaluation()
         (_, op), chunk = min(due, key=lambda pair: pair[0].position)
-        hop, path = chunk.arrived.pop(op)
+        hop, path = chunk.begin_op(op)
         match op.kind:
             case OpKind.FORWARD:
-                chunk.in_flight += 1
-                chunk.num_forwards += 1
                 return ForwardOp(
                     phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
                 )
@@ -189,19 +250,30 @@ class Pipeline:
         chunk = self._chunks[op.chunk.stage]
         match op:
             case ForwardOp():
+                if op.phase is Phase.TRAIN:
+                    chunk.held.add(op.microbatch)
                 return output_of(op.phase, Direction.FORWARD, op.step, op.microbatch, op.hop, op.path)
             case BackwardOp():
                 chunk.in_flight -= 1
-                chunk.ledger.append(op.microbatch)
+                chunk.held.discard(op.microbatch)
+                chunk.accumulated(op.microbatch)
                 return output_of(Phase.TRAIN, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
             case LossOp():
                 assert loss is not None
                 if op.phase is Phase.TRAIN:
-                    chunk.ledger.append(op.microbatch)
+                    chunk.accumulated(op.microbatch)
                     chunk.train_losses[op.microbatch] = loss
                 else:
                     chunk.evaluation_losses[op.microbatch] = loss
                 return output_of(op.phase, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
+
+    def spoil(self, op: ComputeOp) -> None:
+        """An op failed halfway: its activation is gone, and with an op that accumulates all that its chunk has summed."""
+        chunk = self._chunks[op.chunk.stage]
+        chunk.held.discard(op.microbatch)
+        if not isinstance(op, ForwardOp):
+            chunk.ledger.clear()
+            chunk.train_losses.clear()
 
     def advance(self, step: Step) -> None:
         """The step before `step` is committed: empty ledgers, the next step's numbers."""
@@ -209,8 +281,6 @@ class Pipeline:
         self._seen.clear()
         for chunk in self._chunks.values():
             chunk.clear()
-            # What an evaluation of the older version has not released by now is refused as stale when it comes.
-            chunk.in_flight = 0
             chunk.evaluation_losses.clear()
 
     def ledger(self, stage: StageIndex) -> Ledger:

@@ -1,21 +1,26 @@
 """A worker's part in steps and evaluations: what it holds, which op is next, and what it makes of each that ends.
 
 Rules of this file
-- Nothing computes while `pipeline` is None: between adopting a generation and having what it assigns.
+- Nothing computes while `pipeline` is None: between adopting a generation and having what it assigns. An op that was
+  running then is booked when it ends: a generation takes permissions away, not work.
 - A tensor of an older generation or step is dropped; one of a newer waits in `_parked`. Neither is a failure.
 - Parameters change in ApplyOp alone, from results of the very attempts that the record names.
 - A chunk that the plan takes away stays until a step begins: till then a peer may need it, or the next generation.
 """
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import assert_never
 
 from skein.plan.plan import Group
 from skein.protocol.messages import (
     Assign,
+    ChunkProgress,
     ChunkVersion,
     Commit,
     Decision,
+    Direction,
     Envelope,
     Evaluate,
     EvaluationDone,
@@ -23,6 +28,7 @@ from skein.protocol.messages import (
     Origin,
     Phase,
     Prepare,
+    Resumption,
     Save,
     ShardTensor,
     StageDone,
@@ -34,8 +40,8 @@ from skein.protocol.messages import (
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
-    ClearOp,
     ForwardOp,
+    HopKey,
     Joined,
     JoinOp,
     Loss,
@@ -45,8 +51,9 @@ from skein.protocol.ops import (
     PackOp,
     SaveOp,
     SumOp,
+    hop_key,
 )
-from skein.protocol.work.pipeline import Pipeline
+from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.work.reduction import Exchange
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import DropTensor
@@ -73,13 +80,21 @@ class Steps:
         self._num_evaluation = 0
         self._reported: set[tuple[Phase, StageIndex]] = set()
         self._queue: deque[Op] = deque()
+        self._fenced: Pipeline | None = None
+        """What an older generation computed with, until all that it did is booked."""
+        self._carried: dict[StageIndex, Carried] = {}
+        self._logged: dict[HopKey, StageIndex] = {}
+        """Boundary tensors of this step that the boundary log has, and which stage made them."""
+        self._resumption: Resumption | None = None
         self._parked: list[Envelope] = []
 
     # --- generations ---
 
     def stop(self) -> None:
-        """A new generation: nothing more is computed under the older one. What is held stays."""
+        """A new generation: nothing more is computed under the older one. What is held and done stays."""
+        self._fenced = self.pipeline or self._fenced
         self.pipeline = None
+        self._resumption = None
         self._commit = None
         self._to_begin = None
         self._queue.clear()
@@ -93,31 +108,70 @@ class Steps:
         self._groups.clear()
         self._exchanges.clear()
         self._parked.clear()
+        self._clear_step()
+
+    def _clear_step(self) -> None:
+        self._fenced = None
+        self._carried.clear()
+        self._logged.clear()
 
     def adopt(self, record: StepRecord | None) -> None:
-        """Finish the recorded step if its results are here, clear the rest."""
+        """Finish the recorded step if its results are here."""
         if record is not None and self.chunks and record.step == self.version and self._has_results(record):
             self._queue.append(ApplyOp(record=record))
-        self._queue.append(ClearOp())
 
-    def cleared(self) -> tuple[ChunkVersion, ...]:
-        """Nothing of the running step is left; gives what is held."""
+    def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
+        """Nothing of an older generation runs any more: what is held, and what was done of the step."""
         self._exchanges.clear()
+        if self._fenced is not None:
+            self._carried = self._fenced.carried()
+            self._fenced = None
         held = (*self.chunks, *self._given_up)
-        return tuple(ChunkVersion(stage=stage, version=self.version) for stage in held)
+        chunks = tuple(ChunkVersion(stage=stage, version=self.version) for stage in held)
+        return chunks, tuple(self._progress(stage) for stage in sorted(self._carried))
+
+    def _progress(self, stage: StageIndex) -> ChunkProgress:
+        carried = self._carried[stage]
+
+        def logged(direction: Direction) -> tuple[MicrobatchId, ...]:
+            made = (key for key, made_by in self._logged.items() if made_by == stage)
+            return tuple(sorted(key.microbatch for key in made if key.direction is direction))
+
+        return ChunkProgress(
+            stage=stage,
+            ledger=carried.ledger,
+            forwards=carried.forwards,
+            outputs=logged(Direction.FORWARD),
+            gradients=logged(Direction.BACKWARD),
+        )
 
     def hold(self, assign: Assign) -> None:
-        """What was built is here, whatever generation asked for it."""
+        """What was built is here, whatever generation asked for it. Of the step in progress, what it says stays."""
+        self._keep(assign.resumption)
         held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
         self.version = assign.version
         self.chunks = tuple(chunk.stage for chunk in assign.chunks)
         self._given_up = tuple(stage for stage in held if stage not in self.chunks)
+
+    def _keep(self, resumption: Resumption | None) -> None:
+        if resumption is None or resumption.step != self.version:
+            self._clear_step()
+            return
+        kept: dict[StageIndex, Carried] = {}
+        for chunk in resumption.chunks:
+            before = self._carried.get(chunk.stage, NOTHING)
+            assert chunk.ledger in ((), before.ledger), f"told to keep {chunk}, here is {before}"
+            kept[chunk.stage] = replace(before, ledger=chunk.ledger, forwards=chunk.forwards)
+        self._carried = kept
 
     def settle(self, assign: Assign) -> None:
         """The generation's own chunks are here: ready to begin."""
         self._assign = assign
         self._groups = {g.group: g for g in assign.groups if any(m.worker == self._me for m in g.members)}
         self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version)
+        self._resumption = assign.resumption
+        if assign.resumption is not None:
+            self.pipeline.resume(self._carried, assign.resumption.schedule)
         self._reported.clear()
 
     # --- directives ---
@@ -154,7 +208,13 @@ class Steps:
             self._report_evaluated()
 
     def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
-        pipeline.begin(Phase.TRAIN, assign.origins)
+        resumption, self._resumption = self._resumption, None
+        if resumption is None or resumption.step != self.version:
+            pipeline.begin(Phase.TRAIN, assign.origins)
+        else:
+            pipeline.begin(Phase.TRAIN, resumption.origins)
+            for header in resumption.repeats:
+                self._deliver(header)
         # A chunk that no path visits is complete as it is.
         for chunk in assign.chunks:
             self._report_done(chunk.stage.index)
@@ -279,6 +339,7 @@ class Steps:
         """The update has ended: the chunks are at the next version."""
         self.version = Step(op.record.step + 1)
         self._exchanges.clear()
+        self._clear_step()
         commit, self._commit = self._commit, None
         if self.pipeline is None or commit is None:
             return
@@ -292,13 +353,30 @@ class Steps:
 
     def computed(self, op: ForwardOp | LossOp | BackwardOp, outcome: OpOutcome) -> None:
         """A compute op has ended: pass on what it made, and report what it completed."""
-        if self.pipeline is None or op.step != self.version:
+        pipeline = self.pipeline or self._fenced
+        if pipeline is None or op.step != self.version:
             return
-        self._deliver(self.pipeline.end(op, outcome if isinstance(outcome, Loss) else None))
+        made = pipeline.end(op, outcome if isinstance(outcome, Loss) else None)
+        if made is not None and made.phase is Phase.TRAIN:
+            self._logged[hop_key(made)] = op.chunk.stage
+        if self.pipeline is None:
+            return
+        self._deliver(made)
         if isinstance(op, LossOp) and op.phase is Phase.EVALUATE:
             self._report_evaluated()
         elif not isinstance(op, ForwardOp):
             self._report_done(op.chunk.stage)
+
+    def log_shortened(self, keys: Iterable[HopKey]) -> None:
+        """The boundary log has forgotten these."""
+        for key in keys:
+            self._logged.pop(key, None)
+
+    def spoilt(self, op: ForwardOp | LossOp | BackwardOp) -> None:
+        """A compute op failed halfway: nobody knows what its chunk's sums are now, so they count for nothing."""
+        pipeline = self.pipeline or self._fenced
+        if pipeline is not None:
+            pipeline.spoil(op)
 
     def reduced(self, op: PackOp | SumOp | JoinOp, outcome: OpOutcome) -> None:
         """A part of a reduction has ended: pass on shards, or vote."""

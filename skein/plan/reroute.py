@@ -1,0 +1,117 @@
+"""A plan without workers that are gone: what they did goes to others that hold the same stage, all else stays.
+
+Rules of this file
+- Which stages a microbatch visits, and in which order, never changes: what it has done elsewhere stays valid.
+- Work whose worker is given stays there. The rest goes where it went before, or to who has least to do.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from skein.plan.order import ascending_schedules
+from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
+
+Owners = Mapping[tuple[MicrobatchId, StageIndex], WorkerId]
+"""Who has accumulated a microbatch's contribution to a stage."""
+
+
+def rerouted(plan: Plan, holders: Collection[ChunkRef], owners: Owners) -> Plan | None:
+    """`plan` on those of its chunks that are in `holders`; None if a stage has none of them left.
+
+    Args:
+        plan: complete, with paths and schedules.
+        holders: chunks that are alive.
+        owners: each holds the stage, and in the `loop` layout the same worker has what both ends of a path did.
+    """
+    held = [x.chunk for x in plan.chunks if x.chunk in holders]
+    if plan.layout is Layout.LOOP:
+        held = _with_both_ends(held, plan.stages[-1].index)
+    if {chunk.stage for chunk in held} != {stage.index for stage in plan.stages}:
+        return None
+    choice = _Choice(plan, held)
+    paths = tuple(choice.path(MicrobatchId(m), path, owners) for m, path in enumerate(plan.paths))
+    chunks = tuple(x for x in plan.chunks if x.chunk in choice.held)
+    workers = sorted({chunk.worker for chunk in held})
+    slots = {x.chunk: x.slots for x in chunks}
+    predicted_s = plan.predicted_step_s * max(1.0, _busiest_s(plan, paths) / _busiest_s(plan, plan.paths))
+    return replace(
+        plan,
+        chunks=chunks,
+        paths=paths,
+        evaluation_paths=tuple(choice.path(None, path, {}) for path in plan.evaluation_paths),
+        schedules=ascending_schedules(paths, slots, workers),
+        alternates=tuple(
+            Alternates(chunk=x.chunk, others=tuple(other for other in x.others if other in choice.held))
+            for x in plan.alternates
+            if x.chunk in choice.held
+        ),
+        groups=tuple(_group(group, choice.held) for group in plan.groups),
+        predicted_step_s=predicted_s,
+        chunk_times=tuple(x for x in plan.chunk_times if x.chunk in choice.held),
+    )
+
+
+def _with_both_ends(held: Sequence[ChunkRef], head: StageIndex) -> list[ChunkRef]:
+    """Paths end where they began: who lost one end is of no use for the other."""
+    ends = [{x.worker for x in held if x.stage == stage} for stage in (0, head)]
+    both = ends[0] & ends[1]
+    return [x for x in held if x.stage not in (0, head) or x.worker in both]
+
+
+def _group(group: Group, held: Collection[ChunkRef]) -> Group:
+    left = replace(group, members=tuple(member for member in group.members if member in held))
+    return replace(left, num_shards=min(left.num_shards, len(left.workers)))
+
+
+def _busiest_s(plan: Plan, paths: Sequence[Path]) -> float:
+    """Seconds, or visits where no times are known, of the worker with most to do."""
+    seconds = _seconds(plan.chunk_times)
+    load: defaultdict[WorkerId, float] = defaultdict(float)
+    for path in paths:
+        for hop in path.hops:
+            load[hop.worker] += seconds.get(hop, 1.0)
+    return max(load.values())
+
+
+def _seconds(times: Sequence[ChunkTime]) -> dict[ChunkRef, float]:
+    return {x.chunk: x.total_s for x in times if x.total_s > 0}
+
+
+class _Choice:
+    """Gives each hop its worker, and remembers who has how much to do."""
+
+    def __init__(self, plan: Plan, held: Sequence[ChunkRef]) -> None:
+        self.held = frozenset(held)
+        self._is_loop = plan.layout is Layout.LOOP
+        self._seconds = _seconds(plan.chunk_times)
+        self._holders: defaultdict[StageIndex, list[ChunkRef]] = defaultdict(list)
+        for chunk in held:
+            self._holders[chunk.stage].append(chunk)
+        self._load: defaultdict[WorkerId, float] = defaultdict(float)
+        for path in plan.paths:
+            for hop in path.hops:
+                if hop in self.held:
+                    self._load[hop.worker] += self._seconds.get(hop, 1.0)
+
+    def path(self, microbatch: MicrobatchId | None, path: Path, owners: Owners) -> Path:
+        """The same stages, every hop with a worker that is alive."""
+        hops = [self._hop(microbatch, hop, owners) for hop in path.hops]
+        if self._is_loop:
+            last = len(hops) - 1
+            # Whoever has done one end has the other too; else both go where the first goes.
+            is_fixed = microbatch is not None and (microbatch, hops[last].stage) in owners
+            at, other = (last, 0) if is_fixed else (0, last)
+            hops[other] = ChunkRef(stage=hops[other].stage, worker=hops[at].worker)
+        return Path(hops=tuple(hops))
+
+    def _hop(self, microbatch: MicrobatchId | None, hop: ChunkRef, owners: Owners) -> ChunkRef:
+        owner = None if microbatch is None else owners.get((microbatch, hop.stage))
+        if owner is not None:
+            return ChunkRef(stage=hop.stage, worker=owner)
+        if hop in self.held:
+            return hop
+        chosen = min(self._holders[hop.stage], key=lambda x: (self._load[x.worker], x.worker))
+        self._load[chosen.worker] += self._seconds.get(chosen, 1.0)
+        return chosen

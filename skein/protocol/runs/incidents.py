@@ -1,0 +1,116 @@
+"""What failed, from the notice until work goes on: then it is recorded once, with what it cost."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.incident import told
+from skein.protocol.records import Incident, IncidentKind, Remedy, Replayed
+from skein.protocol.runs.resuming import Resumed
+from skein.types import MicrobatchId, StageIndex, Step, WorkerId
+
+
+class Incidents:
+    """The failure that a run is recovering from, if it is. What fails before it is over belongs to it."""
+
+    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+        self._job = job
+        self._out = outbox
+        self._kind: IncidentKind | None = None
+        self._workers: dict[WorkerId, None] = {}
+        self._reason = ""
+        self._silent_s = 0.0
+        self._noticed_at = 0.0
+        self._fenced_at = 0.0
+        self._is_begun = False
+        self._version = Step(0)
+        self._resumed: Resumed | None = None
+        self._retried = 0
+        self._steps_lost = 0
+
+    def noticed(
+        self,
+        kind: IncidentKind,
+        workers: Iterable[WorkerId],
+        reason: str,
+        *,
+        silent_s: float,
+        now: float,
+    ) -> None:
+        """Something failed. Of several failures at once the first gives kind and reason."""
+        if self._kind is None:
+            self._kind, self._reason = kind, reason
+            self._noticed_at = now
+            self._silent_s = 0.0
+            self._version = self._job.version
+            self._steps_lost = 0
+        self._workers |= dict.fromkeys(workers)
+        self._silent_s = max(self._silent_s, silent_s)
+
+    def fenced(self, *, now: float) -> None:
+        """Nobody acts on anything older any more."""
+        self._fenced_at = now
+
+    def resumed(self, resumed: Resumed) -> None:
+        """The step in progress goes on."""
+        self._resumed, self._retried = resumed, 0
+
+    def planned_anew(self, *, num_begun: int) -> None:
+        """Another plan is put in place; of the step in progress, this many microbatches had begun somewhere."""
+        self._resumed, self._retried = None, num_begun
+
+    def rolled_back(self, *, num_steps: int) -> None:
+        """Committed steps are lost."""
+        self._steps_lost += num_steps
+
+    def over(self, *, now: float) -> None:
+        """Work goes on."""
+        if self._kind is None:
+            return
+        incident = Incident(
+            job=self._job.job,
+            generation=self._out.history.generation,
+            step=self._version,
+            kind=self._kind,
+            workers=tuple(sorted(self._workers)),
+            reason=self._reason,
+            remedy=self._remedy(),
+            silent_s=self._silent_s,
+            fenced_s=max(0.0, self._fenced_at - self._noticed_at),
+            seconds=now - self._noticed_at,
+            num_rerouted=0 if self._resumed is None else self._resumed.num_rerouted,
+            replayed=self._replayed(),
+            num_retried=self._retried,
+            num_steps_lost=self._steps_lost,
+            num_samples_repeated=self._num_samples(),
+            wall_s=self._noticed_at,
+        )
+        self._out.record(incident)
+        self._out.log(told(incident))
+        self._kind = None
+        self._workers.clear()
+        self._resumed = None
+        self._retried = 0
+
+    def _remedy(self) -> Remedy:
+        if self._steps_lost:
+            return Remedy.ROLLED_BACK
+        if self._retried:
+            return Remedy.RETRIED
+        is_resumed = self._resumed is not None and self._resumed.is_begun
+        return Remedy.RESUMED if is_resumed else Remedy.UNTOUCHED
+
+    def _replayed(self) -> tuple[Replayed, ...]:
+        by_stage: defaultdict[StageIndex, list[MicrobatchId]] = defaultdict(list)
+        for microbatch, stage in () if self._resumed is None else self._resumed.replayed:
+            by_stage[stage].append(microbatch)
+        return tuple(Replayed(stage=stage, microbatches=tuple(by_stage[stage])) for stage in sorted(by_stage))
+
+    def _num_samples(self) -> int:
+        """Samples that some worker computes again."""
+        batch = self._job.spec.batch
+        again = self._retried
+        if self._resumed is not None:
+            again = len({microbatch for microbatch, _ in self._resumed.replayed})
+        return self._steps_lost * batch.samples + again * batch.microbatch_samples
