@@ -45,6 +45,8 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         plan="" if plan is None else plan.plan.reason,
         predicted_step_s=0.0 if plan is None else plan.plan.predicted_step_s,
         lower_bound_s=0.0 if plan is None else plan.plan.lower_bound_s,
+        num_incidents=len(history.incidents),
+        num_steps_lost=sum(incident.num_steps_lost for incident in history.incidents),
         measured_step_s=None if job not in machine.measured else machine.measured[job].step_s,
         chunk_times=() if plan is None else chunk_times(plan.plan, machine.measured.get(job)),
         transfer_times=()

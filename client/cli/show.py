@@ -10,7 +10,7 @@ from typing import assert_never
 
 import click
 
-from skein.protocol.incident import cost, remedied, what
+from skein.protocol.incident import cost, counted, remedied, what
 from skein.units import format_bytes
 from skein.wire.views import (
     CheckpointFinished,
@@ -130,6 +130,10 @@ def job_lines(status: JobStatus) -> list[str]:
         seconds += f", median {status.measured_step_s:.3g} s"
     if status.predicted_step_s > 0:
         seconds += f", planned {status.predicted_step_s:.3g} s, no plan below {status.lower_bound_s:.3g} s"
+    incidents = _NONE
+    if status.num_incidents:
+        lost = f"{counted(status.num_steps_lost, 'step')} lost"
+        incidents = f"{status.num_incidents}, {lost}: skein incidents {status.job}"
     fields = {
         "job": status.job,
         "name": status.name,
@@ -143,6 +147,7 @@ def job_lines(status: JobStatus) -> list[str]:
         if status.state.is_final
         else duration(eta_s(status.step, status.total_steps, status.step_s)),
         "workers": f"{status.num_workers}, generation {status.generation}",
+        "incidents": incidents,
         "plan": status.plan or _NONE,
         "checkpoint": checkpoint,
     }

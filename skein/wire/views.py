@@ -85,6 +85,9 @@ class JobStatus:
     chunk_times: tuple[ChunkTimes, ...] = ()
     """Empty in a list of jobs, as are transfers."""
     transfer_times: tuple[TransferTimes, ...] = ()
+    num_incidents: int = 0
+    num_steps_lost: int = 0
+    """Committed steps that all incidents together cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """`skein` in this process: what each verb prints, to whom, and with which exit code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -151,6 +152,14 @@ def test_status_is_complete(capsys: Captured) -> None:
         assert part in out
     assert run(["status", "first-job-1", "--json"]) == 0
     assert lines(capsys.readouterr().out)[0]["total_steps"] == 3
+
+
+def test_status_points_to_incidents(coordinator: Scripted, capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    coordinator.script.jobs["first-job-1"] = replace(status(), num_incidents=3, num_steps_lost=1)
+    assert run(["status", "first-job-1"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("incidents")]
+    assert told == ["incidents  -", "incidents  3, 1 step lost: skein incidents first-job-1"]
 
 
 def test_status_shows_planned_beside_measured(capsys: Captured) -> None:

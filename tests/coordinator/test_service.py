@@ -307,6 +307,15 @@ async def test_incidents_are_had_from_any_number_on(
         assert reply.num_incidents == 5
 
 
+async def test_a_status_says_how_many_incidents_there_were_and_what_was_lost(tmp_path: Path) -> None:
+    over = [incident("digits-1", num_steps_lost=lost) for lost in (0, 2, 3)]
+    write_log(tmp_path, [submitted("digits-1"), *over])
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        request = jobs_pb2.GetJobRequest(job="digits-1")
+        status = codec.JOB_STATUS.decode(await jobs_pb2_grpc.JobsStub(channel).Get(request))
+        assert (status.num_incidents, status.num_steps_lost) == (3, 5)
+
+
 @pytest.mark.parametrize(("max_bytes", "num_sent"), [(1, 1), (250, 2), (1 << 20, 3)])
 async def test_a_reply_holds_as_many_incidents_as_fit_and_at_least_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, num_sent: int

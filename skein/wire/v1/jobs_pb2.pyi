@@ -410,6 +410,8 @@ class JobStatus(_message.Message):
     MEASURED_STEP_S_FIELD_NUMBER: _builtins.int
     CHUNK_TIMES_FIELD_NUMBER: _builtins.int
     TRANSFER_TIMES_FIELD_NUMBER: _builtins.int
+    NUM_INCIDENTS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_LOST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -433,6 +435,9 @@ class JobStatus(_message.Message):
     lower_bound_s: _builtins.float
     measured_step_s: _builtins.float
     """Absent: too few steps under this plan."""
+    num_incidents: _builtins.int
+    num_steps_lost: _builtins.int
+    """By all incidents together."""
     @_builtins.property
     def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
         """Not in a list of jobs."""
@@ -466,10 +471,12 @@ class JobStatus(_message.Message):
         measured_step_s: _builtins.float | None = ...,
         chunk_times: _abc.Iterable[Global___ChunkTimes] | None = ...,
         transfer_times: _abc.Iterable[Global___TransferTimes] | None = ...,
+        num_incidents: _builtins.int = ...,
+        num_steps_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_incidents", b"num_incidents", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
