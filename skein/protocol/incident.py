@@ -41,7 +41,7 @@ def what(incident: Incident) -> str:
     named = short(incident.workers)
     reason = shorten(incident.reason, _REASON_CHARACTERS, placeholder=" ...")
     noticed = [reason] if reason else []
-    if incident.silent_s > 0:
+    if incident.silent_s > 0 and "silent" not in reason:
         noticed.append(f"silent {incident.silent_s:.2f} s")
     words = [
         incident.kind.value,

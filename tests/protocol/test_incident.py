@@ -27,6 +27,10 @@ def test_what_did_not_happen_is_not_told() -> None:
     assert cost(quiet) == "0 steps lost, 0 samples repeated"
 
 
+def test_silence_that_is_the_reason_is_not_told_twice() -> None:
+    assert what(incident(reason="silent for 2.5 s", silent_s=2.5)) == "worker_lost w3 (silent for 2.5 s)"
+
+
 def test_a_single_hop_step_or_sample_is_not_a_plural() -> None:
     one = incident(num_rerouted=1, num_retried=1, num_steps_lost=1, num_samples_repeated=1)
     assert "1 hop rerouted, 1 microbatch begun anew; 1 step lost, 1 sample repeated" in told(one)
