@@ -1,7 +1,8 @@
 """A whole coordinator on one event loop: run log, machine, driver, gRPC, metrics. Whoever hosts it needs no more.
 
 Rules of this file
-- Order at the start: own the log, replay it, serve. Order at the end: the other way round.
+- Order at the start: own the log, replay it, serve. Order at the end: the other way round. One that stood by has
+  listened and replayed before it owns the log.
 - What ends a coordinator is one line for people; anything unforeseen is raised to the host, for it may be a crash
   that a restart mends.
 """
@@ -9,21 +10,22 @@ Rules of this file
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
-from coordinator.driver import AnswerPlan, Driver, wall_clock
+from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
 from coordinator.exposition import Exposition
 from coordinator.journal import Journal
+from coordinator.lead.lease import Lead, PatientLog
+from coordinator.logfile import Holder
 from coordinator.metrics import Metrics
-from coordinator.service.server import Service, serve
+from coordinator.service.server import Service, listen
 from coordinator.status import Roster
-from coordinator.store import LogHeld, RunLog
+from coordinator.store import SOMEBODY, LogHeld, RunLog
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator import Coordinator
-from skein.protocol.membership import LEASE_S
 from skein.protocol.records import EpochOpened, Record
 from skein.types import Epoch
 
@@ -37,22 +39,30 @@ OPENINGS_S = 60.0
 CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("coordinator")
 
+WrapLog = Callable[[AppendLog], AppendLog]
+"""Puts something between a driver and its run log."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
     """Where one coordinator serves, and what it owns.
 
-    `token` None: no call needs one. `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost;
-    raise it if workers are stopped for longer than that by their machines.
+    `advertise`: host:port by which others reach it; None: where it listens. `token` None: no call needs one.
+    `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
+    for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
+    other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
     """
 
     state_dir: Path
     host: str = "127.0.0.1"
     port: int = 0
+    advertise: str | None = None
     token: str | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    lease_s: float = LEASE_S
+    lease_s: float = 3.0
+    name: str = SOMEBODY.name
+    takeover_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,86 +74,152 @@ class Serves:
     epoch: Epoch
 
 
+class Memory:
+    """What the run log says, as far as it has been replayed, and the driver that goes on from there."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.machine = Coordinator(lease_s=lease_s)
+        self.metrics = Metrics()
+        # A watcher that wants what is no longer kept reads it by way of the driver.
+        self.journal = Journal(lambda: self.driver.read_records())
+        self.openings: list[EpochOpened] = []
+        self.num_records = 0
+
+    def replay(self, records: Sequence[Record]) -> None:
+        """Take the next ones."""
+        self.machine.replay(records)
+        self.journal.recorded(records)
+        self.metrics.recorded(records)
+        self.openings += (record for record in records if isinstance(record, EpochOpened))
+        self.num_records += len(records)
+
+    def drive(
+        self, log: AppendLog, store: CheckpointStore, plan: AnswerPlan, now: Callable[[], float]
+    ) -> Driver:
+        """The driver, once all is replayed."""
+        self.driver = Driver(
+            self.machine,
+            log,
+            plan=plan,
+            checkpoints=store,
+            clock=now,
+            journal=self.journal,
+            meter=self.metrics,
+        )
+        return self.driver
+
+
+@dataclass(slots=True, kw_only=True)
+class Doors:
+    """Where a coordinator is reached, whether it leads or stands by."""
+
+    service: Service
+    exposition: Exposition | None
+
+    @classmethod
+    async def open(cls, options: ServingOptions, metrics: Metrics) -> "Doors":
+        """Listen, standing by.
+
+        Raises:
+            UserError: an address cannot be had.
+        """
+        exposition = None
+        if options.metrics_port is not None:
+            exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
+        try:
+            refused = metrics.refused
+            service = await listen(options.host, options.port, token=options.token, count_refusal=refused)
+        except BaseException:
+            if exposition is not None:
+                exposition.close()
+            raise
+        return cls(service=service, exposition=exposition)
+
+    async def close(self) -> None:
+        """Answer nobody any more. Idempotent."""
+        await self.service.stop()
+        if self.exposition is not None:
+            await asyncio.to_thread(self.exposition.close)
+            self.exposition = None
+
+
 class Serving:
-    """A coordinator that is up. Made by `start`."""
+    """A coordinator that leads. Made by `start`, or by a standby's `lead`."""
 
     def __init__(
-        self,
-        log: RunLog,
-        driver: Driver,
-        roster: Roster,
-        service: Service,
-        exposition: Exposition | None,
-        metrics: Metrics,
+        self, log: RunLog, patient: PatientLog, lead: Lead, memory: Memory, roster: Roster, doors: Doors
     ) -> None:
-        self.driver = driver
-        self.metrics = metrics
+        self.driver = memory.driver
+        self.metrics = memory.metrics
         self._roster = roster
         self._log = log
-        self._service = service
-        self._exposition = exposition
+        self._patient = patient
+        self._lead = lead
+        self._doors = doors
         self._running = asyncio.create_task(self._run())
 
     @classmethod
-    async def start(cls, options: ServingOptions, plan: AnswerPlan) -> "Serving":
-        """Take over the state directory and serve.
+    async def start(
+        cls, options: ServingOptions, plan: AnswerPlan, *, wrap: WrapLog = lambda log: log
+    ) -> "Serving":
+        """Take over the state directory and serve; `wrap` is put around the run log.
 
         Raises:
             UserError: the directory or an address cannot be had; the line says why.
             LocalError: the run log does not fit this release, or it was opened too often.
         """
-        clock = wall_clock()
-        log = await _open_log(options.state_dir, clock)
+        clock, memory = wall_clock(), Memory(options.lease_s)
+        log = await _open_log(options, clock)
         try:
-            return await cls._serve(log, options, plan, clock)
+            doors = await Doors.open(options, memory.metrics)
         except BaseException:
             log.close()
             raise
+        return await cls.begin(log, options, plan, memory, doors, wrap=wrap, clock=clock)
 
     @classmethod
-    async def _serve(
-        cls, log: RunLog, options: ServingOptions, plan: AnswerPlan, clock: Callable[[], float]
+    async def begin(
+        cls,
+        log: RunLog,
+        options: ServingOptions,
+        plan: AnswerPlan,
+        memory: Memory,
+        doors: Doors,
+        *,
+        wrap: WrapLog,
+        clock: Callable[[], float],
     ) -> "Serving":
-        machine, metrics = Coordinator(lease_s=options.lease_s), Metrics()
-        # A watcher that wants what is no longer kept reads it by way of the driver.
-        journal = Journal(lambda: driver.read_records())
-        records = await asyncio.to_thread(list, log.read())
-        _refuse_crash_loop(records, now=clock())
-        machine.replay(records)
-        journal.recorded(records)
-        metrics.recorded(records)
-        store = CheckpointStore(options.state_dir / CHECKPOINTS)
-        driver = Driver(
-            machine, log, plan=plan, checkpoints=store, clock=clock, journal=journal, meter=metrics
-        )
-        roster = Roster(machine)
-        exposition = None
-        if options.metrics_port is not None:
-            exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
+        """Serve with a log that is owned: replay what is left of it, and admit callers. Closes all if it cannot."""
         try:
-            service = await serve(
-                driver,
-                store,
-                roster,
-                host=options.host,
-                port=options.port,
-                token=options.token,
-                count_refusal=metrics.refused,
-            )
+            rest = await asyncio.to_thread(list, log.read(after=memory.num_records))
+            memory.replay(rest)
+            _refuse_crash_loop(memory.openings, now=clock())
+            patient = PatientLog(wrap(log))
+            store = CheckpointStore(options.state_dir / CHECKPOINTS)
+            driver = memory.drive(patient, store, plan, clock)
+            address = options.advertise or doors.service.address
+            lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
+            await doors.service.admit(driver, store, roster, lead)
         except BaseException:
-            if exposition is not None:
-                exposition.close()
+            await doors.close()
+            log.close()
             raise
         if log.warning is not None:
             _log.warning(log.warning)
-        _log.info("epoch=%d serving on %s, %d records replayed", log.epoch, service.address, len(records))
-        return cls(log, driver, roster, service, exposition, metrics)
+        _log.info(
+            "epoch=%d serving on %s, %d records replayed",
+            log.epoch,
+            doors.service.address,
+            memory.num_records,
+        )
+        return cls(log, patient, lead, memory, roster, doors)
 
     def where(self) -> Serves:
         """How to reach it."""
+        exposition = self._doors.exposition
         return Serves(
-            address=self._service.address,
-            metrics_address=None if self._exposition is None else self._exposition.address,
+            address=self._doors.service.address,
+            metrics_address=None if exposition is None else exposition.address,
             epoch=self._log.epoch,
         )
 
@@ -163,33 +239,36 @@ class Serving:
 
     async def stop(self) -> None:
         """Say no more to anybody, and give the log back. Idempotent."""
+        self._patient.stop()
         self.driver.stop()
-        await self._service.stop()
+        await self._doors.service.stop()
         await asyncio.wait({self._running})
         await self._close()
 
     async def _close(self) -> None:
-        await self._service.stop()
-        if self._exposition is not None:
-            await asyncio.to_thread(self._exposition.close)
-            self._exposition = None
+        await self._doors.close()
+        await asyncio.to_thread(self._lead.close)
         self._log.close()
 
     async def _run(self) -> None:
-        """The driver, with samples beside it; what fails first ends both."""
-        running, sampling = asyncio.create_task(self.driver.run()), asyncio.create_task(self._sample())
+        """The driver, with samples and the lease beside it; what fails first ends all."""
+        driving = asyncio.create_task(self.driver.run())
+        beside = {asyncio.create_task(self._sample()), asyncio.create_task(self._lead.keep())}
         try:
-            done, _ = await asyncio.wait({running, sampling}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({driving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            self._patient.stop()
             self.driver.stop()
-            await running
-            if sampling in done:
-                await sampling
+            for failed in done & beside:
+                await failed
+            await driving
         finally:
-            sampling.cancel()
+            for other in beside:
+                other.cancel()
+            await asyncio.wait({driving, *beside})
 
     async def _sample(self) -> None:
         """Every second or so, put what is into the metrics; the loop's lag is how late that second was."""
-        driver = self.driver
+        driver, exposition = self.driver, self._doors.exposition
         while True:
             began = time.monotonic()
             await asyncio.sleep(SAMPLE_S)
@@ -199,25 +278,26 @@ class Serving:
             self.metrics.sample(
                 driver.machine, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )
-            if self._exposition is not None:
-                self._exposition.show({worker.worker: worker for worker in workers})
+            if exposition is not None:
+                exposition.show({worker.worker: worker for worker in workers})
 
 
-async def _open_log(directory: Path, clock: Callable[[], float]) -> RunLog:
+async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:
     """The run log, waiting a little for whoever has it to be gone."""
     give_up = time.monotonic() + LOCK_WAIT_S
+    holder = Holder(name=options.name, address=options.advertise or "")
     while True:
         try:
-            return await asyncio.to_thread(RunLog.open, directory, wall_s=clock())
+            return await asyncio.to_thread(RunLog.open, options.state_dir, wall_s=clock(), holder=holder)
         except LogHeld:
             if time.monotonic() >= give_up:
                 raise
         await asyncio.sleep(_LOCK_POLL_S)
 
 
-def _refuse_crash_loop(records: list[Record], *, now: float) -> None:
+def _refuse_crash_loop(openings: Sequence[EpochOpened], *, now: float) -> None:
     # What lies ahead was written before the clock was set back, nobody knows how long ago.
-    recent = [r for r in records if isinstance(r, EpochOpened) and now - OPENINGS_S < r.wall_s <= now]
+    recent = [opening for opening in openings if now - OPENINGS_S < opening.wall_s <= now]
     if len(recent) > MAX_OPENINGS:
         raise LocalError(
             f"opened {len(recent)} times within {OPENINGS_S:.0f} s, so it crashes again and again: the log says why; "

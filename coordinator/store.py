@@ -120,8 +120,11 @@ class RunLog:
         with self._owning(self._connection):
             insert(self._connection, self.epoch, records)
 
-    def renew(self) -> None:
+    def renew(self, address: str) -> None:
         """Give a sign of life; a standby that sees none for long takes the log. From one thread at a time.
+
+        Args:
+            address: host:port at which workers and clients find the owner.
 
         Raises:
             Fenced: one has.
@@ -134,7 +137,8 @@ class RunLog:
                 self._lock = _take_lock(self._path.parent)
         with self._owning(self._renewing):
             self._renewing.execute(
-                "UPDATE owner SET beats = beats + 1, has_lock = ?", (self._lock is not None,)
+                "UPDATE owner SET beats = beats + 1, address = ?, has_lock = ?",
+                (address, self._lock is not None),
             )
 
     def read(self, *, after: int = 0) -> Iterator[Record]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from coordinator.driver import Driver
+from coordinator.lead.lease import Lead
 from coordinator.service.context import Context
 from coordinator.streams import Stream
 from skein.errors import RemoteError
@@ -26,8 +27,9 @@ MAX_LINE_CHARACTERS = 2000
 class Control(control_pb2_grpc.ControlServicer):
     """Turns streams into posts to the driver, and the driver's directives into messages."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, lead: Lead) -> None:
         self._driver = driver
+        self._lead = lead
 
     async def Session(
         self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
@@ -39,6 +41,7 @@ class Control(control_pb2_grpc.ControlServicer):
         cutting = asyncio.create_task(_cut(stream, asyncio.current_task()))
         try:
             while (directive := await stream.take()) is not None:
+                await self._lead.certain()
                 yield DIRECTIVE.encode(directive)
                 if isinstance(directive, Refused):
                     stream.close("refused")

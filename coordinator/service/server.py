@@ -1,19 +1,24 @@
-"""The gRPC server of a coordinator: which services, which checks, which limits."""
+"""The gRPC server of a coordinator: which services, which checks, which limits; and what it says while it stands by."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol, cast
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import Driver
+from coordinator.lead.lease import Lead
 from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
+from coordinator.service.context import Context
 from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
 from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
+from skein.wire.leader import LEADER_KEY
 from skein.wire.tokens import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 
@@ -33,13 +38,66 @@ class Health(Protocol):
     async def enter_graceful_shutdown(self) -> None: ...
 
 
+class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """All methods of a server: refused while it stands by, then those that it was given.
+
+    `leader`: whom it names to those it refuses; "" while it knows nobody.
+    """
+
+    def __init__(self) -> None:
+        self.leader = ""
+        self._found: list[grpc.GenericRpcHandler[object, object]] = []
+        self._is_open = False
+
+    def open(self) -> None:
+        """Refuse nobody from now on."""
+        self._is_open = True
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[object, object] | None":
+        """How to answer a call; None for a method that nobody has."""
+        if not self._is_open:
+            return cast(
+                "grpc.RpcMethodHandler[object, object]", grpc.stream_stream_rpc_method_handler(self._refuse)
+            )
+        found = (known.service(handler_call_details) for known in self._found)
+        return next((method for method in found if method is not None), None)
+
+    # --- what generated code wants of a server ---
+
+    def add_generic_rpc_handlers(self, handlers: Sequence["grpc.GenericRpcHandler[object, object]"]) -> None:
+        """Take these methods."""
+        self._found += handlers
+
+    def add_registered_method_handlers(self, name: str, methods: object) -> None:
+        """The same methods by name, which would be looked up before anybody could refuse."""
+
+    async def _refuse(self, requests: object, context: Context) -> NoReturn:
+        if not self.leader:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "standby; nobody leads yet")
+        details = f"standby; the leader is {self.leader}"
+        await context.abort(grpc.StatusCode.UNAVAILABLE, details, ((LEADER_KEY, self.leader),))
+
+
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """A server that listens."""
+    """A server that listens; it stands by until `admit`."""
 
     server: aio.Server
     address: str
+    gate: Gate
     _health: Health
+
+    async def admit(self, driver: Driver, store: CheckpointStore, roster: Roster, lead: Lead) -> None:
+        """Answer for this driver from now on."""
+        server = cast(aio.Server, self.gate)
+        control_pb2_grpc.add_ControlServicer_to_server(Control(driver, lead), server)
+        jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster), server)
+        checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
+        self.gate.open()
+        for name in SERVICES:
+            await self._health.set(f"skein.wire.v1.{name}", health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""
@@ -47,17 +105,8 @@ class Service:
         await self.server.stop(STOP_S)
 
 
-async def serve(
-    driver: Driver,
-    store: CheckpointStore,
-    roster: Roster,
-    *,
-    host: str,
-    port: int,
-    token: str | None,
-    count_refusal: CountRefusal,
-) -> Service:
-    """Listen at host:port (0: any free one).
+async def listen(host: str, port: int, *, token: str | None, count_refusal: CountRefusal) -> Service:
+    """Listen at host:port (0: any free one), standing by.
 
     Raises:
         UserError: the address cannot be listened on.
@@ -66,13 +115,12 @@ async def serve(
     if token is not None:
         checks.append(TokenCheck(token))
     server = aio.server(interceptors=checks, options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
-    control_pb2_grpc.add_ControlServicer_to_server(Control(driver), server)
-    jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster), server)
-    checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
+    gate = Gate()
     checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    server.add_generic_rpc_handlers((gate,))
     for name in SERVICES:
-        await checker.set(f"skein.wire.v1.{name}", health_pb2.HealthCheckResponse.SERVING)
+        await checker.set(f"skein.wire.v1.{name}", health_pb2.HealthCheckResponse.NOT_SERVING)
     bound = bind(server, host, port)
     await server.start()
-    return Service(server=server, address=join_address(host, bound), _health=checker)
+    return Service(server=server, address=join_address(host, bound), gate=gate, _health=checker)

@@ -45,7 +45,7 @@ def test_the_lease_says_who_leads_and_where(tmp_path: Path) -> None:
     lookout = Lookout(tmp_path)
     assert lookout.lease().holder is None
     with RunLog.open(tmp_path, wall_s=1.0, holder=FIRST) as log:
-        log.renew()
+        log.renew(FIRST.address)
         assert lookout.lease() == Lease(epoch=Epoch(1), holder=FIRST, beats=1, has_lock=True)
     assert lookout.lease().holder is None
     assert all_of(lookout) == [opened(1)]
@@ -70,7 +70,7 @@ def test_a_standby_takes_a_log_whose_owner_lives_and_holds_the_lock(tmp_path: Pa
             with pytest.raises(Fenced, match=r"epoch 1 is over.*10\.0\.0\.2:7411 leads now"):
                 old.append([submitted("late")])
             with pytest.raises(Fenced, match="epoch 1 is over"):
-                old.renew()
+                old.renew(FIRST.address)
             new.append([submitted("kept")])
             assert list(new.read(after=1)) == [opened(2), submitted("kept")]
             # What the fenced one gives back is no longer its own.
@@ -84,7 +84,7 @@ def test_a_sign_of_life_comes_before_a_standby_that_was_about_to_take_over(tmp_p
     old = RunLog.open(tmp_path, wall_s=1.0, holder=FIRST)
     seen = lookout.lease()
     if sign == "renewal":
-        old.renew()
+        old.renew(FIRST.address)
     else:
         old.close()
         old = RunLog.open(tmp_path, wall_s=2.0, holder=FIRST)
@@ -106,13 +106,13 @@ def test_who_took_over_from_a_frozen_owner_gets_the_lock_when_that_one_has_died(
     fcntl.flock(frozen, fcntl.LOCK_EX)
     lookout = Lookout(tmp_path)
     with taken(lookout) as new:
-        new.renew()
+        new.renew(SECOND.address)
         assert not lookout.lease().has_lock
         os.close(frozen)
         # Nobody has the lock, yet the log has a living owner.
         with pytest.raises(LogHeld, match=r"10\.0\.0\.2:7411 is using it"):
             RunLog.open(tmp_path, wall_s=3.0, holder=FIRST)
-        new.renew()
+        new.renew(SECOND.address)
         assert lookout.lease().has_lock
         with pytest.raises(LogHeld, match=f"process id {os.getpid()}"):
             RunLog.open(tmp_path, wall_s=3.0, holder=FIRST)
@@ -137,9 +137,9 @@ def test_a_full_disk_leaves_the_owner_in_place(tmp_path: Path) -> None:
             with pytest.raises(LogFull):
                 lookout.take(lookout.lease(), wall_s=2.0, holder=SECOND)
             with pytest.raises(LogFull):
-                log.renew()
+                log.renew(FIRST.address)
         log.append([submitted("a")])
-        log.renew()
+        log.renew(FIRST.address)
 
 
 def test_a_log_of_the_format_before_is_read_on(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_an_owner_frozen_within_a_transaction_is_left_with_its_file(tmp_path: Pa
             with pytest.raises(Fenced, match="epoch 1 is over"):
                 old.append([submitted("void")])
             with pytest.raises(Fenced, match="epoch 1 is over"):
-                old.renew()
+                old.renew(FIRST.address)
             new.append([submitted("after")])
             assert all_of(other) == []
             assert other.take(seen, wall_s=3.0, holder=FIRST) is None
@@ -332,11 +332,12 @@ class TwoCoordinators(RuleBasedStateMachine):
     def renew(self, party: int) -> None:
         if (log := self.logs.get(party)) is None:
             return
+        address = self.holder(party).address
         if party == self.leader:
-            log.renew()
+            log.renew(address)
         else:
             with pytest.raises(Fenced):
-                log.renew()
+                log.renew(address)
 
     @rule(party=PARTIES)
     def look(self, party: int) -> None:

@@ -1,0 +1,1 @@
+"""Who of several coordinators leads."""

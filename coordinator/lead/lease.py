@@ -1,0 +1,125 @@
+"""What a leader does to stay one: renew its lease, say nothing while that is in doubt, and outlast a full disk."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from coordinator.driver import AppendLog
+from coordinator.logfile import LogBusy, LogFull
+from coordinator.store import RunLog
+from skein.protocol.records import Record
+
+RENEWALS = 6
+"""In the time after which a standby takes over; several may be late before it matters."""
+AGAIN_S = 0.5
+"""Between two tries of what the disk refused."""
+_log = logging.getLogger("coordinator")
+
+
+def _seconds_awake_or_not() -> float:
+    """Monotonic, and goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Lead:
+    """The lease of a coordinator that leads, for as long as `keep` runs.
+
+    It is no proof, for this process may be frozen between any two of its instructions: appends are fenced by their
+    epoch, and so are directives. But one that wakes up learns here that its time is over before it says anything.
+
+    Args:
+        log: whose lease it is.
+        address: host:port at which whoever reads the lease finds this coordinator.
+        takeover_s: silence after which a standby takes over.
+        clock: seconds that do not stand still while this process is frozen.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        address: str,
+        *,
+        takeover_s: float,
+        clock: Callable[[], float] = _seconds_awake_or_not,
+    ) -> None:
+        self._log = log
+        self._address = address
+        self._takeover_s = takeover_s
+        self._clock = clock
+        self._renewed_at = clock()
+        self._renewed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
+
+    async def keep(self) -> NoReturn:
+        """Renew for ever.
+
+        Raises:
+            Fenced: another coordinator leads.
+            LocalError: the disk failed.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            began = self._clock()
+            try:
+                await loop.run_in_executor(self._thread, self._log.renew, self._address)
+                self._renewed_at = began
+                self._renewed.set()
+            except (LogFull, LogBusy):
+                # Whoever appends says so.
+                self._renewed.clear()
+            await asyncio.sleep(self._takeover_s / RENEWALS)
+
+    async def certain(self) -> None:
+        """Returns at once if no standby can have taken over, as far as this process knows; else when that is known."""
+        while self._clock() - self._renewed_at > self._takeover_s:
+            self._renewed.clear()
+            await self._renewed.wait()
+
+    def close(self) -> None:
+        """Wait for a renewal that is under way."""
+        self._thread.shutdown(wait=True)
+
+
+class PatientLog:
+    """A run log that waits where the disk is full instead of failing: its coordinator pauses until there is room.
+
+    Nothing that is not durable is announced meanwhile, for `append` does not return; what workers and clients say
+    waits in their streams.
+    """
+
+    def __init__(self, log: AppendLog) -> None:
+        self._log = log
+        self._stopping = threading.Event()
+
+    def append(self, records: Sequence[Record]) -> None:
+        """As of `RunLog`.
+
+        Raises:
+            LogFull: there was no room until `stop`.
+        """
+        waits = False
+        while True:
+            try:
+                self._log.append(records)
+            except (LogFull, LogBusy) as error:
+                if not waits:
+                    _log.error("the run log takes nothing: %s; waiting, make room", error)
+                waits = True
+                if self._stopping.wait(AGAIN_S):
+                    raise
+            else:
+                if waits:
+                    _log.info("the run log takes entries again")
+                return
+
+    def read(self) -> Iterator[Record]:
+        """As of `RunLog`."""
+        return self._log.read()
+
+    def stop(self) -> None:
+        """Wait for no room any more."""
+        self._stopping.set()
