@@ -31,14 +31,24 @@ class Lane(StrEnum):
     """State transfer, checkpoints and probes."""
 
 
+_KEEPALIVE_MS = 1000
+_UNACKNOWLEDGED_MS = 2000
+"""After which the system gives a connection up: gRPC hands its keepalive timeout to TCP_USER_TIMEOUT. Bytes that move,
+however slowly, are acknowledged in time; a black hole shows within 3 s, on idle connections too."""
+_PING_TIMEOUT_MS = 2000
+"""Of CONTROL, where little else is sent: a frozen process, whose system still acknowledges, shows within 3 s."""
+_BULK_PING_TIMEOUT_MS = 20_000
+"""A ping queues behind the bulk that was written before it, seconds of it on a slow uplink. Who waits for tensors
+counts silence by the answers to them (`worker.transport.pace`), so this is for what nobody waits for."""
+
+
 def client_options(lane: Lane) -> list[Option]:
-    """Options of a channel. A dead link shows within 3 s on CONTROL, 4 s where pings queue behind bulk."""
-    ping_timeout_ms = 2000 if lane is Lane.CONTROL else 3000
+    """Options of a channel. A dead link shows within 3 s, a frozen process on CONTROL too."""
     return [
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
-        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _UNACKNOWLEDGED_MS),
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS if lane is Lane.CONTROL else _BULK_PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -52,12 +62,12 @@ def client_options(lane: Lane) -> list[Option]:
 
 
 def server_options() -> list[Option]:
-    """Options of a server: lets clients ping each second, and notices lost clients in 4 s itself."""
+    """Options of a server: lets clients ping each second, and notices links that died in 3 s itself."""
     return [
         ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 3000),
-        ("grpc.http2.ping_timeout_ms", 3000),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _UNACKNOWLEDGED_MS),
+        ("grpc.http2.ping_timeout_ms", _BULK_PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 300),
         ("grpc.http2.max_pings_without_data", 0),

@@ -4,8 +4,9 @@ Rules of this file
 - A tensor is kept until it is accepted or refused. What a broken stream leaves unanswered is offered again on the next.
 - Bytes on the way never exceed the credit that the receiver granted on this stream.
 - The oldest microbatch goes first, among what has not begun; a tensor that has begun is finished.
-- Whoever waits for a peer waits for a sign of life: a reply. Half the patience without one costs the connection, all
-  of it the peer.
+- Whoever waits for a peer waits for a sign of life: a reply. Two thirds of the patience without one cost the
+  connection, all of it the peer.
+- A peer whose machine says at once that nobody is there is given up much sooner: what listened there has died.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, Refusal, TensorAccepted, TensorRefused
 from skein.wire.failures import describe_rpc_error
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
-from worker.bundle import Bundle
+from worker.bundle import Bundle, num_bytes_of
+from worker.transport.pace import Pace, Patience
 from worker.transport.parts import announce, data_parts
 from worker.transport.statistics import Statistics
 
@@ -54,30 +56,19 @@ _MAX_CORRUPT = 4
 _MAX_BARREN = 4
 """Streams in a row on which the peer gave signs of life, but no answer to any tensor."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long a peer may be silent while something is expected of it: four times what answers take, within bounds.
-
-    Raise `least_s` on machines so busy that a process may stand still for longer.
-    """
-
-    least_s: float = 3.0
-    most_s: float = 30.0
-
-    def bound_s(self, answer_s: float) -> float:
-        """The bound, given how long an answer usually takes (0: not known)."""
-        return min(max(4 * answer_s, self.least_s), self.most_s)
+_LEAST_REFUSED = 2
+"""Dials in vain, at least, before a peer counts as gone."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Parcel:
     envelope: Envelope
     bundle: Bundle
+    total_bytes: int
     num_corrupt: int = 0
     began_s: float = 0.0
     num_bytes: int = 0
+    """Written on the present stream."""
     sent_s: float | None = None
 
     @property
@@ -93,10 +84,36 @@ class _Break:
 
     reason: str
     is_final: bool
+    is_unavailable: bool = False
+    """Refused, reset or cut off: with no sign of life before, nobody may be there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Absence:
+    """Dials in a row at which nobody was there, and since when."""
+
+    since_s: float = 0.0
+    num_refused: int = 0
+
+    def ended(self, end: _Break, *, was_heard: bool, now: float) -> None:
+        """A stream ended like this."""
+        if was_heard or not end.is_unavailable:
+            self.since_s, self.num_refused = now, 0
+        else:
+            self.since_s = self.since_s or now
+            self.num_refused += 1
+
+    def is_over(self, gone_s: float, *, now: float) -> bool:
+        """Whether it has lasted long enough to be a death."""
+        return self.num_refused >= _LEAST_REFUSED and now - self.since_s >= gone_s
+
+    def cut(self, pause_s: float, gone_s: float, *, now: float) -> float:
+        """The pause, no longer than until it would be over."""
+        return min(pause_s, max(self.since_s + gone_s - now, _FIRST_PAUSE_S)) if self.since_s else pause_s
 
 
 class Outbox:
-    """What is on its way to `to` in `lane`. `run` does the sending and is cancelled to end it."""
+    """What is on its way to `to` in `lane`. `run` does the sending and is cancelled to end it. Lanes share `pace`."""
 
     def __init__(
         self,
@@ -105,14 +122,14 @@ class Outbox:
         *,
         dial: Dial,
         patience: Patience,
+        pace: Pace,
         statistics: Statistics,
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,
     ) -> None:
         self.to = to
         self.lane = lane
-        self.answer_s = 0.0
-        """Smoothed seconds from the last byte of a tensor to its acceptance; what a probe predicts, until one is."""
+        self._pace = pace
         self._dial = dial
         self._patience = patience
         self._statistics = statistics
@@ -123,6 +140,7 @@ class Outbox:
         self._resting: dict[_Parcel, asyncio.TimerHandle] = {}
         self._next_number = 0
         self._credit = 0
+        self._was_granted = False
         self._news = asyncio.Event()
         self._silence: asyncio.Timeout | None = None
         self._began_s = 0.0
@@ -137,7 +155,7 @@ class Outbox:
 
     def put(self, envelope: Envelope, bundle: Bundle) -> None:
         """Send `bundle`, soon. Its bytes must not change until then."""
-        self._put(_Parcel(envelope=envelope, bundle=bundle))
+        self._put(_Parcel(envelope=envelope, bundle=bundle, total_bytes=num_bytes_of(bundle)))
 
     def forget(self, generation: Generation) -> None:
         """Send nothing more of older generations."""
@@ -168,27 +186,32 @@ class Outbox:
 
     async def _persist(self) -> None:
         """Connect, and again, until a stream ends with nothing left to send."""
-        pause_s, num_barren = _FIRST_PAUSE_S, 0
+        pause_s, num_barren, absence = _FIRST_PAUSE_S, 0, _Absence()
         while True:
             self._began_s = self._now()
             end = await self._converse()
+            bound_s = self._bound_s()
             self._take_back()
             if not self._waiting:
                 return
+            now_s = self._now()
+            was_heard = self._heard_s > self._began_s
             if self._answered_s > self._began_s:
                 pause_s, num_barren = _FIRST_PAUSE_S, 0
-            num_barren += self._heard_s > self._began_s
-            is_silent = self._now() - self._heard_s >= self._patience.bound_s(self.answer_s)
+            num_barren += was_heard
+            absence.ended(end, was_heard=was_heard, now=now_s)
+            is_silent = now_s - self._heard_s >= bound_s or absence.is_over(self._patience.gone_s, now=now_s)
             if end.is_final or is_silent or num_barren > _MAX_BARREN:
                 self._give_up(end.reason)
                 return
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(absence.cut(pause_s, self._patience.gone_s, now=now_s))
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _converse(self) -> _Break:
         """Send over one stream until it ends."""
         channel = self._dial(self.to.address, self.lane)
         self._credit = 0
+        self._was_granted = False
         try:
             async with asyncio.timeout(None) as self._silence:
                 self._rearm()
@@ -248,7 +271,7 @@ class Outbox:
         parcel.sent_s, parcel.began_s, parcel.num_bytes = None, self._now(), 0
         self._rearm()
         await call.write(TENSOR_PART.encode(announce(number, parcel.envelope, parcel.bundle)))
-        for part in data_parts(number, parcel.bundle):
+        for part in data_parts(number, parcel.bundle, lambda: self._pace.part_bytes):
             while self._credit < len(part.data) and number in self._unanswered:
                 await self._wait()
             if number not in self._unanswered:
@@ -265,15 +288,34 @@ class Outbox:
     async def _read(self, call: DeliverCall) -> _Break:
         try:
             async for message in call:
-                self._heard_s = self._now()
-                self._reply(PART_REPLY.decode(message))
+                now_s = self._now()
+                silent_s = now_s - max(self._heard_s, self._began_s)
+                self._heard_s = now_s
+                reply = PART_REPLY.decode(message)
+                self._pace.heard(silent_s, self._arrived_bytes(reply), now=now_s)
+                self._reply(reply)
                 self._rearm()
                 self._news.set()
         except aio.AioRpcError as error:
-            return _Break(reason=describe_rpc_error(error, self.to.address), is_final=error.code() in FINAL)
+            return _Break(
+                reason=describe_rpc_error(error, self.to.address),
+                is_final=error.code() in FINAL,
+                is_unavailable=error.code() is grpc.StatusCode.UNAVAILABLE,
+            )
         except RemoteError as error:
             return _Break(reason=f"{self.to.address}: {error}", is_final=True)
         return _Break(reason=f"{self.to.address}: the peer ended the stream", is_final=False)
+
+    def _arrived_bytes(self, reply: PartReply) -> int:
+        """How many bytes have arrived, by this reply, since the one before; the first credit comes before any."""
+        match reply:
+            case CreditGranted():
+                was_granted, self._was_granted = self._was_granted, True
+                return reply.num_bytes if was_granted else 0
+            case TensorAccepted() if reply.tensor in self._unanswered:
+                return self._unanswered[reply.tensor].num_bytes
+            case _:
+                return 0
 
     def _reply(self, reply: PartReply) -> None:
         match reply:
@@ -297,8 +339,7 @@ class Outbox:
     def _answered(self, parcel: _Parcel) -> None:
         if parcel.sent_s is not None:
             now_s = self._now()
-            answer_s = now_s - parcel.sent_s
-            self.answer_s += (answer_s - self.answer_s) / 8 if self.answer_s else answer_s
+            self._pace.answered(now_s - parcel.sent_s)
             self._on_taken(self.to.worker, parcel.envelope, parcel.num_bytes, now_s - parcel.began_s)
 
     def _refused(self, parcel: _Parcel, refused: TensorRefused) -> None:
@@ -306,7 +347,7 @@ class Outbox:
             case Refusal.STALE:
                 pass
             case Refusal.NOT_YET:
-                pause_s = min(max(2 * self.answer_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+                pause_s = min(max(2 * self._pace.answer_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
                 timer = asyncio.get_running_loop().call_later(pause_s, self._rested, parcel)
                 self._resting[parcel] = timer
             case Refusal.CORRUPT if parcel.num_corrupt + 1 < _MAX_CORRUPT:
@@ -334,9 +375,16 @@ class Outbox:
         self._news.clear()
 
     def _rearm(self) -> None:
-        """Let silence end the stream if answers are due, half a patience after the last sign of life."""
+        """Let silence end the stream if answers are due: a later one of a peer that is silent has what is left."""
         if self._silence is None or self._silence.expired():
             return
-        half_s = self._patience.bound_s(self.answer_s) / 2
+        bound_s = self._bound_s()
+        silent_before_s = max(self._began_s - self._heard_s, 0.0)
+        left_s = max(bound_s - silent_before_s, bound_s / 3)
         last_s = max(self._heard_s, self._began_s)
-        self._silence.reschedule(last_s + half_s if self._unanswered else None)
+        self._silence.reschedule(last_s + min(2 * bound_s / 3, left_s) if self._unanswered else None)
+
+    def _bound_s(self) -> float:
+        """How long the peer may be silent now."""
+        under_way = max((parcel.total_bytes for parcel in self._unanswered.values()), default=0)
+        return self._patience.bound_s(self._pace.usual_s(under_way, now=self._now()))

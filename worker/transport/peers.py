@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable
 from skein.protocol.messages import Direction, Envelope, HopTensor, Member, TensorHeader
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
-from skein.wire.channel import PART_BYTES, Lane
+from skein.wire.channel import Lane
 from skein.wire.extra import FetchBoundaryRequest
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetch import Fetcher
 from worker.transport.links import measure_link
-from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, Patience, ignore_taken
+from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, ignore_taken
+from worker.transport.pace import Pace, Patience
 from worker.transport.statistics import Statistics
 
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
@@ -62,7 +63,7 @@ class Peers:
             dial=dial, limits=limits or Limits(), statistics=statistics, patience_s=fetch_patience_s
         )
         self._outboxes: dict[tuple[WorkerId, Lane], tuple[Outbox, asyncio.Task[None]]] = {}
-        self._answer_s: dict[WorkerId, float] = {}
+        self._paces: dict[WorkerId, tuple[Member, Pace]] = {}
 
     def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None:
         """Send `bundle`, whose bytes do not change from now on. Returns at once; failure is told to `on_failed`."""
@@ -125,8 +126,16 @@ class Peers:
             RemoteError: the peer cannot be reached.
         """
         there, back = await measure_link(self._me, member, dial=self._dial, patience_s=self._patience.most_s)
-        self._answer_s[member.worker] = 2 * there.latency_s + PART_BYTES / there.bytes_per_s
+        now = asyncio.get_running_loop().time()
+        self._pace(member).probed(2 * there.latency_s, there.bytes_per_s, now=now)
         return there, back
+
+    def _pace(self, member: Member) -> Pace:
+        """What is known of a process; who has taken its name begins anew."""
+        known = self._paces.get(member.worker)
+        if known is None or known[0] != member:
+            known = self._paces[member.worker] = member, Pace()
+        return known[1]
 
     def _outbox(self, to: Member, lane: Lane) -> Outbox:
         known = self._outboxes.get((to.worker, lane))
@@ -140,10 +149,10 @@ class Peers:
             lane,
             dial=self._dial,
             patience=self._patience,
+            pace=self._pace(to),
             statistics=self._statistics,
             on_failed=self._on_failed,
             on_taken=self._on_taken,
         )
-        outbox.answer_s = self._answer_s.get(to.worker, 0.0)
         self._outboxes[to.worker, lane] = (outbox, self._group.create_task(outbox.run()))
         return outbox

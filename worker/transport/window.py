@@ -14,6 +14,8 @@ MAX_BYTES = 64 << 20
 _GAIN = 1.25
 _REST = 16
 """Windows between two trials."""
+_SIGN_S = 0.25
+"""Between two grants while bytes arrive, however little it is: to the sender they are signs of life."""
 
 
 class Window:
@@ -29,6 +31,7 @@ class Window:
         self._mark_received = 0
         self._rate_before: float | None = None
         self._rest = 0
+        self._granted_s = 0.0
 
     def open(self, *, now: float) -> int:
         """Bytes to grant as the stream begins."""
@@ -50,8 +53,10 @@ class Window:
 
     def _grant(self, *, now: float, is_marked: bool) -> int:
         owed = self.size - (self._granted - self._received)
-        granted = owed if 4 * owed >= self.size else 0
+        is_due = 4 * owed >= self.size or now - self._granted_s >= _SIGN_S
+        granted = owed if is_due and owed > 0 else 0
         self._granted += granted
+        self._granted_s = now if granted else self._granted_s
         if is_marked:
             self._mark, self._mark_s, self._mark_received = self._granted, now, self._received
         return granted

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from bench.emulated.fleet import Links
+from bench.emulated.links import Relay
 from skein.plan.plan import Path
 from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Phase, ShardKind, ShardTensor
 from skein.types import (
@@ -27,7 +29,7 @@ from skein.wire.extra import DType, FetchBoundaryRequest, Refusal
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
-from worker.transport.outbox import Patience
+from worker.transport.pace import Patience
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
@@ -163,6 +165,22 @@ async def sending(
             yield Sender(peers=peers, statistics=statistics, failed=failed, taken=taken)
         finally:
             await peers.close()
+
+
+@asynccontextmanager
+async def over(member: Member, *, latency_s: float, bytes_per_s: float) -> AsyncIterator[Member]:
+    """`member` as it is reached over a link like this, the same both ways."""
+    links = Links(
+        addresses=("here", member.address),
+        latency_s=((0.0, latency_s), (latency_s, 0.0)),
+        bytes_per_s=((1.0, bytes_per_s), (bytes_per_s, 1.0)),
+    )
+    relay = Relay(links)
+    relays = await relay.listen()
+    try:
+        yield replace(member, address=relays.ways[0][member.address])
+    finally:
+        relay.close()
 
 
 async def gathered(get: Callable[[], Awaitable[Arrived]], count: int) -> list[Arrived]:

@@ -100,7 +100,7 @@ def test_parts_are_full_but_the_last_and_join_to_the_bundle(sizes: list[int], pa
         WireTensor(name="x", dtype=DType.UINT8, shape=(size,), data=bytes(range(i, i + size)))
         for i, size in enumerate(sizes)
     )
-    parts = list(cut(bundle, part_bytes))
+    parts = list(cut(bundle, lambda: part_bytes))
     assert b"".join(parts) == b"".join(bytes(tensor.data) for tensor in bundle)
     assert all(len(part) == part_bytes for part in parts[:-1])
     assert all(0 < len(part) <= part_bytes for part in parts[-1:])

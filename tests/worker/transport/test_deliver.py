@@ -19,6 +19,7 @@ from tests.worker.transport.loopback import (
     Receiver,
     gathered,
     hop_envelope,
+    over,
     sending,
     serving,
     shard_envelope,
@@ -26,7 +27,7 @@ from tests.worker.transport.loopback import (
 )
 from worker.bundle import Limits, to_torch, to_wire
 from worker.service import PeerService
-from worker.transport.outbox import Patience
+from worker.transport.pace import Patience
 from worker.transport.parts import announce
 
 MIB = 1 << 20
@@ -298,6 +299,46 @@ async def test_a_peer_where_nothing_listens_is_given_up() -> None:
     assert [(worker, generation) for worker, generation, _ in failures] == [(B, 1), (B, 2)]
     assert "nothing listens there" in failures[0][2]
     assert sender.statistics.failed == {B: 3}
+
+
+async def test_a_peer_whose_machine_refuses_is_given_up_however_long_silence_is_borne() -> None:
+    async with serving(Receiver().service()) as member:
+        pass
+    patient = Patience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
+    async with sending(patience=patient) as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        worker, _, reason = await sender.failed.get()
+    assert worker == B
+    assert "nothing listens there" in reason
+
+
+async def test_a_peer_that_dies_in_the_midst_of_a_tensor_is_given_up_as_soon() -> None:
+    miser = Receiver().service_of(Miser)
+    patient = Patience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
+    async with sending(patience=patient) as sender:
+        async with serving(miser) as member:
+            miser.grants.put_nowait(MIB)
+            sender.peers.send(member, hop_envelope(), (tensor_of(2 * MIB),))
+            await miser.spent.get()
+        worker, _, _ = await sender.failed.get()
+    assert worker == B
+
+
+async def test_a_slow_link_raises_no_suspicion_while_bytes_move() -> None:
+    """Half a second for a part of full size, beyond the least patience; all bytes take five times that."""
+    receiver = Receiver()
+    num_tensors, num_bytes = 2, 2 * MIB
+    async with (
+        serving(receiver.service()) as member,
+        over(member, latency_s=0.1, bytes_per_s=2e6) as far,
+        sending(patience=Patience(least_s=0.4)) as sender,
+    ):
+        for microbatch in range(num_tensors):
+            sender.peers.send(far, hop_envelope(microbatch), (tensor_of(num_bytes),))
+        arrived = await gathered(receiver.arrived.get, num_tensors)
+        assert sender.failed.empty()
+    assert [envelope for envelope, _ in arrived] == [hop_envelope(m) for m in range(num_tensors)]
+    assert sender.statistics.resent[Lane.FORWARD] == 0
 
 
 async def test_a_peer_that_stands_still_is_given_up() -> None:

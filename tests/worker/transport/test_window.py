@@ -69,3 +69,11 @@ def test_bytes_beyond_the_credit_are_the_peers_fault() -> None:
     granted = window.open(now=0.0)
     with pytest.raises(RemoteError, match="1 bytes more"):
         window.take(granted + 1, now=1.0)
+
+
+def test_bytes_that_come_slowly_are_told_four_times_a_second() -> None:
+    window = Window()
+    window.open(now=0.0)
+    small = INITIAL_BYTES // 64
+    grants = [window.take(small, now=0.1 * i) for i in range(1, 7)]
+    assert grants == [0, 0, 3 * small, 0, 0, 3 * small]
