@@ -195,11 +195,13 @@ class Bench:
                 },
                 groups=arrangement.groups,
                 batches=reader,
+                resumption=None,
             )
         )
 
     def run(self, op: Op) -> Done:
-        operands = {key: self.store.take(GENERATION, key) for key in operand_keys(op)}
+        found = {key: self.store.find(GENERATION, key) for key in operand_keys(op)}
+        operands = {key: payload for key, payload in found.items() if payload is not None}
         return self.compute.run(op, operands)
 
 

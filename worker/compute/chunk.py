@@ -4,7 +4,7 @@ Accumulators are the `.grad` of every parameter, as views into one flat vector p
 reads contiguous memory and copies nothing that it does not send. They are unnormalised sums, and zeroed, never freed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Self
 
 import torch
@@ -35,6 +35,12 @@ def own_group(stage: StageIndex) -> GroupId:
 def optimizer_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of the optimizer's tensors for parameters called `names`, sorted, without `STEP`."""
     return tuple(sorted(f"{moment}.{name}" for name in names for moment in _MOMENTS))
+
+
+def parameter_names(state: Iterable[str]) -> frozenset[str]:
+    """Which names of a state are parameters'."""
+    moments = tuple(f"{moment}." for moment in _MOMENTS)
+    return frozenset(name for name in state if name != STEP and not name.startswith(moments))
 
 
 def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
@@ -92,6 +98,11 @@ class Chunk:
     def _params_of(self, group: GroupId) -> dict[str, Tensor]:
         return {name: self.params[name].detach() for name in self._names[group]}
 
+    @property
+    def groups(self) -> tuple[GroupId, ...]:
+        """The groups that reduce any parameter of this stage."""
+        return tuple(group for group, names in self._names.items() if names)
+
     def accumulator(self, group: GroupId) -> Tensor:
         """The sums of the parameters that `group` reduces, as one vector; empty if there are none here."""
         return self._accumulators[group]
@@ -146,13 +157,17 @@ class Chunk:
 
     # --- state, as it travels and is saved ---
 
-    def copy_state(self) -> dict[str, Tensor]:
-        """Parameters, optimizer tensors (`exp_avg.<name>` and so on) and `STEP`: copies in host memory."""
-        state = {name: _copied(param) for name, param in self.params.items()}
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, optimizer tensors (`exp_avg.<name>` and so on) and `STEP` as they are until the next update."""
+        state = {name: param.detach() for name, param in self.params.items()}
         for moment, tensors in self._moments().items():
-            state |= {f"{moment}.{name}": _copied(tensor) for name, tensor in tensors.items()}
+            state |= {f"{moment}.{name}": tensor for name, tensor in tensors.items()}
         state[STEP] = torch.tensor(self.optimizer.step, dtype=torch.int64)
         return state
+
+    def copy_state(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Copies of the `state` in host memory; only of `names`, if given."""
+        return {name: _copied(x) for name, x in self.state().items() if names is None or name in names}
 
     def copy_for_checkpoint(self) -> dict[str, Tensor]:
         """As `copy_state`, without what the first stage saves too."""

@@ -8,7 +8,7 @@ Rules of this file
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -33,6 +33,7 @@ from skein.protocol.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    SnapshotOp,
     SumOp,
     TensorKey,
 )
@@ -51,6 +52,7 @@ from skein.types import (
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.payload import Payload, pack, unpack
+from worker.compute.snapshots import Snapshots
 
 HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
 """Names of the tensors in payloads."""
@@ -103,6 +105,7 @@ class Compute:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.holding: Holding | None = None
+        self.snapshots = Snapshots()
         self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
         self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
@@ -146,15 +149,17 @@ class Compute:
         found = (chunk for chunk in self._here(job) if (chunk.stage, chunk.version) == (stage, version))
         return next(found, None)
 
-    def copy_state(self, job: JobId, stage: StageIndex, version: Step) -> dict[str, Tensor] | None:
-        """State of a chunk of `job`, copied; None if it is not here at that version.
+    def copy_state(
+        self, job: JobId, stage: StageIndex, version: Step, names: Collection[str] | None = None
+    ) -> dict[str, Tensor] | None:
+        """State of a chunk of `job`, copied, or `names` of it; None if it is not here at that version.
 
         After another cut, two may have the index: then this is the state of both, and the names tell.
         """
         state: dict[str, Tensor] = {}
         for chunk in self._here(job):
             if (chunk.stage.index, chunk.version) == (stage, version):
-                state |= chunk.copy_state()
+                state |= chunk.copy_state(names)
         return state or None
 
     def _here(self, job: JobId) -> tuple[Chunk, ...]:
@@ -199,6 +204,9 @@ class Compute:
                 return Done()
             case SaveOp():
                 return Done(saved=self._save(op))
+            case SnapshotOp():
+                self._snapshot(op)
+                return Done()
             case _:
                 assert_never(op)
 
@@ -324,16 +332,14 @@ class Compute:
                     raise LocalError(
                         f"group {result.group}: {joined.digest} is here, {result.digest} was voted"
                     )
+        self.snapshots.finish()
         for chunk in self._held.chunks.values():
             chunk.apply(record, results, self._held.job.optimizer)
+            self.snapshots.applied(chunk, record, results)
         self._clear()
 
     def _save(self, op: SaveOp) -> Saved:
-        # Also one that was given up: the plan that it was given up for may never have been put into place.
-        here = self._here(self._held.job_id)
-        chunk = next((c for c in here if (c.stage.index, c.version) == (op.stage, op.version)), None)
-        if chunk is None:
-            raise LocalError(f"stage {op.stage} is not here at version {op.version}")
+        chunk = self._chunk_for(op)
         return Saved(
             job_id=self._held.job_id,
             generation=op.generation,
@@ -342,6 +348,17 @@ class Compute:
             url=op.url,
             state=chunk.copy_for_checkpoint(),
         )
+
+    def _snapshot(self, op: SnapshotOp) -> None:
+        self.snapshots.take(op, self._held.job_id, self._chunk_for(op))
+
+    def _chunk_for(self, op: SaveOp | SnapshotOp) -> Chunk:
+        # Also one that was given up: the plan that it was given up for may never have been put into place.
+        here = self._here(self._held.job_id)
+        chunk = next((c for c in here if (c.stage.index, c.version) == (op.stage, op.version)), None)
+        if chunk is None:
+            raise LocalError(f"stage {op.stage} is not here at version {op.version}")
+        return chunk
 
     def _clear(self) -> None:
         self._drop_step()
