@@ -138,7 +138,7 @@ class LocalFleet:
 
     def _run(self, name: str, module: str, arguments: Sequence[str]) -> None:
         log = self.logs / f"{name}.log"
-        process = start_tethered(module, arguments, log=log, environment=_environment(self.num_workers))
+        process = start_tethered(module, arguments, log=log, environment=service_environment(self.num_workers))
         self.services.append(Service(name=name, process=process, log=log))
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
@@ -160,7 +160,7 @@ def free_port(wanted: int = 0) -> int:
     raise NotStarted("no port of this machine is free")
 
 
-def _environment(num_workers: int) -> dict[str, str]:
+def service_environment(num_workers: int) -> dict[str, str]:
     """Workers share the cores, and keep big buffers instead of faulting in fresh pages for each."""
     threads = max(1, (os.cpu_count() or 1) // num_workers)
     return {

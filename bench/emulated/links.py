@@ -8,82 +8,13 @@ import asyncio
 import resource
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from bench.emulated.fleet import RELAY_HOST, Links, Relays, write_whole
 from bench.emulated.lines import Lines
+from client.lab.halves import Half
 from skein.wire.channel import join_address, split_address
-
-
-class Clock(Protocol):
-    """An event loop, as far as halves need one."""
-
-    def time(self) -> float: ...
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> object: ...
-
-
-class Half(asyncio.Protocol):
-    """One socket of a relayed connection. What it receives goes to `other`, when it would have arrived there."""
-
-    def __init__(self, lines: Lines, sender: int, receiver: int, *, clock: Clock) -> None:
-        self.other: Half | None = None
-        self.is_over = False
-        self._lines = lines
-        self._pair = sender, receiver
-        self._clock = clock
-        self._transport: asyncio.Transport | None = None
-        self._under_way: deque[tuple[float, bytes]] = deque()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        if self.other is None:
-            transport.pause_reading()
-
-    def join(self, other: "Half") -> None:
-        """Let bytes go to `other`."""
-        self.other = other
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        now = self._clock.time()
-        at = self._lines.arrival_s(*self._pair, len(data), now=now)
-        if self._under_way:
-            at = max(at, self._under_way[-1][0])  # TCP never reorders
-        self._under_way.append((at, data))
-        if len(self._under_way) == 1:
-            self._clock.call_at(at, self._arrived)
-
-    def _arrived(self) -> None:
-        assert self.other is not None
-        now = self._clock.time()
-        while self._under_way and self._under_way[0][0] <= now:
-            self.other.write(self._under_way.popleft()[1])
-        if self._under_way:
-            self._clock.call_at(self._under_way[0][0], self._arrived)
-        elif self.is_over:
-            self.other.close()
-
-    def write(self, data: bytes) -> None:
-        """Hand on what has arrived; to nobody if the socket is closed."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_over = True
-        if not self._under_way and self.other is not None:
-            self.other.close()
 
 
 class Relay:

@@ -40,6 +40,21 @@ _JOB = Group(
         ),
     },
 )
+_LAB = Group(
+    "lab",
+    help="An emulated WAN on this machine.",
+    verbs={
+        name: Verb(help=text, module="client.cli.lab", attribute=name)
+        for name, text in {
+            "up": "Bring a WAN with a coordinator and workers up, in the background.",
+            "status": "Show what runs where, and links that were changed.",
+            "cut": "Let nothing through between two sites or workers.",
+            "slow": "Change latency, bandwidth, jitter or loss of links.",
+            "heal": "Let links be as they were.",
+            "down": "End the lab, also one that was killed.",
+        }.items()
+    },
+)
 _VERBS: Mapping[str, Verb | Program | Group] = {
     "demo": Verb(
         help="Train, export and sample a small model, all on this machine.",
@@ -73,6 +88,7 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
         attribute="plan",
     ),
     "doctor": Verb(help="Look for what could go wrong.", module="client.cli.doctor", attribute="doctor"),
+    "lab": _LAB,
     "sim": Program(help="Simulate a job on a made-up fleet.", module="skein.sim"),
     "bench": Program(help="Run a comparison (source checkout).", module="bench"),
 }

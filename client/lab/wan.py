@@ -58,7 +58,7 @@ class Wan:
         for i, device in enumerate(self._devices):
             namespaces.set_batching(device, is_on=self._network.may_batch(i))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give all devices up; what is under way is lost."""
         if self._alarm is not None:
             self._alarm.cancel()
@@ -66,6 +66,18 @@ class Wan:
             self._loop.remove_reader(device)
             os.close(device)
         self._devices = []
+
+    def traffic(self) -> Mapping[tuple[int, int], Mapping[str, int]]:
+        """What was carried and dropped so far, by (sender, receiver), where there was anything."""
+        return {
+            pair: {
+                "packets": traffic.num_frames,
+                "bytes": traffic.num_bytes,
+                **{f"dropped_{reason}": count for reason, count in sorted(traffic.num_dropped.items())},
+            }
+            for pair, traffic in self.router.traffic.items()
+            if traffic.num_frames or traffic.num_dropped
+        }
 
     def _read(self, sender: int) -> None:
         device, router = self._devices[sender], self.router
@@ -101,16 +113,3 @@ class Wan:
         self._num_refused += 1
         if self._num_refused.bit_count() == 1:  # the first, and then ever more seldom
             _log.warning("refused=%d to=%s: %s", self._num_refused, self._names[receiver], error)
-
-
-def traffic_by_pair(router: Router, names: tuple[str, ...]) -> Mapping[str, Mapping[str, int]]:
-    """What was carried and dropped so far, by "sender receiver", where there was anything."""
-    return {
-        f"{names[a]} {names[b]}": {
-            "packets": traffic.num_frames,
-            "bytes": traffic.num_bytes,
-            **{f"dropped_{reason}": count for reason, count in sorted(traffic.num_dropped.items())},
-        }
-        for (a, b), traffic in router.traffic.items()
-        if traffic.num_frames or traffic.num_dropped
-    }

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from heapq import heappop, heappush
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,12 @@ from bench.emulated.fleet import (
 )
 from bench.emulated.job import make_job
 from bench.emulated.lines import SMALL_BYTES, Lines
-from bench.emulated.links import Half, Relay
+from bench.emulated.links import Relay
 from bench.emulated.worker import EmulatedCompute, adapted, seconds_of
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Phase
-from skein.protocol.ops import BackwardOp, ClearOp, ForwardOp, LossOp
-from skein.types import ChunkRef, MicrobatchId, StageIndex, Step, WorkerId
+from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, SaveOp
+from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
 from skein.wire.channel import join_address, split_address
 from tests.worker.puppet import setting
 from worker.compute.ops import Done
@@ -107,90 +105,6 @@ def test_no_line_ever_carries_two_transfers_and_none_idles_without_need(
 # --- the relay ---
 
 
-class VirtualClock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        heappush(self._due, (when, len(self._due), callback))
-
-    def run(self) -> None:
-        """Until nothing is due any more."""
-        while self._due:
-            self.now, _, callback = heappop(self._due)
-            callback()
-
-
-class Wire(asyncio.Transport):
-    """A socket that notes when it was given what."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__()
-        self.told: list[tuple[float, bytes]] = []
-        self.closed_at: list[float] = []
-        self._clock = clock
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.told.append((self._clock.now, bytes(data)))
-
-    def is_closing(self) -> bool:
-        return bool(self.closed_at)
-
-    def close(self) -> None:
-        self.closed_at.append(self._clock.now)
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-
-def relayed() -> tuple[VirtualClock, Half, Wire]:
-    """The half at the sender's side of a link of 1,000 bytes/s and 1 s, and the socket to the receiver."""
-    clock = VirtualClock()
-    lines = Lines([[1.0, 1.0]] * 2, [[1000.0, 1000.0]] * 2)
-    here, there, out = Half(lines, 0, 1, clock=clock), Half(lines, 1, 0, clock=clock), Wire(clock)
-    here.connection_made(Wire(clock))
-    there.connection_made(out)
-    here.join(there)
-    there.join(here)
-    return clock, here, out
-
-
-def test_bytes_arrive_when_the_lines_say_and_in_the_order_they_were_sent() -> None:
-    clock, here, out = relayed()
-    here.data_received(b"a" * BULK)
-    here.data_received(b"b")  # would pass, were it not the same connection
-    clock.run()
-    assert [(at, data[:1]) for at, data in out.told] == [(5.0, b"a"), (5.0, b"b")]
-
-
-def test_what_comes_while_others_are_under_way_waits_for_its_own_time() -> None:
-    clock, here, out = relayed()
-    here.data_received(b"a" * BULK)
-    clock.now = 2.0
-    here.data_received(b"b" * BULK)
-    clock.run()
-    assert [at for at, _ in out.told] == [5.0, 9.0]
-
-
-def test_a_closed_end_closes_the_other_after_what_was_under_way() -> None:
-    clock, here, out = relayed()
-    here.data_received(b"a" * BULK)
-    here.connection_lost(None)
-    assert not out.closed_at
-    clock.run()
-    assert out.closed_at == [5.0]
-    assert len(out.told) == 1
-
-
 async def test_workers_reach_each_other_through_the_relay_both_ways() -> None:
     """Real sockets; the links are quick, for only what arrives is looked at."""
 
@@ -254,7 +168,8 @@ def forward(hop: int) -> ForwardOp:
 def test_each_op_takes_its_stage_s_time() -> None:
     backward = BackwardOp(step=Step(0), microbatch=MicrobatchId(0), hop=0, path=HOPS)
     loss = LossOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=1, path=HOPS)
-    ops = (forward(0), forward(1), backward, loss, ClearOp())
+    save = SaveOp(generation=Generation(1), version=Step(0), stage=StageIndex(0), url=None)
+    ops = (forward(0), forward(1), backward, loss, save)
     assert [seconds_of(op, TIMES) for op in ops] == [1.0, 2.0, 3.0, 6.0, 0.0]
 
 

@@ -1,0 +1,245 @@
+"""`python -m client.lab.host FOLDER`: a lab, from the file in that folder, until it is told to stop.
+
+Rules of this file
+- Everything on one event loop. What blocks it (making namespaces, starting services) happens before there is traffic;
+  stopping services waits on a thread.
+- What this process leaves behind, if it is killed, `Folder.clear` finds: namespaces by their names, processes by the
+  folder's list. Services are tied to this process and are told to end when it does.
+"""
+
+import asyncio
+import logging
+import selectors
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol, assert_never
+
+from client.lab import control, namespaces
+from client.lab.control import (
+    Answer,
+    Ask,
+    Cut,
+    EndpointStatus,
+    Heal,
+    LabStatus,
+    LinkStatus,
+    Request,
+    Slow,
+    Stop,
+)
+from client.lab.doors import Doors
+from client.lab.links import Network
+from client.lab.preset import accesses, link_specs, pairs_between
+from client.lab.proxies import Proxies
+from client.lab.services import METRICS_PORT, Services, programs, write_token
+from client.lab.state import Folder, LabFile, coordinator_of
+from client.lab.wan import Wan
+from client.local import HOST
+from skein.errors import SkeinError, UserError
+
+_log = logging.getLogger(__name__)
+
+_STOP_S = 8.0
+
+
+class _Carrier(Protocol):
+    """What moves bytes between endpoints: `Wan` or `Proxies`."""
+
+    def refresh(self) -> None: ...
+
+    def traffic(self) -> Mapping[tuple[int, int], Mapping[str, int]]: ...
+
+    async def close(self) -> None: ...
+
+
+class Lab:
+    """A network, what carries it, and the services on it."""
+
+    def __init__(self, folder: Folder, lab: LabFile) -> None:
+        self._folder = folder
+        self._lab = lab
+        self._endpoints = lab.endpoints
+        self._network = Network(
+            [x.name for x in lab.endpoints],
+            link_specs(lab.preset, lab.endpoints),
+            accesses=accesses(lab.preset, lab.endpoints),
+            seed=lab.seed,
+        )
+        self._services = Services(folder)
+        self._doors: Doors | None = None
+        self._carrier: _Carrier | None = None
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Bring everything up, answer requests, and take everything down again."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopped.set)
+        try:
+            self._carrier = await self._open()
+            if self._lab.has_services:
+                await self._start_services()
+            server = await control.serve(self._folder.path, self._answer)
+            _log.info("up: mode=%s preset=%s", self._lab.mode, self._lab.preset_name)
+            await self._stopped.wait()
+            server.close()
+        finally:
+            await self._take_down()
+
+    async def _open(self) -> _Carrier:
+        if self._lab.mode == "proxy":
+            proxies = Proxies(self._network, self._endpoints, self._services.process_of)
+            await proxies.open()
+            return proxies
+        self._make_namespaces()
+        names = tuple(map(self._folder.wan_namespace, self._endpoints))
+        wan = Wan(self._network, names, tuple(x.address for x in self._endpoints))
+        wan.open()
+        for endpoint in self._endpoints:
+            if endpoint.is_behind_nat:
+                port = None if self._lab.has_closed_homes else endpoint.port
+                namespaces.hide(self._folder.namespace(endpoint), endpoint.listen, forwarded_port=port)
+        return wan
+
+    def _make_namespaces(self) -> None:
+        for endpoint in self._endpoints:
+            namespaces.make(self._folder.wan_namespace(endpoint))
+
+    async def _start_services(self) -> None:
+        write_token(self._folder.token)
+        if self._lab.mode == "namespaces":
+            coordinator = coordinator_of(self._lab)
+            self._doors = Doors(self._folder.namespace(coordinator))
+            await self._doors.open(self._lab.door, coordinator.listen, coordinator.port)
+            await self._doors.open(self._lab.metrics_door, HOST, METRICS_PORT)
+        self._services.start(programs(self._folder, self._lab))
+
+    async def _take_down(self) -> None:
+        _log.info("going down")
+        await asyncio.to_thread(self._services.stop, _STOP_S)
+        if self._doors is not None:
+            await self._doors.close()
+        if self._carrier is not None:
+            await self._carrier.close()
+        await asyncio.to_thread(self._folder.clear)
+
+    # --- requests ---
+
+    async def _answer(self, request: Request) -> Answer:
+        match request:
+            case Cut(a=a, b=b, is_one_way=is_one_way):
+                return self._change(self._network.cut, self._pairs(a, b, is_one_way=is_one_way))
+            case Slow(a=a, b=b, is_one_way=is_one_way):
+                return self._change(partial(self._slow, request), self._pairs(a, b, is_one_way=is_one_way))
+            case Heal(a=a, b=b):
+                return self._change(self._network.heal, self._pairs(a, b, is_one_way=False))
+            case Ask():
+                return Answer(status=self._status())
+            case Stop():
+                asyncio.get_running_loop().call_soon(self._stopped.set)
+                return Answer()
+            case _:
+                assert_never(request)
+
+    def _pairs(self, a: str, b: str, *, is_one_way: bool) -> list[tuple[int, int]]:
+        found = list(pairs_between(self._endpoints, a, b, is_one_way=is_one_way))
+        if not found:
+            raise UserError("B", b, f"give another endpoint than {a}: that is all there is")
+        return found
+
+    def _slow(self, request: Slow, pair: tuple[int, int]) -> None:
+        try:
+            self._network.slow(
+                pair,
+                latency_s=request.latency_s,
+                bytes_per_s=request.bytes_per_s,
+                jitter_s=request.jitter_s,
+                loss=request.loss,
+            )
+        except ValueError as error:
+            raise UserError("slow", f"{request.a} {request.b}", str(error)) from error
+
+    def _change(self, change: "_Change", pairs: list[tuple[int, int]]) -> Answer:
+        for pair in pairs:
+            change(pair)
+        assert self._carrier is not None
+        self._carrier.refresh()
+        return Answer(num_links=len(pairs))
+
+    def _status(self) -> LabStatus:
+        has_services = self._lab.has_services
+        return LabStatus(
+            mode=self._lab.mode,
+            reason=self._lab.reason,
+            preset=self._lab.preset_name,
+            seed=self._lab.seed,
+            folder=str(self._folder.path),
+            coordinator=self._lab.door if has_services else None,
+            metrics=f"http://{self._lab.metrics_door}/metrics" if has_services else None,
+            token_file=str(self._folder.token) if has_services else None,
+            endpoints=tuple(self._endpoint_status(number) for number in range(len(self._endpoints))),
+            links=self._link_statuses(),
+        )
+
+    def _endpoint_status(self, number: int) -> EndpointStatus:
+        endpoint = self._endpoints[number]
+        return EndpointStatus(
+            name=endpoint.name,
+            site=endpoint.site,
+            address=endpoint.address,
+            port=endpoint.port,
+            namespace=self._folder.namespace(endpoint) if self._lab.mode == "namespaces" else None,
+            process=self._services.process_of(endpoint.name),
+            log=str(self._services.log(endpoint.name)) if self._lab.has_services else None,
+        )
+
+    def _link_statuses(self) -> tuple[LinkStatus, ...]:
+        assert self._carrier is not None
+        traffic = self._carrier.traffic()
+        return tuple(
+            LinkStatus(
+                sender=self._endpoints[pair[0]].name,
+                receiver=self._endpoints[pair[1]].name,
+                is_cut=line.is_cut,
+                is_changed=line.spec != self._network.preset(pair),
+                latency_s=line.spec.latency_s,
+                bytes_per_s=line.spec.bytes_per_s,
+                jitter_s=line.spec.jitter_s,
+                loss=line.spec.loss,
+                traffic=dict(traffic.get(pair, {})),
+            )
+            for pair, line in self._network.lines.items()
+        )
+
+
+class _Change(Protocol):
+    def __call__(self, pair: tuple[int, int], /) -> None: ...
+
+
+def main() -> int:
+    """Run the lab of the folder that is named; the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    folder = Folder(Path(sys.argv[1]))
+    lab = folder.read()
+    if lab is None:
+        print(f"error: no lab is described in {folder.path}", file=sys.stderr)
+        return 2
+    try:
+        # Not epoll, which would let every packet wait for the next whole millisecond.
+        with asyncio.Runner(
+            loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
+        ) as runner:
+            runner.run(Lab(folder, lab).run())
+    except (SkeinError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())

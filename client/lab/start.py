@@ -1,0 +1,230 @@
+"""Starts and ends labs, for the `skein lab` command and for programs.
+
+lab = start_lab(Folder(path), LabOptions(preset="two-sites"))
+ask(lab.folder.path, Cut(a="north", b="south"))
+stop_lab(lab.folder)
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+from client.api import Client
+from client.connection import DEFAULT_TARGET
+from client.errors import NotReachable
+from client.lab import namespaces
+from client.lab.control import Ask, LabStatus, NoLab, Stop, ask
+from client.lab.preset import COORDINATOR, Endpoint, lay_out, load_preset
+from client.lab.state import Folder, LabFile, Mode, runs
+from client.local import HOST, READY_S, NotStarted, Service, free_port
+from skein.errors import UserError
+from skein.wire.channel import join_address, split_address
+from skein.wire.tokens import read_token
+from skein.wire.views import WorkerState
+
+PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"
+"""Not the address at which outgoing connections begin, so that a port once seen free stays so."""
+_POLL_S = 0.1
+_STOP_S = 45.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabOptions:
+    """What a user may say about a lab.
+
+    Args:
+        preset: a name, or the path of a file.
+        num_workers: how many; by default one at each site.
+        mode: None takes namespaces where they are permitted, else proxies.
+        seed: of jitter and loss.
+        has_services: a coordinator and workers are started; otherwise the network alone.
+        has_closed_homes: nothing gets into an endpoint behind NAT.
+    """
+
+    preset: str = "ten-cities"
+    num_workers: int | None = None
+    mode: Mode | None = None
+    seed: int = 0
+    has_services: bool = True
+    has_closed_homes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningLab:
+    """A lab that answers."""
+
+    folder: Folder
+    status: LabStatus
+
+    def client(self) -> Client:
+        """A client of its coordinator.
+
+        Raises:
+            UserError: it has none.
+        """
+        if self.status.coordinator is None or self.status.token_file is None:
+            raise UserError("--no-services", True, "this lab has no coordinator; start one with services")
+        return Client(self.status.coordinator, token=read_token(Path(self.status.token_file)))
+
+
+def choose_mode(asked: Mode | None) -> tuple[Mode, str]:
+    """The mode and why.
+
+    Raises:
+        UserError: what was asked for is not possible here.
+    """
+    if asked == "proxy":
+        return "proxy", "it was asked for"
+    problem = namespaces.why_not()
+    if problem is None:
+        return "namespaces", "network namespaces and TUN devices work here"
+    if asked == "namespaces":
+        raise UserError("--mode", asked, f"{problem}; run as root on Linux, or give proxy")
+    return "proxy", f"no network namespaces: {problem}"
+
+
+def start_lab(folder: Folder, options: LabOptions) -> RunningLab:
+    """Bring a lab up in the background; returns when its network is there and its services are started.
+
+    Raises:
+        UserError: an option makes no sense, or the folder has a lab already.
+        NotStarted: it ended again; its last words are in the text.
+    """
+    if folder.read() is not None:
+        raise UserError("--dir", str(folder.path), "there is a lab already: end it with skein lab down first")
+    preset = load_preset(options.preset)
+    endpoints = lay_out(preset, options.num_workers)
+    mode, reason = choose_mode(options.mode)
+    port = free_port(split_address("coordinator", DEFAULT_TARGET)[1])
+    if mode == "proxy":
+        endpoints = _on_loopback(endpoints, port)
+    lab = LabFile(
+        preset_name=options.preset,
+        preset=preset,
+        mode=mode,
+        reason=reason,
+        seed=options.seed,
+        endpoints=endpoints,
+        has_services=options.has_services,
+        has_closed_homes=options.has_closed_homes,
+        door=join_address(HOST, port),
+        metrics_door=join_address(HOST, free_port(port + 1)),
+    )
+    folder.write(lab)
+    return RunningLab(folder=folder, status=_begin(folder))
+
+
+def stop_lab(folder: Folder) -> int:
+    """End a lab, also one that was killed; how many processes it had left behind.
+
+    Namespaces, devices and processes are gone afterwards; logs and the coordinator's state stay.
+    """
+    running = [process for process in folder.noted_processes() if _is_host(process.cmdline())]
+    with suppress(NoLab):
+        ask(folder.path, Stop())
+        until_s = time.monotonic() + _STOP_S
+        while any(map(runs, running)) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+    return folder.clear()
+
+
+def wait_for_workers(lab: RunningLab, tell: Callable[[int, int], None]) -> None:
+    """Returns when all workers have joined; `tell` hears how many of how many, whenever that changes.
+
+    Raises:
+        NotStarted: a service has ended, or it took longer than `READY_S`.
+    """
+    names = {x.name for x in lab.status.endpoints} - {COORDINATOR}
+    until_s, told = time.monotonic() + READY_S, -1
+    with lab.client() as client:
+        while True:
+            joined = _joined(client) & names
+            if len(joined) != told:
+                told = len(joined)
+                tell(told, len(names))
+            if joined == names:
+                return
+            _check(lab.folder)
+            if time.monotonic() > until_s:
+                missing = ", ".join(sorted(names - joined))
+                raise NotStarted(f"after {READY_S:.0f} s still without {missing}: see {lab.folder.logs}")
+            time.sleep(_POLL_S)
+
+
+def _begin(folder: Folder) -> LabStatus:
+    log = folder.logs / "lab.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "client.lab.host", str(folder.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    folder.note_process(process.pid)
+    service = Service(name="the lab", process=process, log=log)
+    until_s = time.monotonic() + READY_S
+    while True:
+        try:
+            status = ask(folder.path, Ask()).status
+        except NoLab:
+            _check_host(folder, service)
+            if time.monotonic() > until_s:
+                raise NotStarted(f"the lab does not answer: {service.last_words()}") from None
+            time.sleep(_POLL_S)
+        else:
+            assert status is not None
+            return status
+
+
+def _check_host(folder: Folder, service: Service) -> None:
+    try:
+        service.check()
+    except NotStarted:
+        folder.clear()
+        raise
+
+
+def _check(folder: Folder) -> None:
+    """Raises NotStarted if a service has ended."""
+    status = ask(folder.path, Ask()).status
+    assert status is not None
+    for endpoint in status.endpoints:
+        if endpoint.process is None:
+            raise NotStarted(f"{endpoint.name} has ended: see {endpoint.log}")
+
+
+def _joined(client: Client) -> set[str]:
+    try:
+        return {worker.worker for worker in client.workers() if worker.state is not WorkerState.LOST}
+    except NotReachable:
+        return set()
+
+
+def _is_host(command: list[str]) -> bool:
+    return "client.lab.host" in command
+
+
+def _on_loopback(endpoints: tuple[Endpoint, ...], port: int) -> tuple[Endpoint, ...]:
+    """The same endpoints, each behind a proxy; the coordinator also listens where commands look for it."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket()) for _ in endpoints]
+        for each in sockets:
+            each.bind((BEHIND_PROXY_HOST, 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    return tuple(
+        endpoint.model_copy(
+            update={
+                "address": PROXY_HOST,
+                "listen": HOST if endpoint.name == COORDINATOR else BEHIND_PROXY_HOST,
+                "port": port if endpoint.name == COORDINATOR else own_port,
+                "is_behind_nat": False,
+            }
+        )
+        for endpoint, own_port in zip(endpoints, ports, strict=True)
+    )
