@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
+from coordinator.store import state_path
+from skein.errors import UserError
 from skein.protocol.membership import LEASE_S
 from skein.wire.logs import LogFormat
 
@@ -23,10 +25,17 @@ def default_state_dir() -> Path:
 @click.option("--port", default=DEFAULT_PORT, help="Port of the gRPC services.")
 @click.option(
     "--state-dir",
-    type=click.Path(path_type=Path),
-    default=default_state_dir,
+    metavar="DIRECTORY",
+    default=lambda: str(default_state_dir()),
     show_default="~/.local/state/skein",
-    help="Run log and checkpoints. Whoever has it is the coordinator.",
+    help="Run log and checkpoints; a path or a file:// URL. Whoever has it is the coordinator.",
+)
+@click.option("--standby", "is_standby", is_flag=True, help="Lead only once the coordinator there is silent.")
+@click.option(
+    "--takeover-after", "takeover_s", default=3.0, help="Seconds of silence that make a standby lead."
+)
+@click.option(
+    "--advertise", metavar="HOST[:PORT]", help="Address that workers and clients shall use instead."
 )
 @click.option(
     "--token-file",
@@ -45,7 +54,10 @@ def main(
     *,
     host: str,
     port: int,
-    state_dir: Path,
+    state_dir: str,
+    is_standby: bool,
+    takeover_s: float,
+    advertise: str | None,
     token_file: Path | None,
     insecure: bool,
     ray_address: str | None,
@@ -56,8 +68,15 @@ def main(
     log_format: LogFormat,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C. It hosts itself on Ray and owns its state directory."""
+    try:
+        directory = state_path(state_dir)
+    except UserError as error:
+        raise click.UsageError(str(error)) from error
     options = CoordinatorOptions(
-        state_dir=state_dir,
+        state_dir=directory,
+        is_standby=is_standby,
+        takeover_s=takeover_s,
+        advertise=advertise,
         host=host,
         port=port,
         metrics_host=metrics_host,

@@ -23,12 +23,12 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from coordinator.launch.guard import GIVE_UP_S
-from coordinator.logs import LogFollower
+from coordinator.logs import LOG_FILE, LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.protocol.membership import LEASE_S
-from skein.wire.channel import join_address, require_safe_bind
+from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7411
 DEFAULT_METRICS_PORT = 7412
 RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 _TICK_S = 0.5
 
 
@@ -57,6 +58,12 @@ class CoordinatorOptions:
     """Listen beyond this machine without a token."""
     lease_s: float = LEASE_S
     """Silence after which a worker is lost; raise it if machines stall for longer and come back."""
+    is_standby: bool = False
+    """Do not lead while another coordinator on the same state directory does."""
+    advertise: str | None = None
+    """Host, or host:port, by which workers and clients reach it; None: the address that it listens on."""
+    takeover_s: float = 3.0
+    """Silence of the leader after which a standby leads; raise it where disks stall for longer."""
     ray_address: str | None = None
     """Head of a cluster that is there already, host:port; None: one of our own."""
     num_cpus: int = 2
@@ -106,6 +113,9 @@ def _check(options: CoordinatorOptions) -> None:
         raise UserError("port", options.port, "give a port between 1 and 65535")
     if options.lease_s < 0.5:
         raise UserError("lease_s", options.lease_s, "give at least 0.5 s: shorter ones end by chance")
+    if options.takeover_s < 0.5:
+        raise UserError("takeover_s", options.takeover_s, "give at least 0.5 s: shorter ones end by chance")
+    _ = advertised(options)
 
 
 class _Signals:
@@ -147,11 +157,12 @@ class _Signals:
 def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> None:
     state_dir = _prepare(options)
     if options.ray_address is None:
-        _wait_for_lock(state_dir, signals)
+        if not options.is_standby:
+            _wait_for_lock(state_dir, signals)
         _require_free("listen", options.host, options.port)
         if options.metrics_port is not None:
             _require_free("metrics_port", options.metrics_host, options.metrics_port)
-    undo.callback(LogFollower(state_dir, sys.stderr).close)
+    undo.callback(LogFollower(_log_file(options, state_dir), sys.stderr).close)
     cluster = _start_ray(options, state_dir, undo)
     undo.callback(cluster.leave)
     signals.install()
@@ -169,6 +180,20 @@ def _prepare(options: CoordinatorOptions) -> Path:
         hint = f"{error.strerror}; give a directory that you can write"
         raise UserError("state_dir", str(state_dir), hint) from error
     return state_dir
+
+
+def _log_file(options: CoordinatorOptions, state_dir: Path) -> Path:
+    """Two who share a directory do not share a log file: each replaces its own when that is large."""
+    return state_dir / (f"standby-{options.port}.log" if options.is_standby else LOG_FILE)
+
+
+def advertised(options: CoordinatorOptions) -> str:
+    """host:port by which others reach the coordinator."""
+    given = options.advertise
+    if given is not None and ":" in given.rpartition("]")[2]:
+        return join_address(*split_address("advertise", given))
+    host = given or (socket.gethostname() if options.host in EVERYWHERE else options.host)
+    return join_address(host, options.port)
 
 
 def _wait_for_lock(state_dir: Path, signals: _Signals) -> None:
@@ -285,10 +310,15 @@ def _host(
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         lease_s=options.lease_s,
+        advertise=advertised(options),
+        name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+        takeover_s=options.takeover_s,
     )
     host = HostActor.bring_up(
         HostOptions(
             serving=serving,
+            is_standby=options.is_standby,
+            log_file=_log_file(options, state_dir),
             token_file=options.token_file,
             launcher=Launcher.this_process() if is_own else None,
             log_format=options.log_format,
@@ -296,6 +326,10 @@ def _host(
         cluster,
     )
     undo.callback(host.end)
+    while (address := host.listens(_TICK_S)) is None:
+        signals.check()
+    if options.is_standby:
+        print(f"skein coordinator stands by on {address} state={state_dir}", flush=True)
     while (serves := host.serves(_TICK_S)) is None:
         signals.check()
     metrics = "" if serves.metrics_address is None else f" metrics=http://{serves.metrics_address}/metrics"

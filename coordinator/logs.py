@@ -10,14 +10,15 @@ from typing import TextIO
 from skein.wire.logs import LogFormat, formatter
 
 LOG_FILE = "coordinator.log"
+"""Of a coordinator that was not started as a standby."""
 _MAX_BYTES = 10 << 20
 _NUM_OLDER = 3
 _POLL_S = 0.1
 
 
-def begin_logging(directory: Path, log_format: LogFormat) -> None:
-    """Sends what this process logs to the file in `directory`."""
-    file = RotatingFileHandler(directory / LOG_FILE, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
+def begin_logging(path: Path, log_format: LogFormat) -> None:
+    """Sends what this process logs to the file at `path`."""
+    file = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
     file.setFormatter(formatter(log_format))
     for name in ("coordinator", "skein", "grpc"):
         logger = logging.getLogger(name)
@@ -29,8 +30,8 @@ def begin_logging(directory: Path, log_format: LogFormat) -> None:
 class LogFollower:
     """Shows what is added to the log file from now on, until `close`; the file may be replaced meanwhile."""
 
-    def __init__(self, directory: Path, out: TextIO) -> None:
-        self._path = directory / LOG_FILE
+    def __init__(self, path: Path, out: TextIO) -> None:
+        self._path = path
         self._out = out
         self._position = self._path.stat().st_size if self._path.exists() else 0
         self._inode = self._path.stat().st_ino if self._path.exists() else 0

@@ -23,9 +23,10 @@ from coordinator.logfile import Holder
 from coordinator.metrics import Metrics
 from coordinator.service.server import Service, listen
 from coordinator.status import Roster
-from coordinator.store import SOMEBODY, LogHeld, RunLog
+from coordinator.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator import Coordinator
+from skein.protocol.membership import LEASE_S
 from skein.protocol.records import EpochOpened, Record
 from skein.types import Epoch
 
@@ -60,7 +61,7 @@ class ServingOptions:
     token: str | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    lease_s: float = 3.0
+    lease_s: float = LEASE_S
     name: str = SOMEBODY.name
     takeover_s: float = 3.0
 
@@ -284,13 +285,23 @@ class Serving:
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:
     """The run log, waiting a little for whoever has it to be gone."""
-    give_up = time.monotonic() + LOCK_WAIT_S
+    began = since = time.monotonic()
+    seen = lapsed = None
     holder = Holder(name=options.name, address=options.advertise or "")
     while True:
+        now = time.monotonic()
         try:
-            return await asyncio.to_thread(RunLog.open, options.state_dir, wall_s=clock(), holder=holder)
+            return await asyncio.to_thread(
+                RunLog.open, options.state_dir, wall_s=clock(), holder=holder, lapsed=lapsed
+            )
+        except LeaseHeld as held:
+            if held.lease != seen:
+                seen, since = held.lease, now
+            lapsed = seen if now - since > options.takeover_s else None
+            if now - began > options.takeover_s + LOCK_WAIT_S:
+                raise
         except LogHeld:
-            if time.monotonic() >= give_up:
+            if now - began > LOCK_WAIT_S:
                 raise
         await asyncio.sleep(_LOCK_POLL_S)
 

@@ -58,6 +58,19 @@ class LogHeld(UserError):
     """Another process owns the directory."""
 
 
+class LeaseHeld(LogHeld):
+    """Its lock is free, but that says nothing: the owner took over from one that kept the lock.
+
+    `lease`: for `RunLog.open`, should it turn out that the owner is silent.
+    """
+
+    def __init__(self, directory: Path, lease: Lease) -> None:
+        address = "elsewhere" if lease.holder is None else lease.holder.address
+        hint = f"the coordinator at {address} is using it; stop that one, or stand by"
+        super().__init__(FIELD, str(directory), hint)
+        self.lease = lease
+
+
 class RunLog:
     """The entries of one state directory, for as long as this process owns it. Made by `open`, or by `Lookout.take`."""
 
@@ -74,8 +87,15 @@ class RunLog:
         self._renewing.execute("PRAGMA synchronous = NORMAL")
 
     @classmethod
-    def open(cls, directory: Path, *, wall_s: float, holder: Holder = SOMEBODY) -> "RunLog":
+    def open(
+        cls, directory: Path, *, wall_s: float, holder: Holder = SOMEBODY, lapsed: Lease | None = None
+    ) -> "RunLog":
         """Takes the log in `directory`, made if absent, and appends `EpochOpened` under the next epoch.
+
+        Args:
+            wall_s: Unix time, for the record.
+            holder: who takes it.
+            lapsed: a lease that this process has seen unchanged for so long that its owner must be dead.
 
         Raises:
             LogHeld: another process owns it, and perhaps lives.
@@ -93,7 +113,10 @@ class RunLog:
             undo.callback(connection.close)
             sync_directory(directory)
             with transaction(connection, path):
-                _require_free(read_lease(connection), holder, directory)
+                before = read_lease(connection)
+                is_free = before.holder is None or before.has_lock or before.holder.name == holder.name
+                if not is_free and before != lapsed:
+                    raise LeaseHeld(directory, before)
                 lease, warning = take_epoch(connection, path, wall_s, holder, has_lock=True)
             log = cls(connection, path, lease, warning, lock)
             undo.pop_all()
@@ -289,13 +312,6 @@ def state_path(text: str) -> Path:
         "built for such URLs. Give a directory, or file:// and its full path; checkpoints may lie anywhere"
     )
     raise UserError(FIELD, text, hint)
-
-
-def _require_free(before: Lease, holder: Holder, directory: Path) -> None:
-    """The lock shows nothing about an owner that does not have it, unless that was this launcher's own."""
-    if before.holder is not None and not before.has_lock and before.holder.name != holder.name:
-        hint = f"the coordinator at {before.holder.address} is using it; stop that one, or stand by"
-        raise LogHeld(FIELD, str(directory), hint)
 
 
 def _patient(path: Path) -> sqlite3.Connection:

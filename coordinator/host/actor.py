@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from coordinator.lead.standby import Standby
 from coordinator.logs import begin_logging
 from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
@@ -41,6 +42,8 @@ class HostOptions:
     """What the actor is made with. `launcher` None: it outlives whoever brought it up."""
 
     serving: ServingOptions
+    is_standby: bool
+    log_file: Path
     token_file: Path | None
     """Read here, for what an actor is made with is kept by Ray."""
     launcher: Launcher | None
@@ -61,11 +64,22 @@ class Host:
         loop = asyncio.get_event_loop()
         if options.launcher is not None:
             _leave_with(options.launcher, loop)
-        begin_logging(options.serving.state_dir, options.log_format)
+        begin_logging(options.log_file, options.log_format)
         self._options = options
         self._serving: Serving | None = None
+        self._address: str | None = None
+        self._listening = asyncio.Event()
         self._beginning = loop.create_task(self._begin())
+        self._beginning.add_done_callback(lambda _: self._listening.set())
         self._running = loop.create_task(self._run())
+
+    async def listens(self) -> str | Failed:
+        """Where it listens, whether it serves or stands by."""
+        await self._listening.wait()
+        if self._address is not None:
+            return self._address
+        began = self._beginning.result()
+        return began if isinstance(began, Failed) else began.address
 
     async def ready(self) -> Serves | Failed:
         """Where it serves, once it does."""
@@ -79,14 +93,24 @@ class Host:
         """An orderly end: the log is closed and nobody is served any more."""
         if self._serving is not None:
             await self._serving.stop()
+        else:
+            self._beginning.cancel()
+            await asyncio.wait({self._beginning})
 
     async def _begin(self) -> Serves | Failed:
         options = self._options
         try:
             token = None if options.token_file is None else read_token(options.token_file)
             serving, planner = replace(options.serving, token=token), RayPlanner()
-            self._serving = await Serving.start(serving, planner)
-            planner.warm_up()
+            if options.is_standby:
+                standby = await Standby.start(serving)
+                self._address = standby.address
+                self._listening.set()
+                planner.warm_up()
+                self._serving = await standby.lead(planner)
+            else:
+                self._serving = await Serving.start(serving, planner)
+                planner.warm_up()
         except SkeinError as error:
             _log.critical("cannot serve: %s", error)
             return Failed(line=str(error))

@@ -129,6 +129,7 @@ class _Method(Protocol[R]):
 class _Handle(Protocol):
     """What we call of the actor; Ray's own types do not know its methods."""
 
+    listens: _Method[str | Failed]
     ready: _Method[Serves | Failed]
     ended: _Method[str]
     stop: _Method[None]
@@ -140,6 +141,7 @@ class HostActor:
     def __init__(self, actor: _Handle, cluster: Cluster) -> None:
         self._cluster = cluster
         self._actor = actor
+        self._listens = actor.listens.remote()
         self._ready = actor.ready.remote()
         self._ended = actor.ended.remote()
         self._give_up = time.monotonic() + READY_S
@@ -151,7 +153,7 @@ class HostActor:
             _Handle,
             ray.remote(Host)
             .options(
-                name=f"coordinator-{_short_hash(options.serving.state_dir)}",
+                name=_name(options),
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
@@ -167,23 +169,35 @@ class HostActor:
         )
         return cls(actor, cluster)
 
-    def serves(self, seconds: float) -> Serves | None:
-        """Waits so long at most; gives where the coordinator serves, None while it does not yet.
+    def listens(self, seconds: float) -> str | None:
+        """Waits so long at most; gives where the coordinator listens, None while it does not yet.
 
         Raises:
-            LocalError: it cannot serve, or does not answer.
+            LocalError: it cannot, or does not answer.
         """
+        address = self._asked(self._listens, seconds)
+        if address is None and time.monotonic() > self._give_up:
+            raise LocalError(f"the coordinator does not answer within {READY_S:.0f} s")
+        return address
+
+    def serves(self, seconds: float) -> Serves | None:
+        """Waits so long at most; gives where the coordinator serves, None while it does not yet, or stands by.
+
+        Raises:
+            LocalError: it cannot serve.
+        """
+        return self._asked(self._ready, seconds)
+
+    def _asked(self, answer: "ray.ObjectRef[R | Failed]", seconds: float) -> R | None:
         try:
             self._require_whole()
-            done, _ = ray.wait([self._ready], timeout=seconds)
-            ready = ray.get(self._ready) if done else None
+            done, _ = ray.wait([answer], timeout=seconds)
+            found = ray.get(answer) if done else None
         except RayError as error:
             raise LocalError(f"the coordinator does not start: {_one_line(error)}") from error
-        if isinstance(ready, Failed):
-            raise LocalError(ready.line)
-        if ready is None and time.monotonic() > self._give_up:
-            raise LocalError(f"the coordinator does not answer within {READY_S:.0f} s")
-        return ready
+        if isinstance(found, Failed):
+            raise LocalError(found.line)
+        return found
 
     def ended(self, seconds: float) -> str | None:
         """Waits so long at most; gives what ended the coordinator, None while it lives.
@@ -211,6 +225,12 @@ class HostActor:
         gone = self._cluster.broken()
         if gone is not None:
             raise LocalError(f"{gone}, so the coordinator stops; the state is intact, start it again")
+
+
+def _name(options: HostOptions) -> str:
+    """One coordinator for each state directory, and any number of standbys."""
+    name = f"coordinator-{_short_hash(options.serving.state_dir)}"
+    return f"{name}-{options.serving.name}" if options.is_standby else name
 
 
 def _short_hash(directory: Path) -> str:

@@ -42,6 +42,14 @@ def short_lease(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path, lease_s=0.01)
 
 
+def short_silence(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, takeover_s=0.1)
+
+
+def no_address(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, advertise="lab.example:port")
+
+
 @pytest.mark.parametrize(
     ("wrong", "code", "field", "cure"),
     [
@@ -50,6 +58,8 @@ def short_lease(tmp_path: Path) -> CoordinatorOptions:
         (open_to_all, USAGE, "listen", "set a token file"),
         (no_port, USAGE, "port", "between 1 and 65535"),
         (short_lease, USAGE, "lease_s", "at least 0.5 s"),
+        (short_silence, USAGE, "takeover_s", "at least 0.5 s"),
+        (no_address, USAGE, "advertise", "give host:port"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
@@ -106,3 +116,19 @@ def test_ray_is_told_to_keep_strangers_out_and_reports_to_nobody(tmp_path: Path)
     assert len(token_file.read_text()) == 64
     assert ray_environment(tmp_path) == environment
     assert os.environ.get("RAY_AUTH_TOKEN_PATH") != str(token_file)
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "address"),
+    [
+        ("10.0.0.5", None, "10.0.0.5:7411"),
+        ("0.0.0.0", None, f"{socket.gethostname()}:7411"),
+        ("0.0.0.0", "lab.example", "lab.example:7411"),
+        ("::", "lab.example:80", "lab.example:80"),
+    ],
+)
+def test_others_are_told_an_address_that_they_can_reach(
+    host: str, advertise: str | None, address: str, tmp_path: Path
+) -> None:
+    options = CoordinatorOptions(state_dir=tmp_path, host=host, advertise=advertise)
+    assert launcher.advertised(options) == address

@@ -16,7 +16,7 @@ from coordinator.lead.lease import Lead, PatientLog
 from coordinator.lead.standby import Standby
 from coordinator.logfile import Holder, LogBusy, LogFull
 from coordinator.serving import Serving, ServingOptions
-from coordinator.store import Fenced, RunLog
+from coordinator.store import Fenced, Lookout, RunLog
 from skein.protocol.records import EpochOpened, JobSubmitted, Record
 from skein.types import JobId
 from skein.wire.channel import Lane, open_channel
@@ -157,6 +157,17 @@ async def test_a_restarted_process_of_the_launcher_that_led_does_not_wait(tmp_pa
         serving = await waits.lead(plan_at_once)
     assert serving.where().epoch == 2
     await serving.stop()
+
+
+async def test_a_log_whose_owner_has_no_lock_is_had_once_that_one_is_silent(tmp_path: Path) -> None:
+    RunLog.open(tmp_path, wall_s=1.0).close()
+    lookout = Lookout(tmp_path)
+    gone = lookout.take(lookout.lease(), wall_s=2.0, holder=FROZEN)
+    assert gone is not None
+    async with leading(tmp_path) as serving:
+        assert serving.where().epoch == 3
+        with pytest.raises(Fenced):
+            gone.append([])
 
 
 # --- who leads, as others see it ---
