@@ -3,7 +3,18 @@
 import importlib
 import sys
 
-NAMES = ("chaos", "convergence", "overhead", "plan", "replan", "routes", "scale", "schedules", "wire")
+NAMES = (
+    "chaos",
+    "chaos-compare",
+    "convergence",
+    "overhead",
+    "plan",
+    "replan",
+    "routes",
+    "scale",
+    "schedules",
+    "wire",
+)
 _ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."
 
 
@@ -20,7 +31,7 @@ def main() -> int:
     worst = 0
     for name in names:
         sys.argv = [f"bench {name}", *arguments]
-        worst = max(worst, importlib.import_module(f"bench.{name}").main())
+        worst = max(worst, importlib.import_module(f"bench.{name.replace('-', '_')}").main())
     return worst
 
 

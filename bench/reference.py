@@ -32,15 +32,15 @@ def run_reference(
     Args:
         microbatches_at_once: how many go through the model together; None: the whole batch.
     """
-    model = _whole_model(job)
+    model = whole_model(job)
     dataset = open_dataset(job.data, job.model, seed=job.seed)
-    optimizer = _optimizer(job, model)
+    optimizer = torch_optimizer(job, model)
     together = microbatches_at_once or job.batch.num_microbatches
     steps = []
     for step in range(num_steps):
         began = time.perf_counter()
         batches = [
-            _batch(job, dataset, step, first, together)
+            batch_of(job, dataset, step, first, together)
             for first in range(0, job.batch.num_microbatches, together)
         ]
         loss, norm = _step(
@@ -50,7 +50,8 @@ def run_reference(
     return steps
 
 
-def _whole_model(job: JobSpec) -> Stage:
+def whole_model(job: JobSpec) -> Stage:
+    """All layers of the job's model on the CPU, as its seed draws them."""
     layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
     return build_stage(
         job.model,
@@ -62,7 +63,8 @@ def _whole_model(job: JobSpec) -> Stage:
     )
 
 
-def _optimizer(job: JobSpec, model: Stage) -> torch.optim.AdamW:
+def torch_optimizer(job: JobSpec, model: Stage) -> torch.optim.AdamW:
+    """Torch's own AdamW, set as the job asks; the learning rate is to be set before each step."""
     parameters = list(model.parameters())
     spec = job.optimizer
     groups = [
@@ -72,7 +74,8 @@ def _optimizer(job: JobSpec, model: Stage) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
 
 
-def _batch(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+def batch_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of `count` microbatches of a step, from microbatch `first` on, side by side."""
     parts: list[Batch] = [
         dataset.train_batch(positions_of(step, microbatch, job.batch))
         for microbatch in range(first, min(first + count, job.batch.num_microbatches))

@@ -24,9 +24,15 @@ SEQUENCE_TOKENS, MICROBATCH_SAMPLES, NUM_MICROBATCHES = 128, 2, 32
 
 
 def make_job(
-    name: str, *, num_workers: int, steps: int, seed: int, precision: Precision = Precision.FP32
+    name: str,
+    *,
+    num_workers: int,
+    steps: int,
+    seed: int,
+    precision: Precision = Precision.FP32,
+    num_microbatches: int = NUM_MICROBATCHES,
 ) -> JobSpec:
-    """Two layers of width 128 in a stage for every two workers; 32 microbatches of the standard library's source."""
+    """Two layers of width 128 in a stage for every two workers; microbatches of the standard library's source."""
     stages = num_workers // NUM_REPLICAS
     shape = LlamaShape(
         hidden_size=128,
@@ -40,7 +46,7 @@ def make_job(
         name=name,
         model=LlamaModel(shape=shape),
         data=DataSpec(sources=(text,), sequence_tokens=SEQUENCE_TOKENS),
-        batch=BatchSpec(samples=NUM_MICROBATCHES * MICROBATCH_SAMPLES, microbatch_samples=MICROBATCH_SAMPLES),
+        batch=BatchSpec(samples=num_microbatches * MICROBATCH_SAMPLES, microbatch_samples=MICROBATCH_SAMPLES),
         parallel=ParallelSpec(stages=stages, replicas=NUM_REPLICAS),
         plan=PlanSpec(budget_s=0.2),  # others compute on the same cores while a search goes on
         optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=20),
