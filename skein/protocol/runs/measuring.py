@@ -16,6 +16,7 @@ from skein.config.job import JobSpec
 from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.protocol.messages import TimesMeasured
+from skein.protocol.runs.detection import Stragglers, Visit
 from skein.topology.fleet import Fleet, FleetWorker, Link, StageTime
 from skein.topology.links import link_cost_s
 from skein.types import ChunkRef, StageSpec, WorkerId
@@ -37,6 +38,7 @@ class Measured:
         self._chunks: dict[WorkerId, dict[StageSpec, ChunkTime]] = {}
         self._transfers: dict[_Pair, TransferTime] = {}
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._stragglers = Stragglers()
 
     # --- what is told ---
 
@@ -45,9 +47,15 @@ class Measured:
         stages = {stage.index: stage for stage in plan.stages}
         held = {placed.chunk for placed in plan.chunks}
         own = self._chunks.setdefault(worker, {})
+        planned = {time.chunk: time.total_s for time in plan.chunk_times}
+        visits: list[Visit] = []
         for time in report.chunks:
             if time.chunk in held and time.chunk.worker == worker:
-                own[stages[time.chunk.stage]] = time
+                stage = stages[time.chunk.stage]
+                own[stage] = time
+                planned_s = planned.get(time.chunk, 0.0)
+                visits.append(Visit(stage=stage, measured_s=time.total_s, planned_s=planned_s))
+        self._stragglers.told(worker, visits)
         peers = set(plan.workers)
         for transfer in report.transfers:
             is_possible = 0 < transfer.seconds < inf and transfer.num_bytes > 0
@@ -65,6 +73,7 @@ class Measured:
     def lose(self, worker: WorkerId) -> None:
         """A worker is gone; who comes in its name may be another machine."""
         self._chunks.pop(worker, None)
+        self._stragglers.lose(worker)
         for pair in [pair for pair in self._transfers if worker in pair]:
             del self._transfers[pair]
 
@@ -160,6 +169,11 @@ class Measured:
         return tuple(found[pair] for pair in sorted(found))
 
     # --- beside what was planned ---
+
+    @property
+    def stragglers(self) -> tuple[tuple[WorkerId, float], ...]:
+        """Workers that take much longer than they did, or than planned beside their peers, and how many times."""
+        return self._stragglers.found()
 
     def blamed(self, plan: Plan, links: Mapping[_Pair, Link]) -> str:
         """What is farthest off what `plan` rests on, counted over a step, in words."""
