@@ -194,6 +194,13 @@ class CheckpointSpec(Spec):
     url: str | None = None
 
 
+class BackupSpec(Spec):
+    """Copies of every stage in the memory of workers elsewhere, for when all holders of a stage die at once."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 20
+    """As many steps are lost at most; each copy travels once. 0: no copies, back to the newest checkpoint."""
+
+
 class SkipSpec(Spec):
     """How far each microbatch may leave the straight way through all stages. By default not at all."""
 
@@ -232,6 +239,9 @@ class JobSpec(Spec):
     budget: BudgetSpec
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    recovery: Literal["exact", "best_effort"] = "exact"
+    """`exact` computes again whatever a death has taken; `best_effort` goes on without it, and says what it was."""
+    backup: BackupSpec = BackupSpec()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")

@@ -53,6 +53,44 @@ def rerouted(plan: Plan, holders: Collection[ChunkRef], owners: Owners) -> Plan 
     )
 
 
+def renamed(plan: Plan, name_by_worker: Mapping[WorkerId, WorkerId]) -> Plan:
+    """`plan` with other workers in the places of some; nobody may get a name that is in it already."""
+
+    def new(worker: WorkerId) -> WorkerId:
+        return name_by_worker.get(worker, worker)
+
+    def moved(chunk: ChunkRef) -> ChunkRef:
+        return ChunkRef(stage=chunk.stage, worker=new(chunk.worker))
+
+    def led(path: Path) -> Path:
+        return Path(hops=tuple(moved(hop) for hop in path.hops))
+
+    return replace(
+        plan,
+        chunks=tuple(replace(x, chunk=moved(x.chunk)) for x in plan.chunks),
+        paths=tuple(led(path) for path in plan.paths),
+        evaluation_paths=tuple(led(path) for path in plan.evaluation_paths),
+        schedules=tuple(
+            sorted((replace(x, worker=new(x.worker)) for x in plan.schedules), key=lambda x: x.worker)
+        ),
+        alternates=tuple(
+            Alternates(chunk=moved(x.chunk), others=tuple(moved(other) for other in x.others))
+            for x in plan.alternates
+        ),
+        groups=tuple(replace(x, members=tuple(moved(member) for member in x.members)) for x in plan.groups),
+        chunk_times=tuple(
+            sorted((replace(x, chunk=moved(x.chunk)) for x in plan.chunk_times), key=_by_chunk)
+        ),
+        transfer_times=tuple(
+            replace(x, sender=new(x.sender), receiver=new(x.receiver)) for x in plan.transfer_times
+        ),
+    )
+
+
+def _by_chunk(time: ChunkTime) -> ChunkRef:
+    return time.chunk
+
+
 def _with_both_ends(held: Sequence[ChunkRef], head: StageIndex) -> list[ChunkRef]:
     """Paths end where they began: who lost one end is of no use for the other."""
     ends = [{x.worker for x in held if x.stage == stage} for stage in (0, head)]

@@ -7,6 +7,7 @@ Rules of this file
   the way of the oldest microbatch: then the youngest of its chunk is given up and made again, so this always ends.
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class _Walk:
     def needs(self) -> Iterator[Need]:
         """Where an op that is left follows one that is done."""
         for way in self._ways:
-            for before, placed in zip(way, way[1:], strict=False):
+            for before, placed in itertools.pairwise(way):
                 if self._is_done(before) and not self._is_done(placed):
                     yield Need(op=placed, made_by=before)
 

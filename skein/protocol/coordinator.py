@@ -232,7 +232,8 @@ class Coordinator:
                 if run is not None:
                     run.report(worker, report, now=now)
             case Prefetched():
-                pass
+                if run is not None:
+                    run.prefetched(worker, report)
             case CheckpointWritten():
                 if run is not None:
                     run.saved(report, now=now)

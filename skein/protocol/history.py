@@ -70,7 +70,11 @@ class History:
             case JobSubmitted():
                 spec = JobSpec.model_validate_json(record.spec)
                 self.jobs[record.job] = JobHistory(
-                    job=record.job, key=record.key, spec=spec, submitted_wall_s=record.wall_s, last_wall_s=record.wall_s
+                    job=record.job,
+                    key=record.key,
+                    spec=spec,
+                    submitted_wall_s=record.wall_s,
+                    last_wall_s=record.wall_s,
                 )
                 self.job_by_key[record.key] = record.job
             case _:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry, Membership
-from skein.protocol.messages import Ack, Assign, ChunksReady, Directive, Dismiss, NewGeneration
+from skein.protocol.messages import Ack, Assign, ChunksReady, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.records import GenerationMember, GenerationOpened
 from skein.types import Generation, WorkerId
 
@@ -91,6 +91,16 @@ class Members:
         return len(self.ready) == len(self.placed)
 
     # --- speaking ---
+
+    def member(self, worker: WorkerId) -> Member:
+        """Where peers reach a member."""
+        return self._entries[worker].member
+
+    def tell(self, worker: WorkerId, directive: Directive) -> None:
+        """To anybody who is live, member or not."""
+        entry = self._membership.live.get(worker)
+        if entry is not None:
+            self._say(entry, directive)
 
     def send(self, worker: WorkerId, directive: Directive) -> None:
         """To one member."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from skein.plan.check import violations
-from skein.plan.plan import Plan
+from skein.plan.plan import ChunkPlan, Plan
+from skein.plan.reroute import renamed, rerouted
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
@@ -47,6 +48,9 @@ class Placement:
         """The question whose answer matters."""
         self.resumed: Resumed | None = None
         """What the plan goes on with, until the step in progress is over."""
+        self._whole: Plan | None = None
+        """The plan as it was before workers were lost."""
+        self._tried: tuple[tuple[ChunkPlan, ...], list[WorkerId]] | None = None
         self._job = job
         self._spec_json = job.spec.canonical_json()
         self._members = members
@@ -116,6 +120,33 @@ class Placement:
             return None
         return resumed
 
+    def restored(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The plan as it was before losses, as far as there are workers for it; None if that is no more than now.
+
+        Whoever is new takes the place of one who is gone.
+        """
+        present, whole = self.plan, self._whole
+        if present is None or whole is None:
+            return None
+        listed = list(candidates)
+        here = [entry.hello.worker for entry in listed]
+        if self._tried == (present.chunks, here):
+            return None
+        self._tried = present.chunks, here
+        gone = [worker for worker in whole.workers if worker not in here]
+        spare = [worker for worker in here if worker not in whole.workers]
+        names = dict(zip(gone, spare, strict=False))
+        filled = renamed(whole, names)
+        alive = {x.chunk for x in filled.chunks if x.chunk.worker in here}
+        plan = filled if len(alive) == len(filled.chunks) else rerouted(filled, alive, {})
+        if plan is None or len(plan.chunks) <= len(present.chunks):
+            return None
+        if violations(plan, self._job.spec, fleet_of(listed, self.links, self._measured)):
+            return None
+        back = sorted(set(plan.workers).difference(present.workers))
+        what, _, _ = whole.reason.partition("; with ")
+        return replace(plan, reason=f"{what}; with {', '.join(back)} again")
+
     def go_on(self, resumed: Resumed) -> None:
         """Record the plan without those who are gone, and have the step in progress go on by it."""
         if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
@@ -125,6 +156,8 @@ class Placement:
             )
             plan = replace(resumed.plan, reason=f"{what}; without {', '.join(gone) or 'some chunks'}")
             resumed = replace(resumed, plan=plan)
+            if self._whole is None and self.plan is not None:
+                self._whole = self.plan
         self.resumed = resumed
         sources = choose_sources(resumed.plan, self._members.acks, version=self._job.version, checkpoint=None)
         self._adopt(resumed.plan, sources, resumed.resumptions)
@@ -132,6 +165,8 @@ class Placement:
     def put(self, plan: Plan, *, now: float) -> None:
         """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
         self.resumed = None
+        if self._whole is not None and len(plan.chunks) >= len(self._whole.chunks):
+            self._whole = None
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")

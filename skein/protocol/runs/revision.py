@@ -19,6 +19,8 @@ class Revision:
     def __init__(self, job: JobHistory, placement: Placement, measured: Measured, outbox: Outbox) -> None:
         self.wish: str | None = None
         """Why the chosen plan is to be put in place at the next boundary; None: it is not."""
+        self.is_short = False
+        """Fewer workers have a place than the job asks for: whoever could have one is worth it."""
         self.policy = Replanning(off_by=job.spec.plan.replan_if_off_by)
         self._job = job
         self._placement = placement
@@ -27,10 +29,6 @@ class Revision:
         self._why = ""
         self._began_s = -inf
         self._fenced_s: float | None = None
-
-    def lets_in(self, *, now: float) -> None:
-        """A generation is opened for newcomers."""
-        self.policy.backoff.happened(now=now)
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for beside the older one is void."""
@@ -64,6 +62,16 @@ class Revision:
         """A step is committed."""
         self._measured.step_took(now - self._began_s)
 
+    def restore(self, plan: Plan) -> None:
+        """A plan that needs no search gives the job back what it has lost."""
+        self._placement.chosen = plan
+        self.wish = plan.reason.rpartition("; ")[2]
+
+    def give_up(self, why: str) -> None:
+        """The chosen plan cannot be put in place."""
+        self._out.log(f"job={self._job.job} keeps its plan ({self.wish}): {why}")
+        self._placement.chosen = self.wish = None
+
     def consider(self, candidates: Sequence[Entry], *, now: float) -> None:
         """Steps go on: ask for another plan if there is reason to and none is asked for yet."""
         plan = self._placement.plan
@@ -95,6 +103,12 @@ class Revision:
         assert present is not None
         steps_left = self._job.spec.budget.steps - self._job.version
         verdict = self.policy.verdict(made, present, steps_left=steps_left)
+        if (
+            isinstance(made.result, Plan)
+            and len(made.result.workers) > len(present.workers)
+            and self.is_short
+        ):
+            verdict = None
         if verdict is not None or not isinstance(made.result, Plan):
             self._out.log(f"job={self._job.job} keeps its plan ({self._why}): {verdict}")
             return

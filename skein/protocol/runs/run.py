@@ -33,6 +33,7 @@ from skein.protocol.messages import (
     ChunksReady,
     Commit,
     EvaluationDone,
+    Prefetched,
     StageDone,
     Start,
     StepRecord,
@@ -43,9 +44,11 @@ from skein.protocol.messages import (
 )
 from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.runs.backups import Backups
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.incidents import Incidents
+from skein.protocol.runs.joining import Joining
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
@@ -108,6 +111,8 @@ class Run:
         self._revision = Revision(job, self._placement, measured, outbox)
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._incidents = Incidents(job, outbox)
+        self._joining = Joining(job, self._members, outbox)
+        self._backups = Backups(job, self._members, outbox)
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
@@ -117,9 +122,7 @@ class Run:
         if job.members:
             silent_s = max(0.0, now - job.last_wall_s)
             reason = "the coordinator started again"
-            self._incidents.noticed(
-                IncidentKind.COORDINATOR_LOST, (), reason, silent_s=silent_s, now=now
-            )
+            self._incidents.noticed(IncidentKind.COORDINATOR_LOST, (), reason, silent_s=silent_s, now=now)
 
     # --- the way in ---
 
@@ -142,6 +145,7 @@ class Run:
                 is_missed = self._depends_on(change.worker)
                 self._members.lose(change.worker)
                 self._measured.lose(change.worker)
+                self._joining.lose(change.worker)
                 if is_missed:
                     reason = f"lost {change.worker} ({change.reason})"
                     kind = IncidentKind.WORKER_LOST
@@ -191,6 +195,7 @@ class Run:
             return
         if self.phase is not RunPhase.FENCING:
             self._revision.answered(event)
+            self._prepare(now=now)
         elif isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
         else:
@@ -431,7 +436,9 @@ class Run:
         version = self.job.version
         self._incidents.planned_anew(num_begun=self._members.num_begun())
         self._placement.put(plan, now=now)
+        self._joining.over()
         if self.job.version < version:
+            self._backups.rolled_back()
             self._incidents.rolled_back(num_steps=version - self.job.version)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
@@ -466,10 +473,32 @@ class Run:
         leaving = [worker for worker in self._members.placed if self._members.is_leaving(worker)]
         if leaving:
             return f"{', '.join(leaving)} leaving"
-        is_short = len(self._members.placed) < self._num_wanted
-        if self._gathering.has_newcomer and is_short and self._revision.policy.backoff.may(now=now):
-            return "newcomers"
-        return self._revision.wish
+        return self._revision.wish if self._joining.is_ready else None
+
+    def _improve(self, *, now: float) -> None:
+        """Steps go on: look for a plan that is worth having, and have what it needs brought to where it needs it."""
+        revision, candidates = self._revision, self._candidates()
+        revision.is_short = len(self._members.placed) < self._num_wanted
+        if revision.wish is not None and self._joining.is_hopeless(now=now):
+            revision.give_up("what it needs did not come")
+            self._joining.over()
+        if revision.wish is None and self._placement.awaited is None:
+            restored = self._placement.restored(candidates)
+            if restored is not None:
+                revision.restore(restored)
+                self._prepare(now=now)
+        if revision.wish is None:
+            revision.consider(candidates, now=now)
+
+    def _prepare(self, *, now: float) -> None:
+        """Another plan was chosen: who gets a chunk under it fetches that already."""
+        if self._revision.wish is not None and self.plan is not None and self._placement.chosen is not None:
+            self._joining.begin(self.plan, self._placement.chosen, now=now)
+
+    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
+        """A copy of a stage is whole."""
+        self._joining.prefetched(worker, report)
+        self._backups.prefetched(report)
 
     def _go_on(self, *, now: float) -> None:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
@@ -491,8 +520,6 @@ class Run:
             else:
                 self._give_up_or_wait(change or "", now=now)
         elif change is not None:
-            if self._gathering.has_newcomer:
-                self._revision.lets_in(now=now)
             self._change(change, now=now)
         else:
             self._start_step(now=now)
@@ -522,6 +549,8 @@ class Run:
         self.phase = RunPhase.STEPPING
         self._revision.step_begins(now=now)
         self._stepping.begin()
+        if self._backups.is_due() and self.plan is not None:
+            self._backups.ask(self.plan, self._candidates())
 
     def _drive(self, event: RoundEvent, *, now: float) -> None:
         for end in self._stepping.handle(event, now=now):
@@ -542,8 +571,9 @@ class Run:
         is_last = self.job.version >= self.job.spec.budget.steps
         self._revision.step_ended(now=now)
         goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted(now=now) is None
+        self._joining.committed(record)
         if goes_on:
-            self._revision.consider(self._candidates(), now=now)
+            self._improve(now=now)
         history = self._out.history
         self._members.send_placed(
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, Resumption, SourceKind, StateSource
 from skein.protocol.records import CheckpointCommitted
+from skein.protocol.runs.backups import newest_whole
 from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
 
 
@@ -26,15 +27,20 @@ def choose_sources(
     version: Step,
     checkpoint: CheckpointCommitted | None,
 ) -> Sources:
-    """Sources at `version` if each stage is held at it, else at the newest checkpoint, else anew from the seed.
+    """Sources at `version` if each stage is held at it, else at the newest version that can be had.
 
+    That is one of which every stage has a copy in somebody's memory, or the newest checkpoint, or what the seed draws.
     A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
     """
     held = _holders(acks, version)
     unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
     if unheld:
+        backup, kept = newest_whole(plan.stages, acks, at_most=version)
         version = Step(0) if checkpoint is None else checkpoint.version
-        held = _holders(acks, version)
+        if backup > version:
+            version, held = backup, {stage: list(workers) for stage, workers in kept.items()}
+        else:
+            held = _holders(acks, version)
     num_given: dict[WorkerId, int] = {}
     by_chunk: dict[ChunkRef, StateSource] = {}
     stages = {stage.index: stage for stage in plan.stages}

@@ -268,7 +268,7 @@ class Pipeline:
                 return output_of(op.phase, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
 
     def spoil(self, op: ComputeOp) -> None:
-        """An op failed halfway: its activation is gone, and with an op that accumulates all that its chunk has summed."""
+        """An op failed halfway: its activation is gone, and if it accumulates, all that its chunk has summed."""
         chunk = self._chunks[op.chunk.stage]
         chunk.held.discard(op.microbatch)
         if not isinstance(op, ForwardOp):

@@ -1,0 +1,111 @@
+"""Copies of all stages in the memory of workers elsewhere: what is left if every holder of a stage dies at once.
+
+Rules of this file
+- All stages are copied at the same versions, for the job can only go back to a version that it has of every stage.
+- Whoever keeps a copy holds another stage, in another place if there is one. The copies before the newest whole set
+  may go, and not before it is whole.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.membership import Entry
+from skein.protocol.messages import Ack, Prefetch, Prefetched, Snapshot
+from skein.protocol.runs.members import Members
+from skein.types import StageIndex, StageSpec, Step, WorkerId
+
+
+class Backups:
+    """What was asked for, and the newest version of which every stage has a copy elsewhere."""
+
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
+        self._job = job
+        self._members = members
+        self._out = outbox
+        self._whole = Step(0)
+        self._missing: dict[Step, set[StageSpec]] = {}
+
+    def is_due(self) -> bool:
+        """Whether the step in progress ends at a version that is to be copied."""
+        every = self._job.spec.backup.every_steps
+        return every > 0 and (self._job.version + 1) % every == 0
+
+    def ask(self, plan: Plan, candidates: Iterable[Entry]) -> None:
+        """Have the coming version copied: each stage by one of its holders, to one who does not hold it."""
+        version = Step(self._job.version + 1)
+        keepers = _keepers(plan, list(candidates))
+        if len(keepers) < len(plan.stages):
+            return  # Everybody holds everything: there is no elsewhere.
+        self._missing = {version: set(plan.stages)}
+        history = self._out.history
+        for stage in plan.stages:
+            donors = plan.holders(stage.index)
+            for donor in donors[:1]:
+                snapshot = Snapshot(
+                    epoch=history.epoch,
+                    generation=history.generation,
+                    version=version,
+                    stages=(stage.index,),
+                    keeps_results=False,
+                )
+                self._members.send(donor, snapshot)
+            prefetch = Prefetch(
+                epoch=history.epoch,
+                job=self._job.job,
+                job_spec=self._job.spec.canonical_json(),
+                stage=stage,
+                version=version,
+                donors=tuple(self._members.member(donor) for donor in donors[:1]),
+                is_backup=True,
+                drops_before=self._whole,
+            )
+            self._members.tell(keepers[stage.index], prefetch)
+
+    def prefetched(self, report: Prefetched) -> None:
+        """A copy is whole."""
+        missing = self._missing.get(report.version)
+        if missing is None or report.job != self._job.job:
+            return
+        missing.discard(report.stage)
+        if not missing:
+            self._whole = max(self._whole, report.version)
+            del self._missing[report.version]
+
+    def rolled_back(self) -> None:
+        """What was asked for is of a history that does not count."""
+        self._missing.clear()
+        self._whole = min(self._whole, self._job.version)
+
+
+def newest_whole(
+    stages: Iterable[StageSpec], acks: Mapping[WorkerId, Ack], *, at_most: Step
+) -> tuple[Step, dict[StageSpec, tuple[WorkerId, ...]]]:
+    """The newest version, not above `at_most`, of which somebody has each stage, chunk or copy; and who; 0: none."""
+    who: dict[tuple[Step, StageSpec], list[WorkerId]] = {}
+    for worker in sorted(acks):
+        for held in (*acks[worker].chunks, *acks[worker].backups):
+            if 0 < held.version <= at_most:
+                who.setdefault((held.version, held.stage), []).append(worker)
+    wanted = tuple(stages)
+    for version in sorted({version for version, _ in who}, reverse=True):
+        if all((version, stage) in who for stage in wanted):
+            return version, {stage: tuple(dict.fromkeys(who[version, stage])) for stage in wanted}
+    return Step(0), {}
+
+
+def _keepers(plan: Plan, candidates: list[Entry]) -> dict[StageIndex, WorkerId]:
+    """Who keeps each stage's copy: one who does not hold it, best far from those who do, and with fewest copies."""
+    site_of = {entry.hello.worker: entry.hello.site for entry in candidates}
+    kept: dict[WorkerId, int] = {}
+    keepers: dict[StageIndex, WorkerId] = {}
+    for stage in plan.stages:
+        holders = set(plan.holders(stage.index))
+        near = {site_of.get(holder) for holder in holders}
+        free = [worker for worker in site_of if worker not in holders]
+        if free:
+            keeper = min(free, key=lambda w: (site_of[w] in near, kept.get(w, 0), w))
+            kept[keeper] = kept.get(keeper, 0) + 1
+            keepers[stage.index] = keeper
+    return keepers

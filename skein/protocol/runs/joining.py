@@ -1,0 +1,128 @@
+"""Workers that get chunks under a coming plan have them before it is put in place, so that nobody waits for them.
+
+The holders of such a stage take a snapshot and keep what each step applies from then on; whoever is to hold it fetches
+the snapshot from all of them at once, beside the steps that go on, and brings it up to date commit by commit. When
+every copy is at most one commit behind, the plan may be put in place at the next boundary.
+
+Rules of this file
+- A transfer that ends in nothing costs nothing: the wish is given up, and looked at anew.
+- What is asked for is asked for by stage and version, so asking again after a change of generation begins nothing anew.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.messages import Follow, Prefetch, Prefetched, Snapshot, StepRecord
+from skein.protocol.runs.members import Members
+from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
+
+PATIENCE_S = 600.0
+"""A plan whose copies are not here after so long is given up: something keeps them from coming."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A copy on its way: the version that it was asked for at, and the one that it is at by now."""
+
+    asked: Step
+    reached: Step | None = None
+
+
+class Joining:
+    """What is being fetched for a plan that is to come."""
+
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
+        self._job = job
+        self._members = members
+        self._out = outbox
+        self._transfers: dict[tuple[WorkerId, StageSpec], _Transfer] = {}
+        self._wanted: set[tuple[WorkerId, StageSpec]] = set()
+        self._until = 0.0
+
+    def begin(self, present: Plan, coming: Plan, *, now: float) -> None:
+        """Have everybody fetch what the coming plan gives them; nothing if nobody can give it."""
+        self._until = now + PATIENCE_S
+        self._wanted = set(_to_fetch(present, coming))
+        self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
+        stages_by_donor: defaultdict[WorkerId, set[StageIndex]] = defaultdict(set)
+        version = Step(self._job.version + 1)
+        for worker, stage in sorted(self._wanted, key=lambda at: (at[0], at[1].index)):
+            transfer = self._transfers.setdefault((worker, stage), _Transfer(asked=version))
+            if transfer.asked == version:
+                for donor in present.holders(stage.index):
+                    stages_by_donor[donor].add(stage.index)
+            self._ask(worker, stage, transfer.asked, present)
+        history = self._out.history
+        for donor, stages in sorted(stages_by_donor.items()):
+            snapshot = Snapshot(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=version,
+                stages=tuple(sorted(stages)),
+                keeps_results=True,
+            )
+            self._members.send(donor, snapshot)
+
+    def _ask(self, worker: WorkerId, stage: StageSpec, version: Step, present: Plan) -> None:
+        donors = tuple(self._members.member(donor) for donor in present.holders(stage.index))
+        prefetch = Prefetch(
+            epoch=self._out.history.epoch,
+            job=self._job.job,
+            job_spec=self._job.spec.canonical_json(),
+            stage=stage,
+            version=version,
+            donors=donors,
+            is_backup=False,
+            drops_before=Step(0),
+        )
+        self._members.tell(worker, prefetch)
+
+    def committed(self, record: StepRecord) -> None:
+        """A step is committed: copies follow."""
+        follow = Follow(epoch=self._out.history.epoch, job=self._job.job, record=record)
+        for worker in sorted({worker for worker, _ in self._transfers}):
+            self._members.tell(worker, follow)
+
+    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
+        """A copy is whole, at a version."""
+        transfer = self._transfers.get((worker, report.stage))
+        if transfer is not None and report.job == self._job.job:
+            transfer.reached = report.version
+
+    def lose(self, worker: WorkerId) -> bool:
+        """A worker is gone; True if something was on its way to it."""
+        lost = [at for at in self._transfers if at[0] == worker]
+        for at in lost:
+            del self._transfers[at]
+        return bool(lost)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every copy is at most one commit behind."""
+        least = self._job.version - 1
+        found = (self._transfers.get(at) for at in self._wanted)
+        return all(x is not None and x.reached is not None and x.reached >= least for x in found)
+
+    def is_hopeless(self, *, now: float) -> bool:
+        """Whether a copy will not come: its worker is gone, or it has taken too long."""
+        return now > self._until or not self._wanted <= self._transfers.keys()
+
+    def over(self) -> None:
+        """The plan is in place, or not wanted any more."""
+        self._wanted.clear()
+        self._transfers.clear()
+
+
+def _to_fetch(present: Plan, coming: Plan) -> Iterator[tuple[WorkerId, StageSpec]]:
+    """Chunks of the coming plan that their worker does not hold, and somebody else does."""
+    held = {x.chunk for x in present.chunks}
+    cut: Mapping[StageIndex, StageSpec] = {stage.index: stage for stage in present.stages}
+    stages = {stage.index: stage for stage in coming.stages}
+    for x in coming.chunks:
+        stage = stages[x.chunk.stage]
+        if cut.get(stage.index) == stage and ChunkRef(stage=stage.index, worker=x.chunk.worker) not in held:
+            yield x.chunk.worker, stage
