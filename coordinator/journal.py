@@ -221,9 +221,10 @@ class Journal:
         while True:
             if seen + 1 < kept.first:
                 until = kept.first - 1
-                async for event in self._older(job, since=seen, until=until):
+                passing = [entry for entry in kept.since(position) if since <= entry.event.sequence <= until]
+                async for event in self._older(job, since=seen, until=until, passing=passing):
                     yield event
-                seen = until
+                seen, position = until, passing[-1].position + 1 if passing else position
                 continue
             changed, entries = kept.changed, kept.since(position)
             for entry in entries:
@@ -237,14 +238,21 @@ class Journal:
                     return
                 await changed.wait()
 
-    async def _older(self, job: JobId, *, since: int, until: int) -> AsyncIterator[JobEvent]:
-        fold = Fold()
+    async def _older(
+        self, job: JobId, *, since: int, until: int, passing: Sequence[_Entry]
+    ) -> AsyncIterator[JobEvent]:
+        """What the run log has, with what passed between."""
+        fold, left = Fold(), deque(entry.event for entry in passing)
         async for records in self._read():
             for record in records:
                 event = fold.take(record) if job_of(record) == job else None
                 if event is not None and event.sequence > since:
+                    while left and left[0].sequence < event.sequence:
+                        yield left.popleft()
                     yield event
                 if fold.sequence >= until:
+                    for after in left:
+                        yield after
                     return
 
     def _pass(self, job: JobId, body: JobHappening, wall_s: float) -> None:

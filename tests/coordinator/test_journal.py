@@ -127,6 +127,28 @@ async def test_passing_happenings_come_between_and_have_no_number_of_their_own()
     assert [e.sequence for e in events if e not in said] == list(range(1, 15))
 
 
+@pytest.mark.parametrize("num_kept", [1, 3, 100])
+@pytest.mark.parametrize("since", [0, 4, 9])
+async def test_passing_happenings_keep_their_place_among_those_of_the_log(num_kept: int, since: int) -> None:
+    records: list[Record] = []
+
+    async def read() -> AsyncIterator[Sequence[Record]]:
+        yield tuple(records)
+
+    journal = Journal(read, num_kept=num_kept)
+    for number, record in enumerate(LOG):
+        records.append(record)
+        journal.recorded([record])
+        journal.line(JOB, None, line(f"after {number}"))
+    events = await all_of(journal, since)
+    numbers = [event.sequence for event in events]
+    said = [event.body.line.text for event in events if isinstance(event.body, LineLogged)]
+    assert numbers == sorted(numbers)
+    assert sorted(set(numbers)) == list(range(since, 15))
+    assert said == sorted(said, key=lambda text: int(text.split()[1]))
+    assert said[-1] == f"after {len(LOG) - 1}"
+
+
 async def test_a_slow_watcher_loses_lines_and_no_step() -> None:
     journal = journal_of(LOG[:4], num_kept=2, num_lines=2)
     watching = journal.watch(JOB, since=0)
