@@ -23,6 +23,7 @@ from bench.chaosing.blows import Rhythm, Strike, draw_blows, save_strikes
 from bench.chaosing.cluster import ChaosCluster, running_behind_wires
 from bench.chaosing.job import MICROBATCH_SAMPLES, NUM_REPLICAS, SEQUENCE_TOKENS, make_job
 from bench.chaosing.judge import Verdict, judge
+from bench.chaosing.meter import Meter
 from bench.chaosing.nemesis import Nemesis
 from bench.chaosing.rows import REL_LOSS, figures_of, rows_of
 from bench.report import finish
@@ -57,12 +58,14 @@ class Chaos:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was recorded, what was struck, and which jobs are which."""
+    """What was recorded, what was struck, which jobs are which, and what other programs took of the machine."""
 
     records: tuple[Record, ...]
     strikes: tuple[Strike, ...]
     job: JobId
     undisturbed: JobId
+    others_cores: float
+    others_cores_undisturbed: float
 
 
 def carry_out(chaos: Chaos, folder: Path, *, is_quiet: bool) -> Outcome:
@@ -75,17 +78,22 @@ def carry_out(chaos: Chaos, folder: Path, *, is_quiet: bool) -> Outcome:
     with running_behind_wires(folder, chaos.num_workers) as cluster, cluster.client() as client:
         steps = chaos.steps or _steps_for(chaos, client)
         tell(f"{steps} steps, first in peace")
-        calm = _submit(client, chaos.job("undisturbed", steps))
-        _require_finished(calm)
-        job = _submit(client, chaos.job("disturbed", steps))
-        strikes = _disturb(chaos, cluster, job, tell)
+        with Meter() as calm_meter:
+            calm = client.submit(chaos.job("undisturbed", steps))
+            _require_finished(calm)
+        with Meter() as meter:
+            job = client.submit(chaos.job("disturbed", steps))
+            strikes = _disturb(chaos, cluster, job, tell)
         save_strikes(strikes, folder / "strikes.json")
         tell(f"struck {len(strikes)} times: {job.status().state.value}")
-    return Outcome(records=cluster.read_log(), strikes=strikes, job=JobId(job.id), undisturbed=JobId(calm.id))
-
-
-def _submit(client: Client, spec: JobSpec) -> Job:
-    return client.submit(spec)
+    return Outcome(
+        records=cluster.read_log(),
+        strikes=strikes,
+        job=JobId(job.id),
+        undisturbed=JobId(calm.id),
+        others_cores=meter.others_cores,
+        others_cores_undisturbed=calm_meter.others_cores,
+    )
 
 
 def _require_finished(job: Job) -> None:
@@ -95,7 +103,7 @@ def _require_finished(job: Job) -> None:
 
 def _steps_for(chaos: Chaos, client: Client) -> int:
     """As many steps as fill the time when nothing goes wrong."""
-    trial = _submit(client, chaos.job("trial", NUM_TRIAL_STEPS))
+    trial = client.submit(chaos.job("trial", NUM_TRIAL_STEPS))
     times = [event.wall_s for event in trial.events() if isinstance(event.body, StepFinished)]
     _require_finished(trial)
     step_s = median(after - before for before, after in pairwise(times[NUM_WARM_STEPS:]))
@@ -162,7 +170,13 @@ def main() -> int:
         folder = args.folder or Path(passing)
         outcome = carry_out(chaos, folder, is_quiet=args.json)
     verdict = judged(chaos, outcome)
-    return finish("chaos", rows_of(verdict), figures={"seed": chaos.seed, **figures_of(verdict)})
+    figures = {
+        "seed": chaos.seed,
+        **figures_of(verdict),
+        "others_cores": outcome.others_cores,
+        "others_cores_undisturbed": outcome.others_cores_undisturbed,
+    }
+    return finish("chaos", rows_of(verdict), figures=figures)
 
 
 def _chaos(args: argparse.Namespace) -> Chaos:
