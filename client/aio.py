@@ -68,7 +68,7 @@ class AsyncClient:
     """A coordinator. Connects at the first call; use it as a context manager, or `close` it.
 
     Args:
-        target: host:port of the coordinator.
+        target: host:port of the coordinator, or several with commas between: its own and those of its standbys.
         token: what is in its token file; None where it has none.
         timeout_s: for one try of one call; raise this if the coordinator is on the far side of a very slow link.
         patience_s: how long a coordinator that has answered before may be gone, for instance to be restarted.
@@ -121,7 +121,9 @@ class AsyncClient:
         """
         spec = await asyncio.to_thread(_spec_of, job)
         request = jobs_pb2.SubmitRequest(key=key or new_key(spec), spec=spec.canonical_json())
-        reply = codec.SUBMIT_REPLY.decode(await self._connection.call(self._connection.jobs.Submit, request))
+        reply = codec.SUBMIT_REPLY.decode(
+            await self._connection.call(lambda: self._connection.jobs.Submit, request)
+        )
         return AsyncJob(self._connection, reply.job, is_new=reply.is_new)
 
     def job(self, job: str) -> "AsyncJob":
@@ -130,17 +132,17 @@ class AsyncClient:
 
     async def jobs(self) -> tuple[JobStatus, ...]:
         """All jobs, oldest first."""
-        reply = await self._connection.call(self._connection.jobs.List, jobs_pb2.ListJobsRequest())
+        reply = await self._connection.call(lambda: self._connection.jobs.List, jobs_pb2.ListJobsRequest())
         return tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
 
     async def workers(self) -> tuple[WorkerStatus, ...]:
         """All workers by id, those lost lately included."""
-        reply = await self._connection.call(self._connection.jobs.Workers, jobs_pb2.WorkersRequest())
+        reply = await self._connection.call(lambda: self._connection.jobs.Workers, jobs_pb2.WorkersRequest())
         return tuple(codec.WORKER_STATUS.decode(worker) for worker in reply.workers)
 
     async def links(self) -> tuple[Link, ...]:
         """What workers measured between each other."""
-        reply = await self._connection.call(self._connection.jobs.Links, jobs_pb2.LinksRequest())
+        reply = await self._connection.call(lambda: self._connection.jobs.Links, jobs_pb2.LinksRequest())
         return tuple(codec.LINK.decode(link) for link in reply.links)
 
     async def drain(self, worker: str) -> WorkerStatus:
@@ -150,7 +152,9 @@ class AsyncClient:
             NotFound: there is no such worker.
         """
         request = jobs_pb2.DrainRequest(worker=worker)
-        return codec.WORKER_STATUS.decode(await self._connection.call(self._connection.jobs.Drain, request))
+        return codec.WORKER_STATUS.decode(
+            await self._connection.call(lambda: self._connection.jobs.Drain, request)
+        )
 
     async def incidents(self, job: str) -> tuple[Incident, ...]:
         """What failures there were in a job so far and what each cost, oldest first; `skein.protocol.incident` sums up.
@@ -161,7 +165,7 @@ class AsyncClient:
         found: list[Incident] = []
         while True:
             request = jobs_pb2.ListIncidentsRequest(job=job, since=len(found))
-            reply = await self._connection.call(self._connection.jobs.ListIncidents, request)
+            reply = await self._connection.call(lambda: self._connection.jobs.ListIncidents, request)
             found += map(codec.INCIDENT.decode, reply.incidents)
             if not reply.incidents or len(found) >= reply.num_incidents:
                 return tuple(found)
@@ -225,7 +229,9 @@ class AsyncJob:
             NotFound: there is no such job.
         """
         request = jobs_pb2.GetJobRequest(job=self.id)
-        return codec.JOB_STATUS.decode(await self._connection.call(self._connection.jobs.Get, request))
+        return codec.JOB_STATUS.decode(
+            await self._connection.call(lambda: self._connection.jobs.Get, request)
+        )
 
     def events(self, *, since: int = 0) -> AsyncGenerator[JobEvent, None]:
         """What happened after event number `since`, then what happens, through restarts, until the job ends."""
@@ -256,7 +262,9 @@ class AsyncJob:
     async def cancel(self, reason: str = "") -> JobStatus:
         """Ends the job, if it has not ended; its newest checkpoint stays."""
         request = jobs_pb2.CancelRequest(job=self.id, reason=reason)
-        return codec.JOB_STATUS.decode(await self._connection.call(self._connection.jobs.Cancel, request))
+        return codec.JOB_STATUS.decode(
+            await self._connection.call(lambda: self._connection.jobs.Cancel, request)
+        )
 
     async def metrics(self) -> Metrics:
         """Loss, gradient norm, rates and the like of every step and evaluation so far."""

@@ -1,13 +1,14 @@
-"""The wire to one coordinator: calls that are repeated through its restarts, streams that go on where they broke.
+"""The wire to a coordinator: calls that are repeated through its restarts, streams that go on where they broke.
 
 Rules: the first call finds out whether the two speak the same protocol. Before any call has succeeded a failure is
 told at once, for then the address is probably wrong; afterwards it is probably a restart, and calls are made again
-until `patience_s` is over. That is safe because every call of ours may be made twice.
+until `patience_s` is over. That is safe because every call of ours may be made twice. Where there are several
+addresses, or a standby names another one, calls go to the one that leads.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,8 +19,9 @@ from client.errors import check_version, explain
 from skein.errors import UserError
 from skein.types import Step
 from skein.wire import codec
-from skein.wire.channel import Lane, open_channel, split_address
+from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import GetRequest, ManifestReply
+from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import JobEvent, VersionReply
 
@@ -29,6 +31,8 @@ Reply = TypeVar("Reply")
 DEFAULT_TARGET = "127.0.0.1:7411"
 PATIENCE_S = 60.0
 """A coordinator is back within 10 s of its death, on a busy machine within a minute."""
+MAX_MOVES = 8
+"""How often one call follows the leader without any progress."""
 _PAUSE_S = 0.25
 _MAX_PAUSE_S = 2.0
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -39,7 +43,7 @@ class Connection:
     """Calls to the coordinator at `target`. Lives on one event loop; connects at the first call.
 
     Args:
-        target: host:port.
+        target: host:port, or several with commas between: of a coordinator and its standbys.
         token: what the coordinator wants to see; None where it wants none.
         timeout_s: for one try of one call.
         patience_s: how long a coordinator that has answered before may be gone.
@@ -51,17 +55,46 @@ class Connection:
     def __init__(
         self, target: str, *, token: str | None, timeout_s: float, patience_s: float = PATIENCE_S
     ) -> None:
-        split_address("coordinator", target)
+        self._addresses = split_addresses("coordinator", target)
         if not timeout_s > 0:
             raise UserError("timeout", timeout_s, "give a number of seconds above 0")
         self.target = target
+        self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._control = open_channel(target, Lane.CONTROL, token=token)
-        self._bulk = open_channel(target, Lane.STATE, token=token)
+        self._version: VersionReply | None = None
+        self._is_sought = len(self._addresses) == 1
+        self._dial_all(self._addresses[0])
+
+    def _dial_all(self, address: str) -> None:
+        self._at = address
+        self._control = self._dial(address, Lane.CONTROL)
+        self._bulk = self._dial(address, Lane.STATE)
         self.jobs = jobs_pb2_grpc.JobsStub(self._control)
         self._checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
-        self._version: VersionReply | None = None
+
+    def _dial(self, address: str, lane: Lane) -> aio.Channel:
+        return open_channel(address, lane, token=self._token)
+
+    async def seek(self, named: str | None = None) -> bool:
+        """Whether another address leads now than calls went to; from then on they go there.
+
+        Args:
+            named: whom a standby has named.
+        """
+        self._is_sought = True
+        candidates = {*self._addresses, self._at, *(() if named is None else (named,))}
+        if len(candidates) == 1:
+            return False
+        found = await find_leader(sorted(candidates), dial=self._dial)
+        if found is None or found == self._at:
+            return False
+        before = (self._control, self._bulk)
+        self._dial_all(found)
+        for channel in before:
+            # What still waits there is called off, and made again here.
+            await channel.close(None)
+        return True
 
     async def close(self) -> None:
         """Ends all calls."""
@@ -74,13 +107,22 @@ class Connection:
         Raises:
             NotReachable | VersionMismatch: nobody does, or another protocol.
         """
-        reply = codec.VERSION_REPLY.decode(await self._attempts(self.jobs.Version, jobs_pb2.VersionRequest()))
+        if not self._is_sought:
+            _ = await self.seek()
+        answer = await self._attempts(lambda: self.jobs.Version, jobs_pb2.VersionRequest())
+        reply = codec.VERSION_REPLY.decode(answer)
         check_version(self.target, reply.protocol_version, reply.release)
         self._version = reply
         return reply
 
-    async def call(self, method: "aio.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> Reply:
+    async def call(
+        self, method: "Callable[[], aio.UnaryUnaryMultiCallable[Request, Reply]]", request: Request
+    ) -> Reply:
         """The reply to `request`.
+
+        Args:
+            method: gives the method, as this connection has it at the moment.
+            request: what it is called with.
 
         Raises:
             NotReachable | NotFound | Refused | VersionMismatch | RemoteError: see `client.errors`.
@@ -90,18 +132,18 @@ class Connection:
         return await self._attempts(method, request)
 
     async def _attempts(
-        self, method: "aio.UnaryUnaryMultiCallable[Request, Reply]", request: Request
+        self, method: "Callable[[], aio.UnaryUnaryMultiCallable[Request, Reply]]", request: Request
     ) -> Reply:
         patience = self.patience()
         while True:
             try:
-                return await method(request, timeout=self._timeout_s)
+                return await method()(request, timeout=self._timeout_s)
             except aio.AioRpcError as error:
                 await patience.endure(error)
 
     def patience(self) -> "Patience":
         """How much of it is left in one call; renewed whenever there is progress."""
-        return Patience(self.target, self._patience_s if self._version is not None else 0.0)
+        return Patience(self, self._patience_s if self._version is not None else 0.0)
 
     async def watch(self, job: str, *, since: int) -> AsyncGenerator[JobEvent, None]:
         """What happened to `job` after event `since`, then what happens, each once, until it ends.
@@ -137,7 +179,7 @@ class Connection:
             NotFound: there is none.
         """
         request = checkpoint_pb2.ManifestRequest(job=job, version=version)
-        reply: checkpoint_pb2.ManifestReply = await self.call(self._checkpoint.Manifest, request)
+        reply: checkpoint_pb2.ManifestReply = await self.call(lambda: self._checkpoint.Manifest, request)
         return codec.MANIFEST_REPLY.decode(reply)
 
     async def file_parts(self, request: GetRequest) -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
@@ -154,8 +196,8 @@ class Connection:
 class Patience:
     """Time that a broken call may take to work again."""
 
-    def __init__(self, target: str, seconds: float) -> None:
-        self._target = target
+    def __init__(self, connection: Connection, seconds: float) -> None:
+        self._connection = connection
         self._seconds = seconds
         self.renew()
 
@@ -163,6 +205,7 @@ class Patience:
         """There was progress: all of the time is left again."""
         self._until = time.monotonic() + self._seconds
         self._pause_s = _PAUSE_S
+        self._num_moves = 0
 
     async def endure(self, error: aio.AioRpcError) -> None:
         """Returns when the call that broke with `error` may be tried again.
@@ -170,8 +213,14 @@ class Patience:
         Raises:
             SkeinError: it is not worth it, or the time is over.
         """
+        named = named_leader(error)
+        is_worth_it = named is not None or self._seconds > 0
+        if error.code() in _BROKEN and is_worth_it and self._num_moves < MAX_MOVES:
+            self._num_moves += 1
+            if await self._connection.seek(named):
+                return
         if error.code() not in _BROKEN or time.monotonic() + self._pause_s > self._until:
-            raise explain(error, self._target) from error
+            raise explain(error, self._connection.target) from error
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 

@@ -26,10 +26,10 @@ def _memory(text: str | None) -> int | None:
 @click.option(
     "--join",
     required=True,
-    metavar="HOST:PORT",
+    metavar="HOST:PORT[,...]",
     envvar="SKEIN_COORDINATOR",
     show_envvar=True,
-    help="The coordinator.",
+    help="The coordinator, or it and its standbys.",
 )
 @click.option("--name", show_default="the host's, a random ending", help="Of this worker among all.")
 @click.option("--site", default="default", help="Where this is. Workers of one site are near each other.")

@@ -22,6 +22,7 @@ from skein.errors import UserError
 from skein.protocol.worker_io import StopRequested, WorkerEvent
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.leader import split_addresses
 from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
 from worker.logs import LogTail, begin_logging
@@ -43,7 +44,7 @@ class WorkerOptions:
     """What an operator may say about a worker.
 
     Args:
-        join: the coordinator, host:port.
+        join: the coordinator, host:port; or it and its standbys, with commas between.
         name: of this worker among all; by default the host's with a random ending. Of two with one name the newer wins.
         site: where the worker is; workers of one site are taken to be near each other.
         listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
@@ -146,12 +147,12 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
     Raises:
         UserError: something is wrong with them by themselves.
     """
-    split_address("join", options.join)
+    coordinators = split_addresses("join", options.join)
     for field, name in (("name", options.name), ("site", options.site)):
         if name is not None and re.fullmatch(WORKER_NAME_PATTERN, name) is None:
             raise UserError(field, name, "use up to 64 letters, digits, dots, dashes and underscores")
     if options.advertise is not None:
-        _advertised(options, 1)
+        _advertised(options, coordinators[0], 1)
     if options.memory_bytes is not None and options.memory_bytes < 1:
         raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
     token = None if options.token_file is None else read_token(options.token_file)
@@ -174,7 +175,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         join=options.join,
         listen=options.listen,
         port=options.port,
-        address_of=lambda port: _advertised(options, port),
+        address_of=lambda port: _advertised(options, coordinators[0], port),
         token=token,
         device=torch.device("cuda" if has_cuda else "cpu"),
         memory_bytes=options.memory_bytes,
@@ -189,18 +190,18 @@ def _default_name(incarnation: Incarnation) -> str:
     return f"{host[:48] or 'worker'}-{incarnation[:6]}"
 
 
-def _advertised(options: WorkerOptions, port: int) -> str:
+def _advertised(options: WorkerOptions, coordinator: str, port: int) -> str:
     """host:port by which peers reach a worker that listens at `port`."""
     given = options.advertise
     if given is not None and ":" in given.rpartition("]")[2]:
         return join_address(*split_address("advertise", given))
     host = given or options.listen
-    return join_address(_own_host(options.join) if host in _EVERYWHERE else host, port)
+    return join_address(_own_host(coordinator) if host in _EVERYWHERE else host, port)
 
 
-def _own_host(join: str) -> str:
+def _own_host(coordinator: str) -> str:
     """This machine's address as seen from where the coordinator is."""
-    host, port = split_address("join", join)
+    host, port = split_address("join", coordinator)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

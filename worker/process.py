@@ -16,6 +16,7 @@ from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.extra import LogLine
+from skein.wire.leader import split_addresses
 from worker.build import Builder
 from worker.compute.ops import Compute
 from worker.driver import Driver, WorkerInbox
@@ -23,7 +24,7 @@ from worker.executor import Executor
 from worker.metrics import Metrics
 from worker.probe import measure_device
 from worker.service import PeerService
-from worker.transport.coordinator import CheckpointFiles, ControlStream
+from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
 from worker.transport.outbox import Dial
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
@@ -113,8 +114,9 @@ class _Parts:
         """Join the coordinator, and let the driver run to its end."""
         setting = self.setting
         dial: Dial = partial(open_channel, token=setting.token)
-        files = CheckpointFiles(setting.join, dial=dial)
-        control = ControlStream(setting.join, dial=dial, listener=self.inbox)
+        where = Whereabouts(split_addresses("join", setting.join), dial=dial)
+        files = CheckpointFiles(where, dial=dial)
+        control = ControlStream(where, dial=dial, listener=self.inbox)
         async with asyncio.TaskGroup() as group:
             peers = Peers(
                 setting.worker,

@@ -27,6 +27,7 @@ from client.connection import DEFAULT_TARGET
 from skein.errors import SkeinError, UserError
 from skein.units import format_bytes
 from skein.wire.channel import join_address, split_address
+from skein.wire.leader import split_addresses
 from skein.wire.views import WorkerState
 
 MIN_FILES = 4096
@@ -165,7 +166,7 @@ def _coordinator(metrics_port: int | None) -> Iterator[Finding]:
     """What is at the coordinator's address; where nothing is, whether one could be started."""
     name = target().coordinator
     try:
-        host, port = split_address("coordinator", name)
+        host, port = split_address("coordinator", split_addresses("coordinator", name)[0])
         with connect() as client:
             version = client.version()
             found = f"{name} runs release {version.release}, epoch {version.epoch}"

@@ -80,14 +80,14 @@ def connection_options(command: Command) -> Command:
         ),
         click.option(
             "--coordinator",
-            metavar="HOST:PORT",
+            metavar="HOST:PORT[,...]",
             default=DEFAULT_TARGET,
             show_default=True,
             envvar=COORDINATOR_VARIABLE,
             show_envvar=True,
             expose_value=False,
             callback=_set_coordinator,
-            help="Which coordinator to ask.",
+            help="Which coordinator to ask, or it and its standbys.",
         ),
     ):
         command = option(command)

@@ -1,9 +1,9 @@
-"""Which of several coordinators leads: asked of all at once, for one that is frozen would hold up a round."""
+"""Which of several coordinators leads. All are asked side by side, for one that is frozen would hold up a round."""
 
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import grpc
 from grpc import aio
@@ -15,10 +15,12 @@ from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 LEADER_KEY = "skein-leader"
 """Metadata by which a standby names the leader."""
 MAX_ADDRESSES = 16
-ASK_S = 2.0
-"""For an answer; who needs longer is as good as dead."""
-OTHERS_S = 0.3
-"""How long others are waited for once one has said that it leads: of two that do, the older is about to find out."""
+PATIENCE_S = 3.0
+"""How long to look for a leader: longer than the slowest link needs for an answer."""
+_OTHERS_S = 0.3
+"""How long others are heard once one has said that it leads: of two that do, the older is about to find out."""
+_AGAIN_S = 0.2
+"""Between two questions to one that does not lead; it may at any moment."""
 
 Dial = Callable[[str, Lane], aio.Channel]
 """Opens a channel to an address, on a connection of its own."""
@@ -48,49 +50,55 @@ class _Answer:
     named: str | None = None
 
 
-async def find_leader(addresses: Iterable[str], *, dial: Dial) -> str | None:
-    """The address that leads, by its own word and in the newest epoch; None if none does at this moment.
+async def find_leader(addresses: Iterable[str], *, dial: Dial, patience_s: float = PATIENCE_S) -> str | None:
+    """The address that leads, by its own word and in the newest epoch; None if none does for `patience_s`.
 
-    Whom a standby names is asked as well, once.
+    Whom a standby names is asked as well. One that begins to lead meanwhile is found in a fraction of a second.
     """
-    asked = set(addresses)
-    answers = await _ask(asked, dial)
-    named = {answer.named for answer in answers if answer.named is not None} - asked
-    if named and not any(answer.epoch is not None for answer in answers):
-        answers += await _ask(named, dial)
-    leaders = [(answer.epoch, answer.address) for answer in answers if answer.epoch is not None]
-    return max(leaders)[1] if leaders else None
+    answers: asyncio.Queue[_Answer] = asyncio.Queue()
+    asking: dict[str, asyncio.Task[NoReturn]] = {}
+    epochs: dict[str, int] = {}
 
+    def ask(address: str) -> None:
+        if address not in asking and len(asking) < MAX_ADDRESSES:
+            asking[address] = asyncio.create_task(_ask(address, dial, answers))
 
-async def _ask(addresses: Iterable[str], dial: Dial) -> list[_Answer]:
-    """What they say, in order, as far as they are worth waiting for."""
-    asking = [asyncio.create_task(_ask_one(address, dial)) for address in sorted(addresses)]
+    for address in addresses:
+        ask(address)
     try:
-        for done in asyncio.as_completed(asking, timeout=ASK_S):
-            if (await done).epoch is not None:
-                break
-        await asyncio.wait(asking, timeout=OTHERS_S)
+        async with asyncio.timeout(patience_s) as limit:
+            while epochs.keys() != asking.keys():
+                answer = await answers.get()
+                if answer.named is not None:
+                    ask(answer.named)
+                if answer.epoch is not None:
+                    epochs[answer.address] = answer.epoch
+                    soon = asyncio.get_running_loop().time() + _OTHERS_S
+                    limit.reschedule(min(soon, limit.when() or soon))
     except TimeoutError:
-        pass  # the rest is silent
+        pass  # whoever has not answered by now is out of the race
     finally:
-        for question in asking:
+        for question in asking.values():
             question.cancel()
-    return [question.result() for question in asking if question.done() and not question.cancelled()]
+    return max(((epoch, address) for address, epoch in epochs.items()), default=(0, None))[1]
 
 
-async def _ask_one(address: str, dial: Dial) -> _Answer:
-    channel = dial(address, Lane.CONTROL)
-    try:
-        reply = await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest(), timeout=ASK_S)
-        return _Answer(address=address, epoch=reply.epoch)
-    except aio.AioRpcError as error:
-        return _Answer(address=address, named=named_leader(error))
-    finally:
-        await channel.close(None)
+async def _ask(address: str, dial: Dial, answers: asyncio.Queue[_Answer]) -> NoReturn:
+    """Ask one again and again, on new connections: gRPC waits ever longer before it opens a broken one again."""
+    while True:
+        channel = dial(address, Lane.CONTROL)
+        try:
+            reply = await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+            answers.put_nowait(_Answer(address=address, epoch=reply.epoch))
+        except aio.AioRpcError as error:
+            answers.put_nowait(_Answer(address=address, named=named_leader(error)))
+        finally:
+            await channel.close(None)
+        await asyncio.sleep(_AGAIN_S)
 
 
 def named_leader(error: aio.AioRpcError) -> str | None:
-    """Whom a standby named in its refusal."""
+    """Whom a standby named in its refusal; None if it named nobody, or this is another kind of failure."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return None
     entries = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())

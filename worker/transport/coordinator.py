@@ -1,6 +1,7 @@
 """The worker's end of the control stream, and of the coordinator's store of checkpoint files.
 
 Rules of this file
+- Of several addresses the one that leads is used; it is sought again before each stream.
 - The stream is opened again for ever. What was said on a broken one is lost: the machine says Hello on each, and the
   coordinator repeats what matters.
 - Nothing here knows what a report or a directive means.
@@ -9,7 +10,7 @@ Rules of this file
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -42,11 +43,12 @@ from skein.wire.extra import (
     PutStart,
 )
 from skein.wire.failures import describe_rpc_error
+from skein.wire.leader import find_leader, named_leader
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetch import patiently
 from worker.transport.outbox import FINAL, Dial
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
 _PATIENCE_S = 30.0
 """For each part of a file."""
 
@@ -75,11 +77,40 @@ class Listener(Protocol):
         """The stream broke, or could not be opened."""
 
 
-class ControlStream:
-    """Keeps a control stream to the coordinator at `target` open."""
+class Whereabouts:
+    """Where the coordinator is: at one of `addresses`, or where a standby says.
 
-    def __init__(self, target: str, *, dial: Dial, listener: Listener) -> None:
-        self._target = target
+    `at` is what is to be dialled now; it changes with `seek` only.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, dial: Dial) -> None:
+        self.at = addresses[0]
+        self._addresses = addresses
+        self._named: str | None = None
+        self._dial = dial
+        self._num_failed = 0
+
+    def heard(self, error: aio.AioRpcError) -> None:
+        """A call to `at` failed; perhaps with the name of another."""
+        self._named = named_leader(error) or self._named
+
+    async def seek(self) -> None:
+        """Find out who leads; where nobody says so, `at` is one after the other."""
+        candidates = [*self._addresses, *(() if self._named is None else (self._named,))]
+        if len(set(candidates)) == 1:
+            return
+        found = await find_leader(candidates, dial=self._dial)
+        if found is None:
+            self._num_failed += 1
+            found = candidates[self._num_failed % len(candidates)]
+        self.at = found
+
+
+class ControlStream:
+    """Keeps a control stream to the coordinator open."""
+
+    def __init__(self, where: Whereabouts, *, dial: Dial, listener: Listener) -> None:
+        self._where = where
         self._dial = dial
         self._listener = listener
         self._outgoing: asyncio.Queue[Upward | None] | None = None
@@ -99,9 +130,11 @@ class ControlStream:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            end = await self._converse()
+            await self._where.seek()
+            target = self._where.at
+            end = await self._converse(target)
             if end.is_final and not self._was_welcome:
-                raise UserError("join", self._target, end.reason.removeprefix(f"{self._target}: "))
+                raise UserError("join", target, end.reason.removeprefix(f"{target}: "))
             self._listener.lost(end.reason)
             pause_s = _FIRST_PAUSE_S if end.was_heard else min(2 * pause_s, _LAST_PAUSE_S)
             self._was_welcome |= end.was_heard
@@ -116,21 +149,21 @@ class ControlStream:
             except TimeoutError:
                 return
 
-    async def _converse(self) -> "_End":
+    async def _converse(self, target: str) -> "_End":
         """One stream from its beginning to its end."""
         outgoing: asyncio.Queue[Upward | None] = asyncio.Queue()
-        channel = self._dial(self._target, Lane.CONTROL)
+        channel = self._dial(target, Lane.CONTROL)
         try:
             call = control_pb2_grpc.ControlStub(channel).Session(_reports(outgoing))
             self._outgoing = outgoing
             self._listener.opened()
-            return await self._read(call)
+            return await self._read(call, target)
         finally:
             self._outgoing = None
             outgoing.put_nowait(None)
             await channel.close(None)
 
-    async def _read(self, call: ControlCall) -> "_End":
+    async def _read(self, call: ControlCall, target: str) -> "_End":
         was_heard = False
         try:
             async for message in call:
@@ -138,11 +171,12 @@ class ControlStream:
                 was_heard = True
                 self._listener.heard(directive)
         except aio.AioRpcError as error:
-            reason = describe_rpc_error(error, self._target)
+            self._where.heard(error)
+            reason = describe_rpc_error(error, target)
             return _End(reason=reason, is_final=error.code() in FINAL, was_heard=was_heard)
         except RemoteError as error:
-            return _End(reason=f"{self._target}: {error}", is_final=False, was_heard=was_heard)
-        reason = f"{self._target}: the coordinator ended the stream"
+            return _End(reason=f"{target}: {error}", is_final=False, was_heard=was_heard)
+        reason = f"{target}: the coordinator ended the stream"
         return _End(reason=reason, is_final=False, was_heard=was_heard)
 
 
@@ -153,11 +187,15 @@ async def _reports(outgoing: asyncio.Queue[Upward | None]) -> AsyncIterator[cont
 
 
 class CheckpointFiles:
-    """Files of checkpoints at the coordinator at `target`, for jobs that name no URL."""
+    """Files of checkpoints at the coordinator, for jobs that name no URL."""
 
-    def __init__(self, target: str, *, dial: Dial) -> None:
-        self._target = target
+    def __init__(self, where: Whereabouts, *, dial: Dial) -> None:
+        self._where = where
         self._dial = dial
+
+    @property
+    def _target(self) -> str:
+        return self._where.at
 
     async def manifest(self, job: JobId, version: Step) -> ManifestReply:
         """What the checkpoint of `job` at `version` consists of, wherever its files are.
