@@ -221,7 +221,9 @@ class Coordinator:
             run.progressed(now=now)
         match report:
             case Beat():
-                pass
+                if run is not None:
+                    run.beat(worker, report)
+                    self._turn_away_stuck(now=now)
             case LinksMeasured():
                 self._measured(report)
             case Leaving():
@@ -265,8 +267,7 @@ class Coordinator:
         self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
 
     def _turn_away_stuck(self, *, now: float) -> None:
-        for worker in () if self.run is None else self.run.stuck(now=now):
-            reason = "it does not answer, though it beats: start it again"
+        for worker, reason in () if self.run is None else self.run.stuck(now=now):
             self._changed(self.membership.handle(Evicted(worker=worker, reason=reason), now=now), now=now)
 
     def _changed(self, changes: list[MembershipChange], *, now: float) -> None:

@@ -125,9 +125,8 @@ def test_a_worker_that_comes_and_goes_is_let_in_less_and_less_often() -> None:
         world.clock.at(5.0 + 6.0 * turn, partial(world.kill_worker, worker(3)))
         world.clock.at(8.0 + 6.0 * turn, come)
     run = finish(world, about="flapping")
-    let_in = [x for x in of_kind(world.log, GenerationOpened) if x.reason == "newcomers"]
-    assert 1 <= len(let_in) <= most_plans(run.outcome.seconds)
-    assert len(let_in) < num_turns / 4
+    let_in = [x for x in of_kind(world.log, GenerationOpened) if x.reason == f"with {worker(3)} again"]
+    assert 1 <= len(let_in) < num_turns / 4
     assert [record.step for record in run.curve] == list(range(200))
 
 

@@ -70,7 +70,7 @@ def test_workers_that_come_late_are_given_work_at_a_step_boundary() -> None:
         add(world, 7)
         add(world, 8)
 
-    job = small_job(steps=8)
+    job = small_job(steps=24)
     run = simulate(job, 2, disturb=add_two)
     assert run.curve == undisturbed(job, 4).curve
     assert "4 of 4 workers" in [line for line in run.world.lines if "plan:" in line][-1]
@@ -129,14 +129,14 @@ def test_a_drain_that_leaves_too_few_saves_first_and_lets_go(save_every: int) ->
 
 def test_a_restarted_coordinator_keeps_chunks_where_they_are() -> None:
     """The first worker began with both stages and gave one to the newcomer: a fresh plan would place them otherwise."""
-    world = make_world(small_job(stages=2, replicas=1, steps=6), fleet_of(0), seed=0)
+    world = make_world(small_job(stages=2, replicas=1, steps=20), fleet_of(0), seed=0)
     add(world, 0)
     run_until(world, lambda world: version_of(world) == 1)
     add(world, 1)
-    run_until(world, lambda world: version_of(world) == 3)
-    before = placement(world)
+    run_until(world, lambda world: len(plan_of(world).workers) == 2)
+    before, version = placement(world), version_of(world)
     world.crash_coordinator()
-    run_until(world, lambda world: version_of(world) == 4)
+    run_until(world, lambda world: version_of(world) == version + 2)
     assert placement(world) == before
     assert finish(world, about="seed=0").num_rollbacks == 0
 

@@ -30,8 +30,9 @@ LEAST_GAIN = 0.05
 class Backoff:
     """Lets something happen, and then not for a while, which doubles each time."""
 
-    def __init__(self) -> None:
-        self._pause_s = FIRST_PAUSE_S
+    def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._first_pause_s = first_pause_s
+        self._pause_s = first_pause_s
         self._last = -inf
 
     def may(self, *, now: float) -> bool:
@@ -41,7 +42,7 @@ class Backoff:
     def happened(self, *, now: float) -> None:
         """It did."""
         is_quiet = now - self._last > _QUIET * self._pause_s
-        self._pause_s = FIRST_PAUSE_S if is_quiet else min(2 * self._pause_s, LAST_PAUSE_S)
+        self._pause_s = self._first_pause_s if is_quiet else min(2 * self._pause_s, LAST_PAUSE_S)
         self._last = now
 
 

@@ -29,6 +29,7 @@ from skein.protocol.membership import (
 )
 from skein.protocol.messages import (
     Ack,
+    Beat,
     CheckpointWritten,
     ChunksReady,
     Commit,
@@ -45,6 +46,7 @@ from skein.protocol.messages import (
 from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.backups import Backups
+from skein.protocol.runs.detection import OpWatch
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.incidents import Incidents
@@ -53,6 +55,7 @@ from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
+from skein.protocol.runs.replanning import Backoff
 from skein.protocol.runs.resuming import Resumed
 from skein.protocol.runs.revision import Revision
 from skein.protocol.runs.savings import Savings
@@ -79,6 +82,8 @@ class RunPhase(StrEnum):
     ENDED = "ended"
 
 
+FLAP_S = 2.0
+"""After its first loss a worker is let in again at once, after the second within a short time not for so long."""
 _COMPUTING = (RunPhase.STEPPING, RunPhase.EVALUATING)
 
 
@@ -113,11 +118,14 @@ class Run:
         self._incidents = Incidents(job, outbox)
         self._joining = Joining(job, self._members, outbox)
         self._backups = Backups(job, self._members, outbox)
+        self._losses: dict[WorkerId, Backoff] = {}
+        """Of members that were lost: who comes and goes is let in less and less often."""
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
         self._watchdog = Watchdog(now=now)
+        self._op_watch = OpWatch(measured.chunk_time)
         self._story = Story()
         if job.members:
             silent_s = max(0.0, now - job.last_wall_s)
@@ -145,8 +153,10 @@ class Run:
                 is_missed = self._depends_on(change.worker)
                 self._members.lose(change.worker)
                 self._measured.lose(change.worker)
+                self._op_watch.lose(change.worker)
                 self._joining.lose(change.worker)
                 if is_missed:
+                    self._losses.setdefault(change.worker, Backoff(FLAP_S)).happened(now=now)
                     reason = f"lost {change.worker} ({change.reason})"
                     kind = IncidentKind.WORKER_LOST
                     self._failed(kind, change.worker, reason, silent_s=change.silent_s, now=now)
@@ -235,6 +245,10 @@ class Run:
         """Some worker's op ended."""
         self._watchdog.moved(now=now)
 
+    def beat(self, worker: WorkerId, beat: Beat) -> None:
+        """A worker lives, and says how long its running op has been at it."""
+        self._op_watch.beat(worker, beat)
+
     # --- time ---
 
     def tick(self, *, now: float) -> None:
@@ -249,12 +263,17 @@ class Run:
             still_s = self._watchdog.still_for(now=now)
             reason = f"no op ended for {still_s:.0f} s"
             self._incidents.noticed(IncidentKind.STALLED, (), reason, silent_s=still_s, now=now)
+            self._watchdog.barked()
             self._bump(reason, now=now)
 
-    def stuck(self, *, now: float) -> tuple[WorkerId, ...]:
-        """Members that have not acknowledged the generation although nothing moves any more: to be turned away."""
-        is_stalled = self.phase is RunPhase.FENCING and now >= self._stalls_at()
-        return self._members.unacknowledged() if is_stalled else ()
+    def stuck(self, *, now: float) -> tuple[tuple[WorkerId, str], ...]:
+        """Workers that live and get nowhere, to be turned away, each with the reason: an op of theirs never ends, or
+        they have not acknowledged the generation although nothing moves any more."""
+        found = {stuck.worker: stuck.reason for stuck in self._op_watch.stuck()}
+        if self.phase is RunPhase.FENCING and now >= self._gives_up_at():
+            reason = "it does not answer, though it beats: start it again"
+            found = dict.fromkeys(self._members.unacknowledged(), reason) | found
+        return tuple(sorted(found.items()))
 
     def deadline(self) -> float | None:
         """When `tick` is wanted next."""
@@ -263,10 +282,15 @@ class Run:
         if self.phase is RunPhase.GATHERING:
             return self._gathering.pardons_at
         is_fencing = self.phase is RunPhase.FENCING and not self._members.is_fenced
-        return self._stalls_at() if is_fencing or self.phase in _COMPUTING else None
+        if is_fencing:
+            return self._gives_up_at()
+        return self._stalls_at() if self.phase in _COMPUTING else None
 
     def _stalls_at(self) -> float:
         return self._watchdog.barks_at(self.plan)
+
+    def _gives_up_at(self) -> float:
+        return self._watchdog.gives_up_at(self.plan)
 
     def _gathers_at(self) -> float:
         return self._gathering.ends_at(num_here=len(self._candidates()), num_wanted=self._num_wanted)
@@ -436,6 +460,7 @@ class Run:
         version = self.job.version
         self._incidents.planned_anew(num_begun=self._members.num_begun())
         self._placement.put(plan, now=now)
+        self._op_watch.planned(plan)
         self._joining.over()
         if self.job.version < version:
             self._backups.rolled_back()
@@ -477,7 +502,8 @@ class Run:
 
     def _improve(self, *, now: float) -> None:
         """Steps go on: look for a plan that is worth having, and have what it needs brought to where it needs it."""
-        revision, candidates = self._revision, self._candidates()
+        revision = self._revision
+        candidates = [x for x in self._candidates() if self._is_steady(x.hello.worker, now=now)]
         revision.is_short = len(self._members.placed) < self._num_wanted
         if revision.wish is not None and self._joining.is_hopeless(now=now):
             revision.give_up("what it needs did not come")
@@ -489,6 +515,11 @@ class Run:
                 self._prepare(now=now)
         if revision.wish is None:
             revision.consider(candidates, now=now)
+
+    def _is_steady(self, worker: WorkerId, *, now: float) -> bool:
+        """Whether a worker has a place, or may be given one again."""
+        losses = self._losses.get(worker)
+        return losses is None or worker in self._members.placed or losses.may(now=now)
 
     def _prepare(self, *, now: float) -> None:
         """Another plan was chosen: who gets a chunk under it fetches that already."""
@@ -566,7 +597,8 @@ class Run:
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._placement.resumed = None
         self._strikes.committed()
-        self._watchdog.moved(now=now)
+        self._watchdog.committed(now=now)
+        self._op_watch.committed()
         self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
         self._revision.step_ended(now=now)
