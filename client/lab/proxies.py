@@ -61,7 +61,7 @@ class Proxies:
         self, network: Network, endpoints: Sequence[Endpoint], process_of: Callable[[str], int | None]
     ) -> None:
         self._network = network
-        self._endpoints = tuple(endpoints)
+        self.endpoints = tuple(endpoints)
         self._process_of = process_of
         self._times = StreamTimes(network)
         self._loop = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ class Proxies:
 
     async def open(self) -> None:
         """Listen in front of every endpoint."""
-        for receiver, endpoint in enumerate(self._endpoints):
+        for receiver, endpoint in enumerate(self.endpoints):
             server = await self._loop.create_server(
                 partial(self._accept, receiver), endpoint.address, endpoint.port
             )
@@ -108,11 +108,11 @@ class Proxies:
 
     async def _connect(self, receiver: int, door: "_Door", transport: asyncio.Transport) -> None:
         port = transport.get_extra_info("peername")[1]
-        sender = await asyncio.to_thread(self._sender, port, self._endpoints[receiver].port)
+        sender = await asyncio.to_thread(self._sender, port, self.endpoints[receiver].port)
         await self._travel(sender, receiver)
         here = self._half(sender, receiver)
         there = self._half(receiver, sender)
-        endpoint = self._endpoints[receiver]
+        endpoint = self.endpoints[receiver]
         try:
             await self._loop.create_connection(lambda: there, endpoint.listen, endpoint.port)
         except OSError:
@@ -141,7 +141,7 @@ class Proxies:
     def _sender(self, port: int, dialled_port: int) -> int:
         socket = socket_of(port, dialled_port)
         if socket is not None:
-            for i, endpoint in enumerate(self._endpoints):
+            for i, endpoint in enumerate(self.endpoints):
                 process = self._process_of(endpoint.name)
                 if process is not None and holds(process, socket):
                     return i
