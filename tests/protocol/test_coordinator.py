@@ -17,6 +17,7 @@ from skein.protocol.coordinator_io import (
     PlanMade,
     PruneCheckpoints,
     Send,
+    StreamBroken,
     WriteManifest,
 )
 from skein.protocol.messages import (
@@ -54,10 +55,11 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.runs.detection import WARMING_S
 from skein.protocol.runs.gathering import GATHER_S, PARDON_S, RETURN_S
 from skein.protocol.runs.run import RunPhase
 from skein.protocol.runs.strikes import MAX_STRIKES
-from skein.protocol.runs.watchdog import STALL_S
+from skein.protocol.runs.watchdog import STALL_S, STUCK_STALLS
 from skein.topology.fleet import Link
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, StageSpec, Step, WorkerId
 from tests.support.desk import Desk, checkpoint
@@ -358,7 +360,7 @@ def test_a_plan_for_a_job_that_was_cancelled_is_ignored_by_the_next() -> None:
 def test_who_beats_but_never_acknowledges_is_turned_away() -> None:
     desk = began()
     desk.acknowledge(["w0a"])
-    for _ in range(int(STALL_S)):
+    for _ in range(int(STUCK_STALLS * STALL_S)):
         desk.report("w0a", Beat(progress=1, running_s=0.0, statistics=()))
         desk.report("w1a", Beat(progress=0, running_s=0.0, statistics=()))
         desk.wait(1.0)
@@ -885,6 +887,36 @@ def test_a_step_in_which_nothing_ends_for_long_is_tried_again() -> None:
     beats(desk, 2)
     assert desk.generation == 2
     assert f"no op ended for {STALL_S:.0f} s" in desk.recorded(GenerationOpened)[0].reason
+
+
+def test_the_watchdog_waits_twice_as_long_after_it_was_in_vain() -> None:
+    desk = stepping()
+    beats(desk, int(STALL_S) + 1)
+    desk.settle(PLAN)
+    beats(desk, int(2 * STALL_S) - 2)
+    assert desk.generation == 2
+    beats(desk, 3)
+    assert desk.generation == 3
+
+
+def test_a_worker_whose_op_never_ends_is_turned_away_by_its_beat() -> None:
+    desk = stepping()
+    desk.report("w1a", Beat(progress=1, running_s=WARMING_S - 1.0, statistics=()))
+    assert desk.generation == 1
+    desk.report("w1a", Beat(progress=1, running_s=WARMING_S + 1.0, statistics=()))
+    assert "an op has run for 31.0 s" in desk.told(Refused)["w1a"].reason
+    assert set(desk.told(NewGeneration)) == {"w0a"}
+
+
+def test_a_suspicion_that_the_coordinators_own_stream_bears_out_is_a_death_at_once() -> None:
+    desk = stepping()
+    dead = WorkerId("w1a")
+    desk.give(StreamBroken(worker=dead, incarnation=desk.incarnations[dead], reason="reset"))
+    suspected = Suspected(generation=desk.generation, peer=dead, reason="refused")
+    desk.report("w0a", suspected)
+    assert "w0a cannot reach it: refused" in desk.recorded(GenerationOpened)[0].reason
+    assert desk.generation == 2
+    assert [member.worker for member in desk.recorded(GenerationOpened)[0].members] == ["w0a"]
 
 
 def test_progress_anywhere_puts_off_the_watchdog() -> None:
