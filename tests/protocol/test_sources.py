@@ -106,6 +106,7 @@ def test_each_worker_is_told_its_chunks_origins_and_groups() -> None:
         generation=Generation(7),
         job=JOB,
         job_spec="{}",
+        resumptions={},
     )
     assert set(told) == set(plan.workers)
     first, middle = told[WorkerId("w0a")], told[WorkerId("w1b")]
@@ -133,6 +134,7 @@ def test_evaluation_begins_where_its_own_paths_do() -> None:
         generation=Generation(1),
         job=JOB,
         job_spec="{}",
+        resumptions={},
     )
     origins = {
         w: ([o.microbatch for o in x.origins], [o.microbatch for o in x.evaluation_origins])

@@ -2,9 +2,9 @@
 
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import Direction, HopTensor, Phase, ShardKind, ShardTensor, TimesMeasured
-from skein.protocol.ops import BackwardOp, ClearOp, ForwardOp, LossOp, Op
+from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
 from skein.protocol.work.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
-from skein.types import Generation, GroupId, MicrobatchId, Step, WorkerId
+from skein.types import Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.plans import chunk, path
 from tests.support.reports import attempt
 
@@ -54,9 +54,10 @@ def test_a_loss_is_an_op_of_the_last_hop() -> None:
 
 def test_evaluation_and_everything_that_is_not_a_path_does_not_count() -> None:
     timing = Timing(WorkerId("w0a"))
+    saving = SaveOp(generation=FIRST, version=Step(0), stage=StageIndex(0), url=None)
     for _ in range(LEAST_KEPT):
         timing.op_ended(forward(phase=Phase.EVALUATE), 1.0)
-        timing.op_ended(ClearOp(), 1.0)
+        timing.op_ended(saving, 1.0)
         timing.tensor_taken(WorkerId("w1a"), boundary(phase=Phase.EVALUATE), 10, 1.0)
     shard = ShardTensor(
         kind=ShardKind.PART,

@@ -169,12 +169,10 @@ class Hand:
         )
 
     def acknowledge(self) -> Ack:
-        """End what stands before the acknowledgement, and give that."""
-        while True:
+        """End what stands before the acknowledgement, and give that. It may have come with the last event."""
+        while not (acks := [report for report in self.said() if isinstance(report, Ack)]):
             self.end()
-            acks = [report for report in self.said() if isinstance(report, Ack)]
-            if acks:
-                return acks[0]
+        return acks[0]
 
     def assignment(
         self, plan: Plan, *, generation: int = 1, epoch: int = 1, version: int = 0, job: JobId = JOB
@@ -192,6 +190,7 @@ class Hand:
             generation=Generation(generation),
             job=job,
             job_spec="{}",
+            resumptions={},
         )
         return told[self.machine.identity.worker]
 

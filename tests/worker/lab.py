@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path as FilePath
 
@@ -23,7 +23,7 @@ from skein.config.job import (
 )
 from skein.model.layers import layers_of, tied_names
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, GroupResult, Phase, StepRecord
+from skein.protocol.messages import Decision, GroupResult, Phase, Resumption, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -181,7 +181,7 @@ class Bench:
             MicrobatchId(m) for m, path in enumerate(arrangement.paths) if path.hops[0].worker == worker
         ]
         reader = None
-        if origins:
+        if 0 in mine:
             reader = BatchReader(open_dataset(job.data, job.model, seed=job.seed), job, origins)
         self.compute.hold(
             Holding(
@@ -198,6 +198,20 @@ class Bench:
                 resumption=None,
             )
         )
+
+    @property
+    def holding(self) -> Holding:
+        assert self.compute.holding is not None
+        return self.compute.holding
+
+    def hold(self, resumption: Resumption | None) -> None:
+        """A new generation with the same chunks and data: of the step in progress, `resumption` stays."""
+        before = self.holding
+        batches = before.batches
+        if batches is not None:
+            every = [MicrobatchId(m) for m in range(before.job.batch.num_microbatches)]
+            batches = BatchReader(batches.dataset, before.job, every)
+        self.compute.hold(replace(before, batches=batches, resumption=resumption))
 
     def run(self, op: Op) -> Done:
         found = {key: self.store.find(GENERATION, key) for key in operand_keys(op)}

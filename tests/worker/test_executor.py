@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Decision, Phase
-from skein.protocol.ops import ClearOp, ForwardOp, Op, OpFailed, OpOutcome
+from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome
 from skein.types import ChunkRef, Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.skipping import run_skipping
 from tests.worker.lab import CPU, Lab, digits_job, tiny_job
@@ -234,13 +235,13 @@ def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab]) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_step_that_is_cleared_and_run_again_gives_the_same_bits(text: Path, labs: list[Lab]) -> None:
+def test_a_step_that_begins_anew_gives_the_same_bits(text: Path, labs: list[Lab]) -> None:
     job = tiny_job(text, precision=Precision.FP32)
     undisturbed, disturbed = Lab(job), Lab(job)
     labs.extend((undisturbed, disturbed))
     disturbed.microbatch(Step(0), 0, disturbed.arrangement.paths[0], Phase.TRAIN)
-    for worker in disturbed.benches:
-        disturbed.run(worker, ClearOp())
+    for bench in disturbed.benches.values():
+        bench.hold(None)
     assert disturbed.step(0) == undisturbed.step(0)
 
 
@@ -264,7 +265,8 @@ def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs:
     assert isinstance(outcome, OpFailed)
     assert not outcome.is_fatal
     assert "built" in outcome.reason
-    assert run(executor, ClearOp()) is None
+    executor.call(partial(executor.compute.hold, lab.benches[path.hops[0].worker].holding)).result(timeout=10)
+    assert run(executor, forward) is None
     assert executor.call(lambda: 7).result(timeout=10) == 7
     executor.stop()
 

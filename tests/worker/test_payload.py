@@ -84,7 +84,7 @@ def test_a_sum_stays_for_the_others_and_for_this_worker() -> None:
     store = filed(result, shard(ShardKind.PART))
     assert store.for_sending(envelope(result))
     assert store.for_sending(envelope(result))
-    assert store.take(Generation(1), key_of(result)) is X
+    assert store.find(Generation(1), key_of(result)) is X
     assert store.for_sending(envelope(shard(ShardKind.PART)))
     assert len(store) == 0
 
@@ -101,8 +101,15 @@ def test_what_came_early_outlives_older_generations_and_committed_steps() -> Non
     assert len(store) == 1
     store.file(Generation(2), key_of(hop(1)), X)
     store.drop_older(Generation(2))
-    assert store.take(Generation(2), key_of(hop(1))) is X
+    assert store.find(Generation(2), key_of(hop(1))) is X
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_what_is_not_filed_is_not_found() -> None:
+    store = filed(hop(), generation=1)
+    assert store.find(Generation(2), key_of(hop())) is None
+    assert store.find(Generation(1), key_of(hop())) is X
+    assert store.find(Generation(1), key_of(hop())) is None
 
 
 def test_the_same_key_is_filed_once() -> None:
