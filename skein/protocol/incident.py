@@ -60,6 +60,8 @@ def remedied(incident: Incident) -> str:
         stages = [f"stage {one.stage}: {ranges(one.microbatches)}" for one in incident.replayed[:_NUM_NAMED]]
         more = len(incident.replayed) - len(stages)
         parts.append("replayed " + " and ".join([*stages, *([f"{more} stages more"] if more else [])]))
+    if incident.num_dropped:
+        parts.append(f"{counted(incident.num_dropped, 'contribution')} given up")
     if incident.num_retried:
         parts.append(f"{counted(incident.num_retried, 'microbatch', 'microbatches')} begun anew")
     return ", ".join(parts)

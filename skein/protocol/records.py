@@ -183,6 +183,8 @@ class Incident:
     num_samples_repeated: int
     wall_s: float
     """When it was noticed."""
+    num_dropped: int = 0
+    """Contributions that were lost and are not made again, as the job allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

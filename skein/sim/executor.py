@@ -8,6 +8,9 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.protocol.messages import (
@@ -40,7 +43,17 @@ from skein.protocol.ops import (
     hop_key,
 )
 from skein.sim.invariants import Violated, Visits, lineage_after
-from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Generation,
+    GroupId,
+    MicrobatchId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 
 REDUCE_BYTES_PER_S = 2e9
 """Memory traffic of packing, summing and updating."""
@@ -48,6 +61,18 @@ OP_OVERHEAD_S = 0.0005
 RELEASE_BYTES = 64
 
 Contributions = dict[tuple[Step, int, StageIndex], int]
+NO_GENERATION = Generation(0)
+SPOILT = (Step(-1), -1, StageIndex(-1))
+"""What a failed op leaves in a chunk's sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What travels under an envelope. Boundary tensors carry no contributions; the numeric executor adds `values`."""
+
+    num_bytes: int
+    contributions: Contributions | None = None
+    values: NDArray[np.float64] | None = None
 
 
 @dataclass(slots=True)
@@ -85,7 +110,9 @@ def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -
 
 
 class SimExecutor:
-    """Runs one worker's ops. Payloads of shards are kept by (attempt, key); boundary tensors carry no content."""
+    """Runs one worker's ops. Payloads of shards are kept by (attempt, key); of boundary tensors it is known that they
+    are here: those that peers sent under a generation, and those that the boundary log has.
+    """
 
     def __init__(self, worker: WorkerId, flops_per_s: float) -> None:
         self.worker = worker
@@ -101,6 +128,9 @@ class SimExecutor:
         self._is_resumed = False
         self._graphs: set[tuple[MicrobatchId, StageIndex]] = set()
         self._log: set[HopKey] = set()
+        self._forgotten: set[HopKey] = set()
+        """What the boundary log had, and has no more."""
+        self._here: set[tuple[Generation, HopKey]] = set()
 
     def build(
         self,
@@ -124,8 +154,10 @@ class SimExecutor:
         self._is_resumed = assign.resumption is not None
         kept = () if assign.resumption is None else assign.resumption.chunks
         self._graphs &= {(microbatch, chunk.stage) for chunk in kept for microbatch in chunk.forwards}
+        self._here = {place for place in self._here if place[0] >= assign.generation}
         if assign.resumption is None:
             self._log.clear()
+            self._forgotten.clear()
         else:
             for resumed in assign.resumption.chunks:
                 self.chunks[resumed.stage].accumulated = self._carried(assign, resumed, before)
@@ -163,20 +195,46 @@ class SimExecutor:
         self._shards.clear()
         self._joined.clear()
 
-    def receive(self, header: HopTensor | ShardTensor, content: Contributions | None) -> None:
+    def receive(self, envelope: Envelope, payload: Payload) -> None:
         """File a peer's payload."""
-        if isinstance(header, ShardTensor):
-            assert content is not None
-            self._shards[header] = content
-
-    def payload(self, envelope: Envelope) -> tuple[int, Contributions | None]:
-        """Bytes and content of what is sent under an envelope."""
         header = envelope.header
-        if isinstance(header, HopTensor):
-            if header.phase is Phase.TRAIN and hop_key(header) not in self._log:
-                raise Violated(f"{self.worker} has not made {hop_key(header)}, or not kept it")
-            return self._boundary_bytes(header), None
-        return self._shard_bytes[header.group], self._shards[header]
+        if isinstance(header, ShardTensor):
+            assert payload.contributions is not None
+            self._shards[header] = payload.contributions
+        else:
+            self._here.add((envelope.generation, hop_key(header)))
+
+    def payload(self, envelope: Envelope) -> Payload | None:
+        """What is sent under an envelope; None if the boundary log has forgotten it."""
+        header = envelope.header
+        if isinstance(header, ShardTensor):
+            return Payload(self._shard_bytes[header.group], self._shards[header])
+        key = hop_key(header)
+        if key in self._forgotten:
+            return None
+        if header.phase is Phase.TRAIN and key not in self._log:
+            raise Violated(f"{self.worker} has not made {key}, or not kept it")
+        return Payload(self._boundary_bytes(header))
+
+    def shorten_log(self, num_kept: int) -> tuple[HopKey, ...]:
+        """Have the boundary log forget all but some entries; gives those."""
+        gone = sorted(self._log)[: max(0, len(self._log) - num_kept)]
+        self._log.difference_update(gone)
+        self._forgotten.update(gone)
+        return tuple(gone)
+
+    def begins(self, op: Op, generation: Generation) -> None:
+        """An op takes its operand now: one that came under this generation, or one that was made here."""
+        if not isinstance(op, ForwardOp | LossOp | BackwardOp):
+            return
+        is_backward = isinstance(op, BackwardOp)
+        if op.hop == 0 and not is_backward:
+            return
+        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
+        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
+        key = HopKey(direction, phase, op.step, op.microbatch, op.hop)
+        if (generation, key) not in self._here and key not in self._log and key not in self._forgotten:
+            raise Violated(f"{self.worker} begins {op} without its operand")
 
     def _boundary_bytes(self, header: HopTensor) -> int:
         hops = header.path.hops
@@ -200,26 +258,33 @@ class SimExecutor:
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
 
-    def run(self, op: Op) -> OpOutcome:
-        """Carry an op out, at its end."""
+    def spoil(self, op: Op) -> None:
+        """An op has failed halfway: what it adds to is of no use any more."""
+        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+            self._graphs.discard((op.microbatch, op.chunk.stage))
+        if isinstance(op, LossOp | BackwardOp) and op.chunk.stage in self.chunks:
+            self.chunks[op.chunk.stage].accumulated[SPOILT] = 1
+
+    def run(self, op: Op, generation: Generation = NO_GENERATION) -> OpOutcome:
+        """Carry an op out, at its end; what it makes is filed under `generation`."""
         if isinstance(op, ForwardOp | LossOp):
             self._given_up.clear()
         match op:
             case LossOp():
                 if op.phase is Phase.TRAIN:
                     self._accumulate(op)
-                    self._made(op, Direction.BACKWARD)
+                self._made(op, Direction.BACKWARD, generation)
                 return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
             case BackwardOp():
                 if (op.microbatch, op.chunk.stage) not in self._graphs:
                     raise Violated(f"{self.worker} has no activation for {op}")
                 self._graphs.discard((op.microbatch, op.chunk.stage))
                 self._accumulate(op)
-                self._made(op, Direction.BACKWARD)
+                self._made(op, Direction.BACKWARD, generation)
             case ForwardOp():
                 if op.phase is Phase.TRAIN:
                     self._graphs.add((op.microbatch, op.chunk.stage))
-                    self._made(op, Direction.FORWARD)
+                self._made(op, Direction.FORWARD, generation)
             case PackOp():
                 self._pack(op)
             case SumOp():
@@ -232,9 +297,17 @@ class SimExecutor:
                 pass
         return None
 
-    def _made(self, op: ForwardOp | LossOp | BackwardOp, direction: Direction) -> None:
+    def _made(
+        self, op: ForwardOp | LossOp | BackwardOp, direction: Direction, generation: Generation
+    ) -> None:
         hop = op.hop + 1 if direction is Direction.FORWARD else op.hop - 1
-        self._log.add(HopKey(direction, Phase.TRAIN, op.step, op.microbatch, hop))
+        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
+        key = HopKey(direction, phase, op.step, op.microbatch, hop)
+        if phase is Phase.TRAIN:
+            self._log.add(key)
+            self._forgotten.discard(key)
+        else:
+            self._here.add((generation, key))
 
     def _accumulate(self, op: LossOp | BackwardOp) -> None:
         accumulated = self.chunks[op.chunk.stage].accumulated
@@ -293,7 +366,7 @@ class SimExecutor:
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         self._is_resumed = False
-        self._clear()
+        self._clear(Step(record.step + 1))
 
     def _check_order(self, chunk: SimChunk, step: Step) -> None:
         """The chunk has added up what visits it, in the order of its worker's schedule."""
@@ -315,11 +388,13 @@ class SimExecutor:
         if result.weight != (1 / num_tokens if num_tokens else 0.0):
             raise Violated(f"{result.group} at step {step} weighs {result.weight} for {num_tokens} tokens")
 
-    def _clear(self) -> None:
+    def _clear(self, version: Step) -> None:
         self._shards.clear()
         self._joined.clear()
         self._graphs.clear()
         self._log.clear()
+        self._forgotten.clear()
+        self._here = {place for place in self._here if place[1].step >= version}
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
 

@@ -1,6 +1,13 @@
-"""The network model: sites with fast links inside and slow ones between, one transfer at a time per directed link."""
+"""The network model: sites with fast links inside and slow ones between, one transfer at a time per directed link.
 
-from collections.abc import Sequence
+Rules of this file
+- A cut link is a black hole: nothing arrives, nobody is told. Cuts are counted, so that faults may overlap.
+- The coordinator has a place too, in the first site, so that what cuts sites off cuts control streams.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from skein import rng
 from skein.topology.fleet import Link
@@ -8,17 +15,37 @@ from skein.types import SiteId, WorkerId
 
 INSIDE_LATENCY_S = 0.0002
 INSIDE_BYTES_PER_S = 1.25e9
-FAILURE_S = 0.3
-"""How long a sender tries before it takes a peer for unreachable."""
+COORDINATOR = WorkerId("(coordinator)")
+"""Stands for the coordinator where a link has two ends."""
+
+Pair = tuple[WorkerId, WorkerId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """What a link does to tensors for a while: each takes up to `jitter_s` longer, so that later ones overtake it.
+
+    `loss` and `repeats` are the chances that one is lost on the way (its stream breaks), or arrives twice.
+    """
+
+    slower: float = 1.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    repeats: float = 0.0
+
+
+FAIR = Weather()
 
 
 class Network:
     """Latency and bandwidth of every directed pair of workers, drawn per pair of sites from `seed`.
 
-    Between sites: 5 to 150 ms one way, 10 to 125 MB/s, unlike in the two directions.
+    Between sites: 5 to 150 ms one way, 10 to 125 MB/s, unlike in the two directions. `on_healed` is called whenever
+    something gets through again.
     """
 
     def __init__(self, sites: Sequence[SiteId], *, seed: int) -> None:
+        self.on_healed: Callable[[], None] = lambda: None
         self._between: dict[tuple[SiteId, SiteId], tuple[float, float]] = {}
         for sender in sites:
             for receiver in sites:
@@ -27,33 +54,83 @@ class Network:
                 self._between[sender, receiver] = between
         for site in sites:
             self._between[site, site] = (INSIDE_LATENCY_S, INSIDE_BYTES_PER_S)
-        self._site_of: dict[WorkerId, SiteId] = {}
-        self._free_at: dict[tuple[WorkerId, WorkerId], float] = {}
-        self._cut: set[tuple[WorkerId, WorkerId]] = set()
+        self._site_of: dict[WorkerId, SiteId] = {COORDINATOR: sites[0]}
+        self._free_at: dict[Pair, float] = {}
+        self._cut: Counter[Pair] = Counter()
+        self._cut_sites: Counter[tuple[SiteId, SiteId]] = Counter()
+        self._weather: dict[Pair, Weather] = {}
+        self._luck = rng.stream(seed, "weather")
 
     def place(self, worker: WorkerId, site: SiteId) -> None:
         """Say where a worker is."""
         self._site_of[worker] = site
 
+    def site_of(self, worker: WorkerId) -> SiteId:
+        """Where a worker is, or was."""
+        return self._site_of[worker]
+
+    @property
+    def sites(self) -> tuple[SiteId, ...]:
+        """All places, sorted."""
+        return tuple(sorted({sender for sender, _ in self._between}))
+
+    # --- what befalls links ---
+
     def cut(self, sender: WorkerId, receiver: WorkerId) -> None:
-        """Let nothing through in this direction until `heal`."""
-        self._cut.add((sender, receiver))
+        """Let nothing through in this direction until `mend`, or `heal`."""
+        self._cut[sender, receiver] += 1
+
+    def mend(self, sender: WorkerId, receiver: WorkerId) -> None:
+        """Take one cut back."""
+        self._cut[sender, receiver] -= self._cut[sender, receiver] > 0
+        self.on_healed()
+
+    def cut_sites(self, sender: SiteId, receiver: SiteId) -> None:
+        """Let nothing through from one site to another, whoever comes there meanwhile, until `mend_sites`."""
+        self._cut_sites[sender, receiver] += 1
+
+    def mend_sites(self, sender: SiteId, receiver: SiteId) -> None:
+        """Take one cut between sites back."""
+        self._cut_sites[sender, receiver] -= self._cut_sites[sender, receiver] > 0
+        self.on_healed()
 
     def heal(self) -> None:
         """Let everything through again."""
         self._cut.clear()
+        self._cut_sites.clear()
+        self.on_healed()
+
+    def is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
+        """Whether nothing gets from one to the other."""
+        between = (self._site_of[sender], self._site_of[receiver])
+        return self._cut[sender, receiver] > 0 or self._cut_sites[between] > 0
+
+    def set_weather(self, sender: WorkerId, receiver: WorkerId, weather: Weather) -> None:
+        """What the link does from now on; `FAIR` ends it."""
+        self._weather[sender, receiver] = weather
+
+    # --- what links do ---
 
     def link(self, sender: WorkerId, receiver: WorkerId) -> Link:
-        """The link as a perfect probe would measure it."""
+        """The link as a perfect probe would measure it in fair weather."""
         latency_s, bytes_per_s = self._between[self._site_of[sender], self._site_of[receiver]]
         return Link(sender=sender, receiver=receiver, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     def arrival_s(self, sender: WorkerId, receiver: WorkerId, num_bytes: int, *, now: float) -> float | None:
         """When the last byte arrives, behind what the link carries already; None if the link is cut."""
         pair = (sender, receiver)
-        if pair in self._cut:
+        if self.is_cut(sender, receiver):
             return None
         latency_s, bytes_per_s = self._between[self._site_of[sender], self._site_of[receiver]]
+        weather = self._weather.get(pair, FAIR)
         start = max(now, self._free_at.get(pair, 0.0))
-        self._free_at[pair] = start + num_bytes / bytes_per_s
-        return self._free_at[pair] + latency_s
+        self._free_at[pair] = start + num_bytes * weather.slower / bytes_per_s
+        return self._free_at[pair] + latency_s * weather.slower
+
+    def fate(self, sender: WorkerId, receiver: WorkerId) -> tuple[bool, bool, float]:
+        """Of one tensor on a link: whether it is lost, whether it arrives twice, and how many seconds it is late."""
+        weather = self._weather.get((sender, receiver), FAIR)
+        if weather is FAIR:
+            return False, False, 0.0
+        lost, repeated, late = (float(x) for x in self._luck.random(3))
+        return lost < weather.loss, repeated < weather.repeats, late * weather.jitter_s

@@ -122,20 +122,29 @@ def run_to_end(world: World, *, limit_s: float) -> Outcome:
     Raises:
         Violated: an invariant broke, or the job had not ended by `limit_s` of simulated time.
     """
-    job = next(record.job for record in world.log if isinstance(record, JobSubmitted))
+    job = _submitted(world)
     while True:
         if not world.clock.step() or world.clock.now > limit_s:
             tail = "\n".join(world.lines[-12:])
             raise Violated(f"no end after {world.clock.now:.0f} simulated seconds:\n{tail}")
         coordinator = world.coordinator
         state = None if coordinator is None else coordinator.history.state_of(job)
-        if state is not None:
+        if state is not None and not world.is_appending:
             break
     check_replay(world)
     check_log(world, job)
     return Outcome(
         history=_history(world), seconds=world.clock.now, num_events=world.clock.num_run, state=state
     )
+
+
+def _submitted(world: World) -> JobId:
+    """The job, once its record is durable."""
+    while True:
+        for record in world.log:
+            if isinstance(record, JobSubmitted):
+                return record.job
+        assert world.clock.step(), "nothing happens any more"
 
 
 def _history(world: World) -> History:

@@ -4,32 +4,14 @@ It carries out commands as the real drivers do: records are durable before what 
 lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, reckoned_s
-from skein.plan.moving import between_s
-from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import (
-    Append,
-    CoordinatorCommand,
-    CoordinatorEvent,
-    Log,
-    MakePlan,
-    ManifestWritten,
-    PlanMade,
-    PruneCheckpoints,
-    ReportArrived,
-    Send,
-    StreamBroken,
-    WriteManifest,
-)
-from skein.protocol.coordinator_io import TimePassed as CoordinatorTime
-from skein.protocol.messages import HopTensor, Report
-from skein.protocol.ops import ApplyOp, Op, SaveOp, SnapshotOp
-from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
+from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
+from skein.protocol.messages import Report
+from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
+from skein.protocol.records import CheckpointCommitted
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
@@ -46,185 +28,78 @@ from skein.protocol.worker_io import (
     MeasureLinks,
     OpEnded,
     RunOp,
-    SendFailed,
     SendReport,
     SendTensor,
     StartPrefetch,
     StreamLost,
     StreamOpened,
-    TensorArrived,
-    TensorTaken,
+    TimePassed,
     WorkerCommand,
     WorkerEvent,
 )
-from skein.protocol.worker_io import TimePassed as WorkerTime
 from skein.sim.builds import Builds
-from skein.sim.clock import Clock
-from skein.sim.executor import Contributions, SimExecutor
-from skein.sim.invariants import Invariants
-from skein.sim.network import FAILURE_S, Network
+from skein.sim.executor import SimExecutor
+from skein.sim.network import COORDINATOR, Network
 from skein.sim.process import SimWorker
-from skein.topology.fleet import Fleet, Profile
-from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
+from skein.sim.service import Service
+from skein.sim.transport import Transport
+from skein.topology.fleet import Profile
+from skein.types import Generation, Incarnation, SiteId, Step, WorkerId
 
-APPEND_S = 0.002
-"""One durable append."""
-PLAN_S = 0.2
 CONTROL_S = 0.01
 """A message on a control stream, one way."""
 DIAL_S = 0.05
 """From a broken stream to the next try."""
-RESTART_S = 1.0
-"""From a coordinator's death to its successor."""
+DIAL_AGAIN_S = 0.5
+"""To the one after that, where nobody answers."""
 
 
-Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
-"""As `skein.plan.balanced.make_plan`."""
-
-
-class World:
+class World(Service):
     """Machines, clock and network of one simulated deployment.
 
     Args:
         job: submitted at time 0 is left to the caller; this is what stage costs are computed for.
-        sites: places that workers may be in.
+        sites: places that workers may be in; the coordinator is in the first.
         seed: of the network's links.
-
-    Of every `repeat_every` tensors that peers take, one arrives twice; 0: none does. Plans are `planner`'s.
-    `before_append` and `after_append` are told how many records the log holds: faults may strike in between.
+        new_executor: what each worker process computes with.
     """
 
-    def __init__(self, job: JobSpec, sites: tuple[SiteId, ...], *, seed: int) -> None:
-        self.clock = Clock()
+    def __init__(
+        self,
+        job: JobSpec,
+        sites: tuple[SiteId, ...],
+        *,
+        seed: int,
+        new_executor: Callable[[WorkerId, float], SimExecutor] = SimExecutor,
+    ) -> None:
+        super().__init__()
         self.network = Network(sites, seed=seed)
-        self.log: list[Record] = []
-        self.lines: list[str] = []
         self.workers: dict[WorkerId, SimWorker] = {}
-        self.coordinator: Coordinator | None = None
-        self.repeat_every = 0
-        self.planner: Planner = make_plan
-        self.before_append: Callable[[int], None] | None = None
-        self.after_append: Callable[[int], None] | None = None
-        self._invariants = Invariants()
         self._builds = Builds(
             job,
             self.clock,
             self.network,
             self.workers,
-            self._invariants,
+            self.invariants,
             checkpoint_of=self._checkpoint_of,
             give=self._give,
         )
         self.copies = self._builds.copies
-        self._num_sent = 0
+        self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
+        self.network.on_healed = self._pass_on
+        self._new_executor = new_executor
         self._num_incarnations = 0
-        self._term = 0
-        self._coordinator_wakes_at: float | None = None
 
-    # --- the coordinator ---
+    # --- the coordinator, as others see it ---
 
-    def start_coordinator(self) -> None:
-        """Open the log under a new epoch and replay it, as a restarted service does."""
-        self._term += 1
-        opened = EpochOpened(epoch=Epoch(self._term), wall_s=self.clock.now)
-        self.log.append(opened)
-        self._invariants.recorded(opened)
-        self.coordinator = Coordinator()
-        self.coordinator.replay(self.log)
-        self._coordinator_wakes_at = None
-        for worker in sorted(self.workers):
-            self.clock.after(
-                DIAL_S, partial(self._dial, worker, self.workers[worker].machine.identity.incarnation)
-            )
+    def _coordinator_is_up(self) -> None:
+        for name in sorted(self.workers):
+            incarnation = self.workers[name].machine.identity.incarnation
+            self.clock.after(DIAL_S, partial(self._dial, name, incarnation))
 
-    def crash_coordinator(self, *, restarts_after_s: float = RESTART_S) -> None:
-        """Kill the coordinator; commands it has not carried out yet are lost."""
-        if self.coordinator is None:
-            return
-        self.coordinator = None
-        for worker in sorted(self.workers):
-            self._disconnect(self.workers[worker], "the coordinator died")
-        self.clock.after(restarts_after_s, self.start_coordinator)
-
-    def tell(self, event: CoordinatorEvent) -> None:
-        """Give the coordinator an event, if there is one."""
-        if self.coordinator is not None:
-            self._carry_out(self.coordinator.handle(event, now=self.clock.now))
-            self._wake_coordinator()
-
-    def _tell_term(self, term: int, event: CoordinatorEvent) -> None:
-        if term == self._term:
-            self.tell(event)
-
-    def _wake_coordinator(self) -> None:
-        coordinator = self.coordinator
-        deadline = None if coordinator is None else coordinator.deadline()
-        if deadline is not None and (
-            self._coordinator_wakes_at is None or deadline < self._coordinator_wakes_at
-        ):
-            self._coordinator_wakes_at = deadline
-            self.clock.at(deadline, partial(self._coordinator_due, self._term, deadline))
-
-    def _coordinator_due(self, term: int, deadline: float) -> None:
-        if term != self._term or self.coordinator is None:
-            return
-        if self._coordinator_wakes_at == deadline:
-            self._coordinator_wakes_at = None
-        at = self.coordinator.deadline()
-        if at is not None and at <= self.clock.now:
-            self.tell(CoordinatorTime())
-        else:
-            self._wake_coordinator()
-
-    def _carry_out(self, commands: Iterable[CoordinatorCommand]) -> None:
-        """Everything after an append waits for it; a crash in between loses the rest."""
-        waits_s = 0.0
-        for command in commands:
-            if isinstance(command, Append):
-                self._append(command.record)
-                if self.coordinator is None:
-                    return
-                waits_s = APPEND_S
-            elif waits_s:
-                self.clock.after(waits_s, partial(self._act, self._term, command))
-            else:
-                self._act(self._term, command)
-
-    def _append(self, record: Record) -> None:
-        if self.before_append is not None:
-            self.before_append(len(self.log))
-        if self.coordinator is None:
-            return
-        self.log.append(record)
-        self._invariants.recorded(record)
-        if self.after_append is not None:
-            self.after_append(len(self.log))
-
-    def _act(self, term: int, command: CoordinatorCommand) -> None:
-        if term != self._term or self.coordinator is None:
-            return
-        match command:
-            case Send():
-                self._send_directive(command)
-            case MakePlan():
-                self.clock.after(PLAN_S, partial(self._tell_term, term, self._plan(command)))
-            case WriteManifest():
-                event_written = ManifestWritten(checkpoint=command.checkpoint, error=None)
-                self.clock.after(APPEND_S, partial(self._tell_term, term, event_written))
-            case Log():
-                self.lines.append(f"{self.clock.now:.3f} {command.line}")
-            case PruneCheckpoints() | Append():
-                pass
-
-    def _plan(self, asked: MakePlan) -> PlanMade:
-        job, fleet, before = asked.job, asked.fleet, asked.previous
-        made = self.planner(job, fleet, before, job.seed)
-        return PlanMade(
-            request=asked.request,
-            result=made,
-            current_s=None if before is None else reckoned_s(job, fleet, before),
-            move_s=between_s(job, fleet, before, made) if isinstance(made, Plan) else 0.0,
-        )
+    def _coordinator_is_down(self) -> None:
+        for name in sorted(self.workers):
+            self._disconnect(self.workers[name], "the coordinator died")
 
     def _send_directive(self, command: Send) -> None:
         worker = self.workers.get(command.worker)
@@ -235,11 +110,15 @@ class World:
             self.clock.after(CONTROL_S, partial(self._hear, worker, self._term, event))
 
     def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
-        if term == self._term:
-            worker.when_heard(partial(self._take_directive, worker, event))
+        if term != self._term or not worker.is_connected:
+            return
+        if self.network.is_cut(COORDINATOR, worker.machine.identity.worker):
+            worker.down.append(partial(self._take_directive, worker, event))
+        else:
+            self._take_directive(worker, event)
 
     def _take_directive(self, worker: SimWorker, event: DirectiveArrived) -> None:
-        self._invariants.announced(event.directive)
+        self.invariants.announced(event.directive)
         self._give(worker, event)
 
     # --- workers ---
@@ -259,7 +138,7 @@ class World:
         )
         self.kill_worker(name)
         self.network.place(name, site)
-        self.workers[name] = SimWorker(Worker(identity), SimExecutor(name, flops_per_s))
+        self.workers[name] = SimWorker(Worker(identity), self._new_executor(name, flops_per_s))
         self.clock.after(DIAL_S, partial(self._dial, name, identity.incarnation))
 
     def kill_worker(self, name: WorkerId) -> None:
@@ -287,14 +166,22 @@ class World:
 
     def _thaw(self, worker: SimWorker) -> None:
         worker.thaw()
-        self._give(worker, WorkerTime())
+        self._give(worker, TimePassed())
 
     def mute_worker(self, name: WorkerId, seconds: float) -> None:
         """Hold back what a worker and the coordinator say to each other; peers still reach it."""
-        worker = self.workers.get(name)
-        if worker is not None:
-            worker.is_muted = True
-            self.clock.after(seconds, worker.unmute)
+        for sender, receiver in ((name, COORDINATOR), (COORDINATOR, name)):
+            self.network.cut(sender, receiver)
+            self.clock.after(seconds, partial(self.network.mend, sender, receiver))
+
+    def _pass_on(self) -> None:
+        """Links are healed: control streams pass on what was said meanwhile, in order."""
+        for name in sorted(self.workers):
+            worker = self.workers[name]
+            while worker.up and not self.network.is_cut(name, COORDINATOR):
+                worker.up.popleft()()
+            while worker.down and not self.network.is_cut(COORDINATOR, name):
+                worker.down.popleft()()
 
     def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
         """Have a worker's ops take `factor` times as long as its profile says, for so long; None: for good."""
@@ -328,11 +215,11 @@ class World:
         if deadline is not None and (worker.wakes_at is None or worker.wakes_at <= self.clock.now):
             worker.wakes_at = deadline
             self.clock.at(deadline, partial(self._worker_due, worker))
-        self._invariants.handled(worker.machine)
+        self.invariants.handled(worker.machine)
 
     def _worker_due(self, worker: SimWorker) -> None:
         worker.wakes_at = None
-        self._give(worker, WorkerTime())
+        self._give(worker, TimePassed())
 
     def _dial(self, name: WorkerId, incarnation: Incarnation) -> None:
         worker = self.workers.get(name)
@@ -340,14 +227,16 @@ class World:
             return
         if self.coordinator is None:
             return
+        if self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name):
+            self.clock.after(DIAL_AGAIN_S, partial(self._dial, name, incarnation))
+            return
         worker.is_connected = True
         self._give(worker, StreamOpened())
 
     def _disconnect(self, worker: SimWorker, reason: str) -> None:
         if not worker.is_connected:
             return
-        worker.is_connected = False
-        worker.muted.clear()
+        worker.disconnect()
         identity = worker.machine.identity
         broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
         self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))
@@ -366,9 +255,10 @@ class World:
             case RunOp():
                 seconds = worker.executor.seconds(command.op)
                 worker.is_busy = True
-                self.clock.after(seconds, partial(self._end_op, worker, command.op, seconds))
+                worker.executor.begins(command.op, command.generation)
+                self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
             case SendTensor():
-                self._send_tensor(worker, command)
+                self.transport.send(worker, command)
             case SendReport():
                 self._send_report(worker, command.report)
             case Build():
@@ -412,57 +302,29 @@ class World:
         self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
 
     def _say(self, worker: SimWorker, term: int, event: ReportArrived) -> None:
-        worker.when_heard(partial(self._tell_term, term, event))
-
-    def _send_tensor(self, worker: SimWorker, command: SendTensor) -> None:
-        num_bytes, content = worker.executor.payload(command.envelope)
-        sender, to = worker.machine.identity.worker, command.to.worker
-        arrival_s = self.network.arrival_s(sender, to, num_bytes, now=self.clock.now)
-        if arrival_s is None:
-            self._fail_send(worker, command, "no route")
+        if not worker.is_connected:
             return
-        back_s = self.network.link(to, sender).latency_s
-        taken = TensorTaken(
-            to=to,
-            envelope=command.envelope,
-            num_bytes=num_bytes,
-            seconds=arrival_s + back_s - self.clock.now,
-        )
-        self.clock.at(arrival_s, partial(self._deliver, worker, command, content, taken))
+        if self.network.is_cut(worker.machine.identity.worker, COORDINATOR):
+            worker.up.append(partial(self._tell_term, term, event))
+        else:
+            self._tell_term(term, event)
 
-    def _deliver(
-        self, sender: SimWorker, command: SendTensor, content: Contributions | None, taken: TensorTaken
-    ) -> None:
-        receiver = self.workers.get(command.to.worker)
-        if receiver is None or receiver.machine.identity.incarnation != command.to.incarnation:
-            self._fail_send(sender, command, "connection refused")
-            return
-        if isinstance(command.envelope.header, HopTensor):
-            # A latency too early, which saves the clock an action for each tensor.
-            self._give(sender, taken)
-        self._num_sent += 1
-        is_repeated = self.repeat_every and self._num_sent % self.repeat_every == 0
-        for _ in range(2 if is_repeated else 1):
-            receiver.executor.receive(command.envelope.header, content)
-            self._give(receiver, TensorArrived(envelope=command.envelope))
-
-    def _fail_send(self, worker: SimWorker, command: SendTensor, reason: str) -> None:
-        failed = SendFailed(to=command.to.worker, generation=command.envelope.generation, reason=reason)
-        self.clock.after(FAILURE_S, partial(self._give, worker, failed))
-
-    def _end_op(self, worker: SimWorker, op: Op, seconds: float) -> None:
+    def _end_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
         if not worker.is_stuck:
-            worker.when_running(partial(self._finish_op, worker, op, seconds))
+            worker.when_running(partial(self._finish_op, worker, command, seconds))
 
-    def _finish_op(self, worker: SimWorker, op: Op, seconds: float) -> None:
+    def _finish_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
+        op = command.op
         if isinstance(op, ApplyOp):
             lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
-            self._invariants.applies(worker.machine, op.record, lineages)
-        outcome = worker.executor.run(op)
+            self.invariants.applies(worker.machine, op.record, lineages)
+        outcome = self._outcome(worker, command)
         worker.is_busy = False
         if worker.is_to_forget:
             worker.is_to_forget = False
             worker.executor.forget()
+        elif isinstance(outcome, OpFailed):
+            pass
         elif isinstance(op, SaveOp):
             self._builds.save(worker, op)
         elif isinstance(op, SnapshotOp):
@@ -470,6 +332,13 @@ class World:
         elif isinstance(op, ApplyOp):
             self.copies.applied(worker, op.record)
         self._handle(worker, OpEnded(op=op, outcome=outcome, seconds=seconds))
+
+    def _outcome(self, worker: SimWorker, command: RunOp) -> OpOutcome:
+        if worker.to_fail is None or not worker.to_fail(command.op):
+            return worker.executor.run(command.op, command.generation)
+        worker.to_fail = None
+        worker.executor.spoil(command.op)
+        return OpFailed(is_fatal=False, reason="made up")
 
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""

@@ -85,6 +85,7 @@ class Incidents:
             num_steps_lost=self._steps_lost,
             num_samples_repeated=self._num_samples(),
             wall_s=self._noticed_at,
+            num_dropped=0 if self._resumed is None else len(self._resumed.dropped),
         )
         self._out.record(incident)
         self._out.log(told(incident))

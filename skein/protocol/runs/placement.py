@@ -113,7 +113,8 @@ class Placement:
         if plan is None or self._job.version >= self._job.spec.budget.steps:
             return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
-        resumed = resume(plan, acks, version=self._job.version)
+        may_drop = self._job.spec.recovery == "best_effort"
+        resumed = resume(plan, acks, version=self._job.version, may_drop=may_drop)
         if resumed is None or violations(
             resumed.plan, self._job.spec, fleet_of(members, self.links, self._measured)
         ):
@@ -161,6 +162,11 @@ class Placement:
         self.resumed = resumed
         sources = choose_sources(resumed.plan, self._members.acks, version=self._job.version, checkpoint=None)
         self._adopt(resumed.plan, sources, resumed.resumptions)
+
+    def is_recut(self, plan: Plan) -> bool:
+        """Whether `plan` wants stages that nobody has, though the whole model is here in other pieces."""
+        held = self.held()
+        return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
 
     def put(self, plan: Plan, *, now: float) -> None:
         """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""

@@ -5,6 +5,8 @@ Rules of this file
   order; one whose ledger overlaps what is believed already is dropped.
 - Nothing is computed again but what nobody has any more.
 - What is left takes its input from a boundary log. If one lacks it, the step begins anew: a log is a cache.
+- Who may lose contributions loses those that nobody waits for, and says so; never a loss, for that has the token count
+  by which all others of the microbatch are weighed.
 """
 
 from collections import defaultdict
@@ -33,19 +35,23 @@ _Progress = Mapping[ChunkRef, ChunkProgress]
 class Resumed:
     """A step in progress under a plan without those who are gone.
 
-    `expected` is the ledger that each chunk will have at the step's end. `lost` are contributions that had been made,
-    as far as anybody knows, and are made again; `num_rerouted` counts hops with another worker than before.
+    `expected` is the ledger that each chunk will have at the step's end. `replayed` are contributions that had been
+    made, as far as anybody knows, and are made again, `dropped` those that are not; `num_rerouted` counts hops with
+    another worker than before. `is_begun`: something of the step had been done.
     """
 
     plan: Plan
     resumptions: Mapping[WorkerId, Resumption]
     expected: Mapping[ChunkRef, tuple[MicrobatchId, ...]]
     replayed: tuple[Contribution, ...]
+    dropped: tuple[Contribution, ...]
     num_rerouted: int
     is_begun: bool
 
 
-def resume(plan: Plan, acks: Mapping[WorkerId, Ack], *, version: Step) -> Resumed | None:
+def resume(
+    plan: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, may_drop: bool = False
+) -> Resumed | None:
     """The step that begins at `version`, as far as these workers have come, on the chunks of `plan` that they hold.
 
     None if a stage has no holder left, or if something that is needed is in no boundary log.
@@ -60,20 +66,23 @@ def resume(plan: Plan, acks: Mapping[WorkerId, Ack], *, version: Step) -> Resume
     slots = {x.chunk: x.slots for x in after.chunks}
     hop_of = {(MicrobatchId(m), hop.stage): hop for m, path in enumerate(after.paths) for hop in path.hops}
     ledger = frozenset(owners)
+    lost = _lost(plan, progress, ledger)
+    dropped = _droppable(plan, ledger) if may_drop else frozenset()
     forwards = frozenset(
         (m, chunk.stage)
         for chunk, done in progress.items()
         for m in done.forwards
         if hop_of.get((m, chunk.stage)) == chunk and (m, chunk.stage) not in ledger
     )
-    rest = rest_of(after.paths, slots, after.workers, ledger=ledger, forwards=forwards)
+    rest = rest_of(after.paths, slots, after.workers, ledger=ledger | dropped, forwards=forwards - dropped)
     if not all(_is_logged(need, progress) for need in rest.needs):
         return None
     return Resumed(
         plan=after,
         resumptions=_resumptions(after, rest, progress, counted, version),
         expected=_expected(after, rest, progress, counted),
-        replayed=_replayed(plan, holders, progress, ledger),
+        replayed=tuple(sorted(lost - dropped)),
+        dropped=tuple(sorted(dropped)),
         num_rerouted=_num_rerouted(plan.paths, after.paths),
         is_begun=bool(ledger or any(done.forwards for done in progress.values())),
     )
@@ -203,22 +212,29 @@ def _expected(
     return {chunk: tuple(ids) for chunk, ids in expected.items()}
 
 
-def _replayed(
-    plan: Plan, holders: frozenset[ChunkRef], progress: _Progress, ledger: frozenset[Contribution]
-) -> tuple[Contribution, ...]:
-    """Contributions of lost chunks that had been made: a neighbour has what only they can have caused, or had theirs.
+def _lost(plan: Plan, progress: _Progress, ledger: frozenset[Contribution]) -> frozenset[Contribution]:
+    """Contributions that had been made and that nobody has any more.
 
-    What a dead chunk did unseen is not known to anybody; this counts what the hop before has a gradient for, and what
-    the ledgers of dropped chunks say.
+    Known of them are those of chunks whose ledger does not count, and those before which a gradient has been: a hop
+    that is done had its gradient from the next. What a dead chunk did last and told nobody is not known to anybody.
     """
-    made: set[Contribution] = set()
-    for chunk, done in progress.items():
-        made |= {(m, chunk.stage) for m in done.ledger}
-    for m, path in enumerate(plan.paths):
-        for before, hop in zip(path.hops, path.hops[1:], strict=False):
-            if hop not in holders and (MicrobatchId(m), before.stage) in ledger:
-                made.add((MicrobatchId(m), hop.stage))
-    return tuple(sorted(made - ledger))
+    made = {(m, chunk.stage) for chunk, done in progress.items() for m in done.ledger}
+    for index, path in enumerate(plan.paths):
+        way = [(MicrobatchId(index), hop.stage) for hop in path.hops]
+        first = next((at for at, contribution in enumerate(way) if contribution in ledger), len(way))
+        made.update(way[first:])
+    return frozenset(made - ledger)
+
+
+def _droppable(plan: Plan, ledger: frozenset[Contribution]) -> frozenset[Contribution]:
+    """Lost contributions that nothing depends on, the hop before having its gradient; none of a lost loss."""
+    found: set[Contribution] = set()
+    for index, path in enumerate(plan.paths):
+        way = [(MicrobatchId(index), hop.stage) for hop in path.hops]
+        first = next((at for at, contribution in enumerate(way) if contribution in ledger), len(way))
+        if way[-1] in ledger:
+            found.update(contribution for contribution in way[first:] if contribution not in ledger)
+    return frozenset(found)
 
 
 def _num_rerouted(before: tuple[Path, ...], after: tuple[Path, ...]) -> int:

@@ -124,6 +124,8 @@ class Run:
         """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
+        self._is_to_recut = False
+        """What is being saved is then read again by stages that are cut otherwise."""
         self._watchdog = Watchdog(now=now)
         self._op_watch = OpWatch(measured.chunk_time)
         self._story = Story()
@@ -208,6 +210,8 @@ class Run:
             self._prepare(now=now)
         elif isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
+        elif self._placement.is_recut(event.result) and self._savings.is_behind():
+            self._save_held("saving, for stages are cut anew")
         else:
             self._revision.adopted(event.result, self._candidates(), may_improve=event.may_improve)
             self._build(event.result, now=now)
@@ -238,6 +242,8 @@ class Run:
         if is_awaited and self._paused_for is not None:
             self._wait(self._paused_for)
             self.tick(now=now)
+        elif is_awaited and self._is_to_recut:
+            self._bump("saved what another cut of the stages needs", now=now)
         elif is_awaited:
             self._go_on(now=now)
 
@@ -405,8 +411,15 @@ class Run:
         if held is None or not self._savings.is_behind():
             self._wait(reason)
             return
-        self.reason = f"saving, for no plan exists: {reason}"
+        self._save_held(f"saving, for no plan exists: {reason}")
         self._paused_for = reason
+
+    def _save_held(self, reason: str) -> None:
+        """No plan fits what is held as it is: save it, all of it being there."""
+        held = self._placement.held()
+        assert held is not None
+        self.reason = reason
+        self._is_to_recut = True
         self._members.placed = dict.fromkeys(held.workers)
         self.phase = RunPhase.SAVING
         self._savings.ask(held)
@@ -423,6 +436,7 @@ class Run:
         self.reason = reason
         self._stepping.round = None
         self._paused_for = None
+        self._is_to_recut = False
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()

@@ -447,6 +447,7 @@ class Incident(_message.Message):
     NUM_STEPS_LOST_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_REPEATED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     step: _builtins.int
@@ -461,6 +462,7 @@ class Incident(_message.Message):
     num_steps_lost: _builtins.int
     num_samples_repeated: _builtins.int
     wall_s: _builtins.float
+    num_dropped: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -484,10 +486,11 @@ class Incident(_message.Message):
         num_steps_lost: _builtins.int = ...,
         num_samples_repeated: _builtins.int = ...,
         wall_s: _builtins.float = ...,
+        num_dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced_s", b"fenced_s", "generation", b"generation", "job", b"job", "kind", b"kind", "num_rerouted", b"num_rerouted", "num_retried", b"num_retried", "num_samples_repeated", b"num_samples_repeated", "num_steps_lost", b"num_steps_lost", "reason", b"reason", "remedy", b"remedy", "replayed", b"replayed", "seconds", b"seconds", "silent_s", b"silent_s", "step", b"step", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced_s", b"fenced_s", "generation", b"generation", "job", b"job", "kind", b"kind", "num_dropped", b"num_dropped", "num_rerouted", b"num_rerouted", "num_retried", b"num_retried", "num_samples_repeated", b"num_samples_repeated", "num_steps_lost", b"num_steps_lost", "reason", b"reason", "remedy", b"remedy", "replayed", b"replayed", "seconds", b"seconds", "silent_s", b"silent_s", "step", b"step", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
