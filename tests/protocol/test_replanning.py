@@ -9,7 +9,16 @@ from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
-from skein.protocol.messages import Assign, Beat, Commit, NewGeneration, Start, TimesMeasured
+from skein.protocol.messages import (
+    Assign,
+    Beat,
+    Commit,
+    Follow,
+    NewGeneration,
+    Prefetch,
+    Start,
+    TimesMeasured,
+)
 from skein.protocol.records import GenerationOpened, PlanAdopted
 from skein.protocol.runs.gathering import RETURN_S
 from skein.protocol.runs.measuring import NUM_STEPS
@@ -257,7 +266,9 @@ def test_a_run_that_is_off_its_plan_asks_for_another_and_goes_on_meanwhile() -> 
 def test_a_better_plan_is_put_in_place_between_two_steps_and_says_why() -> None:
     desk = running()
     [asked] = make_steps(desk, PLAN, seconds=2.0)
-    assert desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0)) == []
+    desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    assert set(desk.told(Prefetch)) == {"w0a", "w1a"}
+    desk.prefetch()
     desk.step(PLAN)
     why = "measured 2 s, planned 1 s: replanned for what was measured"
     assert not desk.told(Commit)["w0a"].goes_on
@@ -268,6 +279,20 @@ def test_a_better_plan_is_put_in_place_between_two_steps_and_says_why() -> None:
     assert adopted.plan.reason == f"{OTHER.reason}; {why}; moves nothing"
     desk.ready(OTHER.workers)
     assert desk.told(Start)["w0a"].step == NUM_STEPS + 1
+
+
+def test_a_better_plan_waits_for_the_copies_that_it_needs() -> None:
+    desk = running()
+    [asked] = make_steps(desk, PLAN, seconds=2.0)
+    commands = desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    desk.step(PLAN)
+    assert desk.told(Commit)["w0a"].goes_on
+    assert set(desk.told(Follow)) == {"w0a", "w1a"}
+    desk.commands = commands
+    desk.prefetch()
+    desk.step(PLAN)
+    assert not desk.told(Commit)["w0a"].goes_on
+    assert desk.recorded(GenerationOpened)
 
 
 def test_a_plan_that_is_not_worth_it_changes_nothing_and_is_told() -> None:
@@ -304,6 +329,7 @@ def test_a_newcomer_that_a_chosen_plan_has_no_place_for_is_looked_at_later() -> 
     [asked] = make_steps(desk, PLAN, seconds=2.0)
     desk.join("w9a")
     desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    desk.prefetch()
     desk.step(PLAN)
     desk.acknowledge(desk.live, held_by(PLAN, NUM_STEPS + 1))
     assert [record.plan.chunks for record in desk.recorded(PlanAdopted)] == [OTHER.chunks]
@@ -328,6 +354,7 @@ def test_waiting_for_workers_is_no_price_of_a_change() -> None:
     assert desk.told(Start)
     [asked] = make_steps(desk, PLAN, seconds=2.0)
     desk.give(PlanMade(request=asked.request, result=OTHER, current_s=2.0))
+    desk.prefetch()
     desk.step(PLAN)
     # 1.5 s in each of 990 steps is less than what was waited.
     assert desk.recorded(GenerationOpened)

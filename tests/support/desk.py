@@ -31,6 +31,8 @@ from skein.protocol.messages import (
     EvaluationDone,
     Hello,
     Ledger,
+    Prefetch,
+    Prefetched,
     Report,
     Save,
     StageDone,
@@ -261,6 +263,17 @@ class Desk:
                     num_tokens=len(mine),
                 ),
             )
+        self.commands = commands
+        return commands
+
+    def prefetch(self) -> list[CoordinatorCommand]:
+        """The copies that the last commands ask for are here."""
+        commands: list[CoordinatorCommand] = []
+        for command in self.found(Send):
+            asked = command.directive
+            if isinstance(asked, Prefetch):
+                here = Prefetched(job=asked.job, stage=asked.stage, version=asked.version)
+                commands += self.report(command.worker, here)
         self.commands = commands
         return commands
 
