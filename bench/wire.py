@@ -31,7 +31,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_server
-from skein.wire.extra import DType, FetchBoundaryRequest
+from skein.wire.extra import DType, FetchBoundaryRequest, FetchStateRequest
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor, allocate
 from worker.service import PeerService
@@ -95,7 +95,7 @@ class Station:
     def _failed(self, to: WorkerId, generation: Generation, reason: str) -> None:
         raise RuntimeError(f"{to} did not take generation {generation}: {reason}")
 
-    async def no_state(self, job: JobId, stage: StageIndex, version: Step) -> Mapping[str, WireTensor] | None:
+    async def no_state(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
         return None
 
     def no_boundary(self, request: FetchBoundaryRequest) -> tuple[Envelope, Bundle] | None:

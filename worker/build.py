@@ -21,7 +21,7 @@ from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, SourceKind
 from skein.protocol.worker_io import BuildFailed, Built
-from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import JobId, StageIndex, Step, WorkerId
 from skein.units import format_bytes
 from skein.wire.extra import ManifestReply
 from worker.bundle import WireTensor, to_torch
@@ -29,6 +29,7 @@ from worker.checkpoint import Archive, UrlArchive, check_url, read_state
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk, state_names
 from worker.compute.ops import Holding
+from worker.copies import Copies
 from worker.data.dataset import Dataset, open_dataset
 from worker.executor import Executor, one_line
 from worker.model.weights import load_huggingface
@@ -110,6 +111,7 @@ class Builder:
         *,
         executor: Executor,
         donors: Donors,
+        copies: Copies,
         files: Files,
         device: torch.device,
         memory_bytes: int,
@@ -117,6 +119,7 @@ class Builder:
         self._worker = worker
         self._executor = executor
         self._donors = donors
+        self._copies = copies
         self._files = files
         self._device = device
         self._memory_bytes = memory_bytes
@@ -211,7 +214,11 @@ class Builder:
     ) -> Chunk:
         stage, source = wanted.stage, wanted.source
         if source.kind is SourceKind.KEEP:
-            return await self._on_torch(partial(self._kept, assign.job, stage, source.version))
+            held = await self._on_torch(
+                partial(self._executor.compute.chunk_of, assign.job, stage, source.version)
+            )
+            if held is not None:
+                return held
         chunk = await self._on_torch(
             partial(Chunk.drawn, job, stage, version=source.version, device=self._device)
         )
@@ -221,6 +228,9 @@ class Builder:
                     await self._on_torch(partial(load_huggingface, Path(job.model.init_from), chunk.module))
             case SourceKind.CHECKPOINT:
                 await self._on_torch(partial(chunk.load_state, saved, version=source.version))
+            case SourceKind.KEEP:
+                own = self._own(assign.job, wanted, state_names(job, stage))
+                await self._on_torch(partial(chunk.load_state, own, version=source.version))
             case SourceKind.PEER:
                 state = await self._given(assign.job, wanted, members, state_names(job, stage))
                 await self._on_torch(partial(chunk.load_state, state, version=source.version))
@@ -228,17 +238,27 @@ class Builder:
                 assert_never(source.kind)
         return chunk
 
-    def _kept(self, job: JobId, stage: StageSpec, version: Step) -> Chunk:
-        chunk = self._executor.compute.chunk_of(job, stage, version)
-        if chunk is None:
-            raise LocalError(f"{stage} at version {version} is not here to be kept")
-        return chunk
+    def _own(self, job: JobId, wanted: ChunkAssignment, names: frozenset[str]) -> Mapping[str, Tensor]:
+        """A snapshot or a backup that this worker keeps."""
+        version = wanted.source.version
+        state = self._copies.kept(job, wanted.stage.index, version)
+        if state is None or not state.keys() >= names:
+            raise LocalError(f"{wanted.stage} at version {version} is not here to be kept")
+        return state
 
     async def _given(
         self, job: JobId, wanted: ChunkAssignment, members: tuple[Member, ...], names: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """A peer's copy of the chunk's state."""
+    ) -> Mapping[str, Tensor]:
+        """The chunk's state: a copy of it that was fetched before and lacks little, else a peer's."""
         source = wanted.source
+        if source.peer == self._worker:
+            return self._own(job, wanted, names)
+        # The donor first: it is known to have come as far as the version that is wanted.
+        nearest = sorted(members, key=lambda member: member.worker != source.peer)
+        others = [member for member in nearest if member.worker != self._worker]
+        followed = await self._copies.caught_up(job, wanted.stage, source.version, others)
+        if followed is not None:
+            return followed
         donor = next((member for member in members if member.worker == source.peer), None)
         if donor is None:
             raise LocalError(f"{source.peer}, which should give stage {wanted.stage.index}, is not a member")

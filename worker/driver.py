@@ -29,7 +29,7 @@ from skein.protocol.messages import (
     Trouble,
     Welcome,
 )
-from skein.protocol.ops import ApplyOp, HopKey, OpFailed, TensorKey
+from skein.protocol.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
@@ -38,8 +38,10 @@ from skein.protocol.worker_io import (
     CancelBuild,
     CheckpointSaved,
     DirectiveArrived,
+    DropCopies,
     DropTensor,
     Exit,
+    FollowCommit,
     ForgetJob,
     LinksProbed,
     LogShortened,
@@ -50,6 +52,7 @@ from skein.protocol.worker_io import (
     SendFailed,
     SendReport,
     SendTensor,
+    StartPrefetch,
     StreamLost,
     StreamOpened,
     TensorArrived,
@@ -69,6 +72,7 @@ from worker.bundle import Bundle
 from worker.checkpoint import write_stage
 from worker.compute.ops import Saved, operand_keys
 from worker.compute.payload import Payload, PayloadStore, key_of, pack
+from worker.copies import Copies
 from worker.executor import Executor, Ran, one_line
 from worker.metrics import Metrics
 
@@ -182,6 +186,7 @@ class Driver:
         peers: PeerLinks,
         executor: Executor,
         builder: Builder,
+        copies: Copies,
         files: Files,
         metrics: Metrics,
         take_log_lines: Callable[[], tuple[LogLine, ...]],
@@ -196,6 +201,7 @@ class Driver:
         self._peers = peers
         self._executor = executor
         self._builder = builder
+        self._copies = copies
         self._files = files
         self._metrics = metrics
         self._take_log_lines = take_log_lines
@@ -231,6 +237,7 @@ class Driver:
         self._log.close()
         if self._building is not None:
             self._building.cancel()
+        self._copies.close()
         for child in self._children:
             child.cancel()
 
@@ -255,6 +262,8 @@ class Driver:
                 self._start_build(command)
             case CancelBuild():
                 self._cancel_build()
+            case StartPrefetch() | FollowCommit() | DropCopies():
+                self._copies.carry_out(command)
             case MeasureLinks():
                 self._begin(self._measure(command.peers))
             case ForgetJob():
@@ -326,6 +335,8 @@ class Driver:
             self._store.drop_steps(op.record.step)
             self._log.drop_steps(op.record.step)
             self._metrics.step_ended(now=self._loop.time())
+        if isinstance(op, SnapshotOp) and self._machine.job is not None:
+            self._copies.snapshot_begun(self._machine.job)
         if done.saved is not None:
             self._keep_saving(done.saved)
         self._inbox.post(OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
@@ -342,6 +353,7 @@ class Driver:
         self._store.clear()
         self._log.clear()
         self._builder.forget()
+        self._copies.forget()
         self._executor.call(self._executor.compute.forget)
 
     # --- what takes time ---
@@ -434,6 +446,7 @@ class Driver:
         if self._machine.generation != self._generation:
             self._generation = self._machine.generation
             self._store.drop_older(self._generation)
+            self._copies.adopt(self._generation)
             self._on_generation(self._generation)
 
     def _set_timer(self) -> None:

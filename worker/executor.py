@@ -1,6 +1,5 @@
 """The torch thread: runs ops, and whatever else touches tensors, one after the other, off the event loop."""
 
-import asyncio
 import logging
 import os
 import threading
@@ -8,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -16,8 +14,6 @@ import torch
 
 from skein.errors import UserError
 from skein.protocol.ops import Op, OpFailed, TensorKey
-from skein.types import JobId, StageIndex, Step
-from worker.bundle import WireTensor, to_wire
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 
@@ -62,12 +58,6 @@ class Executor:
         future: Future[T] = Future()
         self._jobs.put(lambda: _fulfil(future, function))
         return future
-
-    async def state_of(self, job: JobId, stage: StageIndex, version: Step) -> dict[str, WireTensor] | None:
-        """A copy of a chunk's state for a peer, None if it is not here."""
-        copying = self.call(partial(self.compute.copy_state, job, stage, version))
-        state = await asyncio.wrap_future(copying)
-        return None if state is None else {name: to_wire(name, tensor) for name, tensor in state.items()}
 
     def _serve(self) -> None:
         # OpenMP keeps the number of threads per calling thread.

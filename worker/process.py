@@ -19,6 +19,7 @@ from skein.wire.extra import LogLine
 from skein.wire.leader import split_addresses
 from worker.build import Builder
 from worker.compute.ops import Compute
+from worker.copies import Copies
 from worker.driver import Driver, WorkerInbox
 from worker.executor import Executor
 from worker.metrics import Metrics
@@ -83,10 +84,14 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))
         inbox = WorkerInbox(machine, metrics=metrics, memory_bytes=machine.identity.profile.memory_bytes)
+        # A half of its own for what is kept of this worker's chunks, and one for what is fetched.
+        half_bytes = machine.identity.profile.memory_bytes // 2
+        executor.compute.snapshots.memory_bytes = half_bytes
+        copies = Copies(executor, post=inbox.post, memory_bytes=half_bytes)
         service = PeerService(
             accepts=inbox.accepts,
             on_tensor=inbox.on_tensor,
-            state_of=executor.state_of,
+            state_of=copies.give,
             boundary_of=lambda _: None,
             statistics=statistics,
         )
@@ -96,7 +101,9 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         stack.push_async_callback(server.stop, None)
         stack.callback(service.close)
         on_ready(inbox)
-        parts = _Parts(setting=setting, machine=machine, inbox=inbox, executor=executor, service=service)
+        parts = _Parts(
+            setting=setting, machine=machine, inbox=inbox, executor=executor, copies=copies, service=service
+        )
         return await parts.drive(metrics, statistics)
 
 
@@ -108,6 +115,7 @@ class _Parts:
     machine: Worker
     inbox: WorkerInbox
     executor: Executor
+    copies: Copies
     service: PeerService
 
     async def drive(self, metrics: Metrics, statistics: Statistics) -> Exit:
@@ -126,9 +134,11 @@ class _Parts:
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
             )
+            self.copies.start(group, peers)
             builder = Builder(
                 setting.worker,
                 executor=self.executor,
+                copies=self.copies,
                 donors=peers,
                 files=files,
                 device=setting.device,
@@ -142,6 +152,7 @@ class _Parts:
                 peers=peers,
                 executor=self.executor,
                 builder=builder,
+                copies=self.copies,
                 files=files,
                 metrics=metrics,
                 take_log_lines=setting.take_log_lines,

@@ -10,9 +10,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from skein.errors import RemoteError
 from skein.protocol.messages import Envelope
-from skein.types import Generation, JobId, StageIndex, Step
+from skein.types import Generation
 from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
-from skein.wire.extra import FetchBoundaryRequest
+from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest
 from skein.wire.failures import refuse
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
@@ -23,8 +23,8 @@ from worker.transport.state import state_parts
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
 
-StateOf = Callable[[JobId, StageIndex, Step], Awaitable[Mapping[str, WireTensor] | None]]
-"""A copy of a chunk's state at a version, None if it is not here. Awaited, for only the executor may copy it."""
+StateOf = Callable[[FetchStateRequest], Awaitable[Mapping[str, WireTensor] | None]]
+"""What is asked for, perhaps with more names; None if it is not here. Awaited, for only the executor copies a chunk."""
 BoundaryOf = Callable[[FetchBoundaryRequest], tuple[Envelope, Bundle] | None]
 """A boundary tensor that is still filed here."""
 Context = aio.ServicerContext[object, object]
@@ -97,13 +97,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def FetchState(
         self, request: peer_pb2.FetchStateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StatePart]:
-        """Streams a copy of a chunk's state; see the proto."""
+        """Streams a copy of a chunk's state, or of a step's result; see the proto."""
         try:
             with self._transfer():
                 wanted = FETCH_STATE.decode(request)
-                tensors = await self._state_of(wanted.job, wanted.stage, wanted.version)
+                tensors = await self._state_of(wanted)
                 if tensors is None or not tensors.keys() >= set(wanted.names):
-                    held = f"stage {wanted.stage} at version {wanted.version}"
+                    held = f"{wanted.kind} of stage {wanted.stage} at version {wanted.version}"
                     await context.abort(grpc.StatusCode.NOT_FOUND, f"{held} is not here, or not all of it")
                 for part in state_parts(tensors, sorted(set(wanted.names) or tensors)):
                     yield STATE_PART.encode(part)

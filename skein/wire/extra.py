@@ -171,14 +171,22 @@ class FetchBoundaryRequest:
 # --- state of a chunk ---
 
 
+class StateKind(StrEnum):
+    """What is asked for: parameters and optimizer state after `version` steps, or what step `version` applied."""
+
+    STATE = "state"
+    RESULT = "result"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStateRequest:
-    """Asks for a chunk's parameters and optimizer state at `version`; no `names`: all tensors."""
+    """Asks for a chunk's state, or for what a step applied to it, by group; no `names`: all tensors."""
 
     job: JobId
     stage: StageIndex
     version: Step
     names: tuple[str, ...]
+    kind: StateKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

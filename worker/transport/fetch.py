@@ -1,7 +1,8 @@
 """Asks peers for what they hold: a chunk's state, a boundary tensor."""
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -9,7 +10,6 @@ from grpc import aio
 
 from skein.errors import RemoteError
 from skein.protocol.messages import Envelope, Member
-from skein.types import JobId, StageIndex, Step
 from skein.wire.channel import Lane
 from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, STATE_PART, TENSOR_PART
 from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest, TensorRefused
@@ -30,6 +30,10 @@ _PAUSE_S = 0.1
 _BUSY_PAUSE_S = 0.5
 
 
+class AbsentError(RemoteError):
+    """The peer does not have it, or not yet."""
+
+
 class _DonorBusyError(Exception):
     """It gives to as many as it can already."""
 
@@ -43,27 +47,25 @@ class Fetcher:
         self._statistics = statistics
         self._patience_s = patience_s
 
-    async def state(
-        self, member: Member, job: JobId, stage: StageIndex, version: Step, names: Iterable[str] | None
-    ) -> dict[str, WireTensor]:
-        """Tensors of a chunk's state by name, each checked against its hash; only `names`, if given.
+    async def state(self, member: Member, request: FetchStateRequest) -> dict[str, WireTensor]:
+        """What `request` asks for, by name, each tensor checked against its hash.
 
-        A broken stream is resumed: what is complete is not asked for again (without `names`, only after the first
+        A broken stream is resumed: what is complete is not asked for again (without names, only after the first
         stream that reached its end). A tensor that does not fit its hash is asked for again. A peer that gives to too
         many others is waited for, as long as it says so.
 
         Raises:
-            RemoteError: the peer does not have it, breaks the protocol, or brings nothing new several times.
+            AbsentError: the peer does not have it.
+            RemoteError: the peer breaks the protocol, or brings nothing new several times.
         """
-        missing = None if names is None else set(names)
+        missing: set[str] | None = set(request.names) or None
         tensors: dict[str, WireTensor] = {}
         num_fruitless = 0
         while missing is None or missing:
             wanted = tuple(sorted(missing or ()))
             assembly = StateAssembly(wanted, self._limits)
-            request = FetchStateRequest(job=job, stage=stage, version=version, names=wanted)
             try:
-                reason = await self._receive_state(member, request, assembly)
+                reason = await self._receive_state(member, replace(request, names=wanted), assembly)
             except _DonorBusyError:
                 await asyncio.sleep(_BUSY_PAUSE_S)
                 continue
@@ -125,7 +127,9 @@ class Fetcher:
                 assembly.take(STATE_PART.decode(message))
         except aio.AioRpcError as error:
             reason = describe_rpc_error(error, member.address)
-            if error.code() in FINAL or error.code() is grpc.StatusCode.NOT_FOUND:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise AbsentError(reason) from error
+            if error.code() in FINAL:
                 raise RemoteError(reason) from error
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise _DonorBusyError from error

@@ -7,7 +7,7 @@ from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Tens
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane
-from skein.wire.extra import FetchBoundaryRequest
+from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetch import Fetcher
 from worker.transport.links import measure_link
@@ -105,9 +105,28 @@ class Peers:
         """A chunk's state at `version` by tensor name, from a holder; only `names`, if given. All hashes are checked.
 
         Raises:
-            RemoteError: the peer does not have it, cannot be reached, or sends something else.
+            AbsentError: the peer does not have it, or not yet.
+            RemoteError: the peer cannot be reached, or sends something else.
         """
-        return await self._fetcher.state(member, job, stage, version, names)
+        wanted = None if names is None else tuple(sorted(names))
+        if wanted == ():
+            return {}
+        request = FetchStateRequest(
+            job=job, stage=stage, version=version, names=wanted or (), kind=StateKind.STATE
+        )
+        return await self._fetcher.state(member, request)
+
+    async def fetch_result(
+        self, member: Member, job: JobId, stage: StageIndex, step: Step
+    ) -> dict[str, WireTensor]:
+        """What `step` applied to a stage, by group, from a holder that keeps it. All hashes are checked.
+
+        Raises:
+            AbsentError: the peer does not have it, or not yet.
+            RemoteError: the peer cannot be reached, or sends something else.
+        """
+        request = FetchStateRequest(job=job, stage=stage, version=step, names=(), kind=StateKind.RESULT)
+        return await self._fetcher.state(member, request)
 
     async def fetch_boundary(
         self, member: Member, request: FetchBoundaryRequest

@@ -46,6 +46,30 @@ SHARD_KIND_RESULT: ShardKind.ValueType  # 2
 """The sum, on its way back."""
 Global___ShardKind: _TypeAlias = ShardKind  # noqa: Y015
 
+class _StateKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StateKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATE_KIND_UNSPECIFIED: _StateKind.ValueType  # 0
+    """Never sent; refused."""
+    STATE_KIND_STATE: _StateKind.ValueType  # 1
+    """Parameters and optimizer state after `version` steps."""
+    STATE_KIND_RESULT: _StateKind.ValueType  # 2
+    """The summed gradients that step `version` applied; one vector per group, by its name."""
+
+class StateKind(_StateKind, metaclass=_StateKindEnumTypeWrapper):
+    """What FetchState asks for."""
+
+STATE_KIND_UNSPECIFIED: StateKind.ValueType  # 0
+"""Never sent; refused."""
+STATE_KIND_STATE: StateKind.ValueType  # 1
+"""Parameters and optimizer state after `version` steps."""
+STATE_KIND_RESULT: StateKind.ValueType  # 2
+"""The summed gradients that step `version` applied; one vector per group, by its name."""
+Global___StateKind: _TypeAlias = StateKind  # noqa: Y015
+
 class _DType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -443,9 +467,11 @@ class FetchStateRequest(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stage: _builtins.int
     version: _builtins.int
+    kind: Global___StateKind.ValueType
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Only these tensors; none named: all."""
@@ -457,10 +483,11 @@ class FetchStateRequest(_message.Message):
         stage: _builtins.int = ...,
         version: _builtins.int = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
+        kind: Global___StateKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "names", b"names", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind", "names", b"names", "stage", b"stage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

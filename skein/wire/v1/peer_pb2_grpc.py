@@ -68,7 +68,8 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchState(self, request, context):
-        """A chunk's parameters and optimizer state at one version, from a holder.
+        """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
+        applied to it. NOT_FOUND: not here, or not yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

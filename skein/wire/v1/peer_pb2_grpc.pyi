@@ -38,7 +38,9 @@ class PeerStub:
     it is accepted. One tensor at a time, its parts in order; a TensorStart abandons a tensor that is not complete.
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_peer_pb2.FetchStateRequest, _peer_pb2.StatePart]
-    """A chunk's parameters and optimizer state at one version, from a holder."""
+    """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
+    applied to it. NOT_FOUND: not here, or not yet.
+    """
     FetchBoundary: _grpc.UnaryStreamMultiCallable[_peer_pb2.FetchBoundaryRequest, _peer_pb2.TensorPart]
     """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise."""
     Probe: _grpc.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]
@@ -52,7 +54,9 @@ class PeerAsyncStub(PeerStub):
     it is accepted. One tensor at a time, its parts in order; a TensorStart abandons a tensor that is not complete.
     """
     FetchState: _aio.UnaryStreamMultiCallable[_peer_pb2.FetchStateRequest, _peer_pb2.StatePart]  # type: ignore[assignment]
-    """A chunk's parameters and optimizer state at one version, from a holder."""
+    """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
+    applied to it. NOT_FOUND: not here, or not yet.
+    """
     FetchBoundary: _aio.UnaryStreamMultiCallable[_peer_pb2.FetchBoundaryRequest, _peer_pb2.TensorPart]  # type: ignore[assignment]
     """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise."""
     Probe: _aio.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]  # type: ignore[assignment]
@@ -75,7 +79,9 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.FetchStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.StatePart], _abc.AsyncIterator[_peer_pb2.StatePart]]:
-        """A chunk's parameters and optimizer state at one version, from a holder."""
+        """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
+        applied to it. NOT_FOUND: not here, or not yet.
+        """
 
     @_abc_1.abstractmethod
     def FetchBoundary(

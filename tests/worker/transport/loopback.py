@@ -25,7 +25,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import bind, open_channel, open_server
-from skein.wire.extra import DType, FetchBoundaryRequest, Refusal
+from skein.wire.extra import DType, FetchBoundaryRequest, FetchStateRequest, Refusal, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
@@ -94,6 +94,7 @@ class Receiver:
     limits: Limits = field(default_factory=Limits)
     refusal_of: Callable[[Envelope], Refusal | None] = lambda _: None
     state: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
+    result: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
     boundary: Arrived | None = None
 
     def service(self) -> PeerService:
@@ -109,10 +110,9 @@ class Receiver:
             limits=self.limits,
         )
 
-    async def _state_of(
-        self, _job: JobId, stage: StageIndex, version: Step
-    ) -> Mapping[str, WireTensor] | None:
-        return self.state(stage, version)
+    async def _state_of(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
+        given = self.state if request.kind is StateKind.STATE else self.result
+        return given(request.stage, request.version)
 
     def _boundary_of(self, _request: FetchBoundaryRequest) -> Arrived | None:
         return self.boundary

@@ -1,0 +1,348 @@
+"""Copies over gRPC on loopback: fetched from several holders, kept up to date, served, and built from."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+from torch import Tensor
+
+from skein.plan.plan import Schedule
+from skein.protocol.messages import (
+    Assign,
+    ChunkAssignment,
+    Decision,
+    SourceKind,
+    StateSource,
+)
+from skein.protocol.worker_io import BuildFailed, Built, CopyKind, DropCopies, PrefetchFailed
+from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
+from skein.wire.v1 import peer_pb2
+from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot
+from tests.worker.lab import CPU, Lab, tiny_job
+from worker import fetched
+from worker.build import Builder
+from worker.service import PeerService
+from worker.transport import gather
+
+Context = aio.ServicerContext[object, object]
+Parts = AsyncIterator[peer_pb2.StatePart]
+STAGE = StageIndex(0)
+IS_RESULT = peer_pb2.STATE_KIND_RESULT
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(fetched, "_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def lab(text: Path, labs: list[Lab]) -> Lab:
+    """Two holders of stage 0, after one step."""
+    made = Lab(tiny_job(text, stages=2, replicas=2))
+    labs.append(made)
+    made.step(0)
+    return made
+
+
+async def caught_up(keeper: Keeper, lab: Lab, version: int, *holders: Keeper) -> Mapping[str, Tensor] | None:
+    """The worker's followed copy at `version`, with what `holders` still have."""
+    members = [holder.member for holder in holders]
+    return await keeper.copies.caught_up(JOB, lab.arrangement.stages[0], Step(version), members)
+
+
+def assert_is_chunk(state: Mapping[str, Tensor] | None, lab: Lab) -> None:
+    """To the last bit what the lab's first stage is now."""
+    assert state is not None
+    expected = lab.chunk(0).copy_state()
+    assert state.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, state[name])] == []
+
+
+# --- following ---
+
+
+async def test_a_newcomer_follows_training_to_the_very_bits(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        prefetch = prefetch_of(lab, 1, holders)
+        newcomer.start(prefetch)
+        await newcomer.reached(1)
+        for step, decision in enumerate((Decision.APPLY, Decision.SKIP, Decision.APPLY), start=1):
+            newcomer.follow(prefetch, lab.step(step, decision=decision))
+            await newcomer.reached(step + 1)
+        assert_is_chunk(await caught_up(newcomer, lab, 4), lab)
+
+
+async def test_commits_that_come_before_the_state_wait_for_it(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9") as newcomer:
+        prefetch = prefetch_of(lab, 1, holders)
+        await snapshot(lab, holders, 1)
+        records = [lab.step(1), lab.step(2)]
+        newcomer.start(prefetch)
+        newcomer.follow(prefetch, *records)
+        for version in (1, 2, 3):
+            await newcomer.reached(version)
+        assert_is_chunk(await caught_up(newcomer, lab, 3), lab)
+
+
+async def test_a_snapshot_that_is_not_taken_yet_is_waited_for(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9") as newcomer:
+        newcomer.start(prefetch_of(lab, 2, holders))
+        lab.step(1)
+        await snapshot(lab, holders, 2)
+        await newcomer.reached(2)
+        assert_is_chunk(await caught_up(newcomer, lab, 2), lab)
+
+
+async def test_what_was_missed_is_caught_up_with_when_it_is_needed(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9", patience_s=0.0) as newcomer:
+        await snapshot(lab, holders, 1)
+        nobody = prefetch_of(lab, 1, holders[:1])
+        newcomer.start(nobody)
+        await newcomer.reached(1)
+        records = [lab.step(1), lab.step(2)]
+        holders[0].compute.snapshots.clear()
+        newcomer.follow(nobody, *records)
+        assert await caught_up(newcomer, lab, 3, holders[0]) is None
+        assert_is_chunk(await caught_up(newcomer, lab, 3, *holders), lab)
+
+
+async def test_a_copy_cannot_reach_what_it_was_not_told_of_nor_go_back(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        newcomer.start(prefetch_of(lab, 1, holders))
+        await newcomer.reached(1)
+        lab.step(1)
+        assert await caught_up(newcomer, lab, 2, *holders) is None
+        assert await caught_up(newcomer, lab, 0, *holders) is None
+
+
+# --- donors that fail ---
+
+
+class Dying(PeerService):
+    """Breaks off every stream after a tensor."""
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        async for part in super().FetchState(request, context):
+            yield part
+            if part.HasField("state_tensor_end"):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+
+
+class Corrupt(PeerService):
+    """Changes bytes under way: the hashes do not fit."""
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        async for part in super().FetchState(request, context):
+            if part.HasField("state_data"):
+                part.state_data.data = bytes(len(part.state_data.data))
+            yield part
+
+
+class Wrong(PeerService):
+    """Gives, whole and with fitting hashes, the result of another step."""
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        if request.kind == IS_RESULT:
+            request.version = 1
+        async for part in super().FetchState(request, context):
+            yield part
+
+
+@pytest.mark.parametrize("kind", [Dying, Corrupt, Wrong])
+async def test_one_sound_holder_is_enough(lab: Lab, kind: type[PeerService]) -> None:
+    async with holding(lab, kinds=(kind,)) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        prefetch = prefetch_of(lab, 1, holders)
+        newcomer.start(prefetch)
+        newcomer.follow(prefetch, lab.step(1), lab.step(2))
+        await newcomer.reached(3)
+        assert_is_chunk(await caught_up(newcomer, lab, 3), lab)
+
+
+async def test_a_prefetch_that_failed_goes_on_with_other_donors(lab: Lab) -> None:
+    async with holding(lab, kinds=(Corrupt,)) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        newcomer.start(prefetch_of(lab, 1, holders[:1]))
+        failed = await newcomer.events.get()
+        assert isinstance(failed, PrefetchFailed)
+        assert "hash" in failed.reason
+        newcomer.start(prefetch_of(lab, 1, holders[1:]))
+        await newcomer.reached(1)
+        assert_is_chunk(await caught_up(newcomer, lab, 1), lab)
+
+
+async def test_a_copy_without_room_is_refused(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9", memory_bytes=1000) as newcomer:
+        newcomer.start(prefetch_of(lab, 1, holders))
+        failed = await newcomer.events.get()
+        assert isinstance(failed, PrefetchFailed)
+        assert "are left for it" in failed.reason
+
+
+# --- backups ---
+
+
+async def test_a_backup_is_served_after_its_donors_have_gone(lab: Lab) -> None:
+    async with keeping("w8") as buddy, keeping("w9") as newcomer:
+        async with holding(lab) as holders:
+            await snapshot(lab, holders, 1)
+            buddy.start(prefetch_of(lab, 1, holders, is_backup=True))
+            await buddy.reached(1, CopyKind.BACKUP)
+        newcomer.start(prefetch_of(lab, 1, [buddy]))
+        await newcomer.reached(1)
+        assert_is_chunk(await caught_up(newcomer, lab, 1), lab)
+        assert_is_chunk(buddy.copies.kept(JOB, STAGE, Step(1)), lab)
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        DropCopies(followed=(), backups_before=Step(2), above=None),
+        DropCopies(followed=(), backups_before=Step(0), above=Step(0)),
+    ],
+    ids=["older", "newer"],
+)
+async def test_backups_that_are_of_no_more_use_are_not_given(lab: Lab, dropped: DropCopies) -> None:
+    async with holding(lab) as holders, keeping("w8") as buddy:
+        await snapshot(lab, holders, 1)
+        buddy.start(prefetch_of(lab, 1, holders, is_backup=True))
+        await buddy.reached(1, CopyKind.BACKUP)
+        buddy.copies.carry_out(dropped)
+        assert buddy.copies.kept(JOB, STAGE, Step(1)) is None
+
+
+async def test_going_back_takes_snapshots_too_and_says_so(lab: Lab) -> None:
+    async with holding(lab) as holders:
+        await snapshot(lab, holders, 1)
+        holders[0].copies.carry_out(DropCopies(followed=(), backups_before=Step(0), above=Step(0)))
+        assert await holders[0].snapshots() == ()
+
+
+async def test_a_forgotten_job_leaves_nothing(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w8") as buddy:
+        await snapshot(lab, holders, 1)
+        buddy.start(prefetch_of(lab, 1, holders, is_backup=True))
+        await buddy.reached(1, CopyKind.BACKUP)
+        for keeper in (buddy, holders[0]):
+            keeper.copies.forget()
+            await asyncio.wrap_future(keeper.executor.call(lambda: None))
+            assert keeper.copies.kept(JOB, STAGE, Step(1)) is None
+
+
+# --- building ---
+
+
+class Counting(PeerService):
+    """Counts the states that it gives whole."""
+
+    num_states = 0
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        self.num_states += request.kind != IS_RESULT
+        async for part in super().FetchState(request, context):
+            yield part
+
+
+class NoFiles:
+    """The coordinator's files, of which these builds need none."""
+
+    async def manifest(self, *_: object) -> object:
+        raise NotImplementedError
+
+    get = put = manifest
+
+
+async def build(
+    keeper: Keeper, lab: Lab, kind: SourceKind, version: int, holders: list[Keeper], peer: str | None = None
+) -> Built | BuildFailed:
+    """Build the lab's first stage on `keeper`."""
+    builder = Builder(
+        keeper.member.worker,
+        executor=keeper.executor,
+        donors=keeper.peers,
+        copies=keeper.copies,
+        files=NoFiles(),  # type: ignore[arg-type]
+        device=CPU,
+        memory_bytes=1 << 40,
+    )
+    source = StateSource(kind=kind, version=Step(version), peer=None if peer is None else WorkerId(peer))
+    chunk = ChunkAssignment(stage=lab.arrangement.stages[0], slots=1, source=source, evaluation_paths=())
+    assign = Assign(
+        epoch=Epoch(1),
+        generation=Generation(2),
+        job=JOB,
+        job_spec=lab.job.canonical_json(),
+        version=Step(version),
+        num_paths=1,
+        chunks=(chunk,),
+        schedule=Schedule(worker=keeper.member.worker, ops=()),
+        origins=(),
+        num_evaluation_paths=0,
+        evaluation_origins=(),
+        groups=(),
+        resumption=None,
+    )
+    members = tuple(sorted((holder.member for holder in (*holders, keeper)), key=lambda x: x.worker))
+    return await builder.build(assign, members)
+
+
+def built_state(keeper: Keeper) -> Mapping[str, Tensor]:
+    holding = keeper.compute.holding
+    assert holding is not None
+    return holding.chunks[STAGE].copy_state()
+
+
+async def test_a_chunk_is_built_from_the_prefetched_copy_and_the_results_that_it_lacks(lab: Lab) -> None:
+    async with holding(lab, kinds=(Counting, Counting)) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        prefetch = prefetch_of(lab, 1, holders)
+        newcomer.start(prefetch)
+        await newcomer.reached(1)
+        before = [holder.service.num_states for holder in holders]  # type: ignore[attr-defined]
+        newcomer.follow(prefetch, lab.step(1), lab.step(2))
+        ended = await build(newcomer, lab, SourceKind.PEER, 3, holders, peer="w10")
+        assert isinstance(ended, Built)
+        assert [holder.service.num_states for holder in holders] == before  # type: ignore[attr-defined]
+        assert_is_chunk(built_state(newcomer), lab)
+
+
+async def test_a_copy_that_lags_too_far_is_replaced_by_a_peers_state(lab: Lab) -> None:
+    async with holding(lab) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        newcomer.start(prefetch_of(lab, 1, holders))
+        await newcomer.reached(1)
+        lab.step(1)
+        donor = holders[1].member.worker
+        assert isinstance(await build(newcomer, lab, SourceKind.PEER, 2, holders, peer=donor), Built)
+        assert_is_chunk(built_state(newcomer), lab)
+
+
+@pytest.mark.parametrize(("kind", "peer"), [(SourceKind.KEEP, None), (SourceKind.PEER, "w8")])
+async def test_the_buddy_itself_may_become_the_holder(lab: Lab, kind: SourceKind, peer: str | None) -> None:
+    async with keeping("w8") as buddy:
+        async with holding(lab) as holders:
+            await snapshot(lab, holders, 1)
+            buddy.start(prefetch_of(lab, 1, holders, is_backup=True))
+            await buddy.reached(1, CopyKind.BACKUP)
+        assert isinstance(await build(buddy, lab, kind, 1, [], peer=peer), Built)
+        assert_is_chunk(built_state(buddy), lab)
+        missing = await build(buddy, lab, kind, 2, [], peer=peer)
+        assert isinstance(missing, BuildFailed)
+        assert "is not here to be kept" in missing.reason
+
+
+async def test_a_holder_goes_back_to_its_own_snapshot(lab: Lab) -> None:
+    async with holding(lab) as holders:
+        await snapshot(lab, holders, 1)
+        before = lab.chunk(0).copy_state()
+        lab.step(1)
+        assert isinstance(await build(holders[0], lab, SourceKind.KEEP, 1, []), Built)
+        after = built_state(holders[0])
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())

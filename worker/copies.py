@@ -1,0 +1,192 @@
+"""Copies of stages on this worker: those it takes of its own chunks, those it fetches, and what peers get of them."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import assert_never
+
+from torch import Tensor
+
+from skein.errors import LocalError
+from skein.protocol.messages import ChunkVersion, Member, Prefetch
+from skein.protocol.worker_io import (
+    DropCopies,
+    FollowCommit,
+    SnapshotsHeld,
+    StartPrefetch,
+    WorkerEvent,
+)
+from skein.types import Generation, JobId, StageIndex, StageSpec, Step
+from skein.units import format_bytes
+from skein.wire.extra import FetchStateRequest, StateKind
+from worker.bundle import WireTensor, to_torch, to_wire
+from worker.executor import Executor
+from worker.fetched import FetchedCopy, Givers, failure_of
+
+CopyCommand = StartPrefetch | FollowCommit | DropCopies
+
+
+class Copies:
+    """The copies of one worker. Those that are fetched come from `start` on, and in its group.
+
+    Args:
+        post: where what has happened is told.
+        memory_bytes: what fetched copies may take together.
+        patience_s: how long peers that have not got there yet are waited for; raise it if steps take longer.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        post: Callable[[WorkerEvent], None],
+        memory_bytes: int,
+        patience_s: float = 60.0,
+    ) -> None:
+        self._executor = executor
+        self._snapshots = executor.compute.snapshots
+        self._post = post
+        self._memory_bytes = memory_bytes
+        self._patience_s = patience_s
+        self._loop = asyncio.get_running_loop()
+        self._from: tuple[asyncio.TaskGroup, Givers] | None = None
+        self._job: JobId | None = None
+        self._backups: dict[tuple[StageSpec, Step], FetchedCopy] = {}
+        self._followed: dict[StageSpec, FetchedCopy] = {}
+
+    def start(self, group: asyncio.TaskGroup, givers: Givers) -> None:
+        """From here on copies are fetched from `givers`, in `group`."""
+        self._from = (group, givers)
+
+    def close(self) -> None:
+        """End what is still going on."""
+        for copy in self._fetched():
+            copy.halt()
+
+    def forget(self) -> None:
+        """The job is over: drop everything."""
+        self.close()
+        self._job = None
+        self._backups.clear()
+        self._followed.clear()
+        self._executor.call(self._snapshots.clear)
+
+    def _fetched(self) -> Iterable[FetchedCopy]:
+        return (*self._backups.values(), *self._followed.values())
+
+    # --- snapshots of chunks that are held here ---
+
+    def snapshot_begun(self, job: JobId) -> None:
+        """A SnapshotOp has ended: complete what it began, between other ops, and tell what is here."""
+        self._job = job
+        self._executor.call(self._complete_snapshots)
+
+    def adopt(self, generation: Generation) -> None:
+        """A new generation has begun."""
+        self._executor.call(partial(self._snapshots.adopt, generation))
+
+    def _complete_snapshots(self) -> None:
+        """On the torch thread: one piece, and the next behind what else is waiting there."""
+        if self._snapshots.copy_some():
+            self._executor.call(self._complete_snapshots)
+        else:
+            self._loop.call_soon_threadsafe(self._tell_snapshots, self._snapshots.held())
+
+    def _tell_snapshots(self, held: tuple[ChunkVersion, ...]) -> None:
+        if self._job is not None:
+            self._post(SnapshotsHeld(job=self._job, copies=held))
+
+    # --- what peers get ---
+
+    async def give(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
+        """What a peer asks for, from a snapshot, a backup or a chunk; None if it is not here."""
+        job, stage, version = request.job, request.stage, request.version
+        if request.kind is StateKind.RESULT:
+            return self._snapshots.result_of(job, stage, version)
+        kept = self._kept(job, stage, version)
+        if kept is not None:
+            return kept
+        names = frozenset(request.names) or None
+        copying = self._executor.call(partial(self._executor.compute.copy_state, job, stage, version, names))
+        state = await asyncio.wrap_future(copying)
+        return None if state is None else {name: to_wire(name, tensor) for name, tensor in state.items()}
+
+    def _kept(self, job: JobId, stage: StageIndex, version: Step) -> Mapping[str, WireTensor] | None:
+        """A copy that stays as it is; after another cut, of all stages of that index."""
+        found = dict(self._snapshots.state_of(job, stage, version) or {})
+        for (spec, at), copy in self._backups.items():
+            is_it = (copy.prefetch.job, spec.index, at) == (job, stage, version)
+            if is_it and copy.state is not None:
+                found |= copy.tensors
+        return found or None
+
+    # --- what chunks are built from ---
+
+    def kept(self, job: JobId, stage: StageIndex, version: Step) -> Mapping[str, Tensor] | None:
+        """This worker's own copy of a stage at a version; None if it has none."""
+        found = self._kept(job, stage, version)
+        return None if found is None else {name: to_torch(tensor) for name, tensor in found.items()}
+
+    async def caught_up(
+        self, job: JobId, stage: StageSpec, version: Step, members: Sequence[Member]
+    ) -> Mapping[str, Tensor] | None:
+        """The copy that follows `stage`, brought to `version` by results of `members`; None: it cannot get there."""
+        copy = self._followed.get(stage)
+        if copy is None or copy.prefetch.job != job:
+            return None
+        return await copy.caught_up(version, members)
+
+    # --- commands ---
+
+    def carry_out(self, command: CopyCommand) -> None:
+        """Begin what the machine asks for."""
+        match command:
+            case StartPrefetch():
+                self._start(command.prefetch)
+            case FollowCommit():
+                followed = self._followed.get(command.stage)
+                if followed is not None and followed.prefetch.job == command.job:
+                    followed.follow(command.record)
+            case DropCopies():
+                self._drop(command)
+            case _:
+                assert_never(command)
+
+    def _start(self, prefetch: Prefetch) -> None:
+        self._job = prefetch.job
+        place = (prefetch.stage, prefetch.version)
+        copy = self._backups.get(place) if prefetch.is_backup else self._followed.get(prefetch.stage)
+        if copy is None or copy.prefetch.version != prefetch.version:
+            try:
+                copy = self._new_copy(prefetch)
+            except LocalError as error:
+                self._post(failure_of(prefetch, str(error)))
+                return
+        if prefetch.is_backup:
+            self._backups[place] = copy
+        else:
+            self._followed[prefetch.stage] = copy
+        copy.go_on(prefetch)
+
+    def _new_copy(self, prefetch: Prefetch) -> FetchedCopy:
+        assert self._from is not None
+        group, givers = self._from
+        copy = FetchedCopy(prefetch, group=group, givers=givers, post=self._post, patience_s=self._patience_s)
+        taken_bytes = sum(other.num_bytes for other in self._fetched())
+        if taken_bytes + copy.num_bytes > self._memory_bytes:
+            free = format_bytes(self._memory_bytes - taken_bytes)
+            raise LocalError(f"the copy takes {format_bytes(copy.num_bytes)}, and {free} are left for it")
+        return copy
+
+    def _drop(self, command: DropCopies) -> None:
+        for stage in command.followed:
+            followed = self._followed.pop(stage, None)
+            if followed is not None:
+                followed.halt()
+        above = command.above
+        for place in list(self._backups):
+            if place[1] < command.backups_before or (above is not None and place[1] > above):
+                self._backups.pop(place).halt()
+        if above is not None:
+            self._executor.call(partial(self._snapshots.drop_above, above))
+            self._executor.call(self._complete_snapshots)

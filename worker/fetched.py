@@ -1,0 +1,284 @@
+"""A copy of a stage that this worker fetches from peers, and brings up to date by what committed steps applied.
+
+Rules of this file
+- All of it is beside training: bytes come on a lane of their own, and updates run on a thread that is not torch's.
+- A copy that follows changes in such an update alone; whoever needs it ends the work on it first.
+- A failure loses nothing: what came is kept for another try.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from skein.config.job import JobSpec
+from skein.errors import LocalError, RemoteError
+from skein.model.parameters import layer_parameters
+from skein.numeric.gradients import digest
+from skein.protocol.messages import Member, Prefetch, StepRecord
+from skein.protocol.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
+from skein.types import GroupId, JobId, StageIndex, StageSpec, Step
+from skein.units import format_bytes
+from worker.bundle import WireTensor, to_torch
+from worker.compute.chunk import STEP, optimizer_names
+from worker.compute.snapshots import bring_forward, changes
+from worker.executor import one_line
+from worker.model.base import parameter_dtype
+from worker.transport.fetch import AbsentError
+from worker.transport.gather import Gathering
+
+_log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.25
+"""Before peers that have not got there yet are asked again."""
+_STEP_BYTES = 8
+
+
+class Givers(Protocol):
+    """Peers that give copies and results; `worker.transport.peers.Peers` is one."""
+
+    async def fetch_state(
+        self,
+        member: Member,
+        job: JobId,
+        stage: StageIndex,
+        version: Step,
+        names: frozenset[str] | None = None,
+    ) -> Mapping[str, WireTensor]: ...
+
+    async def fetch_result(
+        self, member: Member, job: JobId, stage: StageIndex, step: Step
+    ) -> Mapping[str, WireTensor]: ...
+
+
+class FetchedCopy:
+    """One copy: fetched whole, then as up to date as the records that it is given. Work on it goes on in `group`.
+
+    Args:
+        post: told of each version that is reached, and of a fetch that failed.
+        patience_s: how long peers that have not got there yet are waited for.
+
+    Raises:
+        LocalError: the job's specification is of another release.
+    """
+
+    def __init__(
+        self,
+        prefetch: Prefetch,
+        *,
+        group: asyncio.TaskGroup,
+        givers: Givers,
+        post: Callable[[WorkerEvent], None],
+        patience_s: float,
+    ) -> None:
+        try:
+            self._job = JobSpec.model_validate_json(prefetch.job_spec)
+        except ValidationError as error:
+            raise LocalError(f"the job's specification is not one this release knows: {error}") from error
+        self.prefetch = prefetch
+        self.version = prefetch.version
+        self.state: dict[str, Tensor] | None = None
+        """None until it is whole."""
+        sizes = state_sizes(self._job, prefetch.stage)
+        self.num_bytes = sum(sizes.values())
+        self._group = group
+        self._givers = givers
+        self._post = post
+        self._patience_s = patience_s
+        self._gathering = Gathering(self._fetch_some, sizes, patience_s=patience_s)
+        self._records: deque[StepRecord] = deque()
+        """Committed and not applied here yet, the oldest first."""
+        self._working: asyncio.Task[None] | None = None
+        self._applying: asyncio.Future[None] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, WireTensor]:
+        """What was fetched, for peers: only of a copy that never follows is it as it was."""
+        return self._gathering.tensors
+
+    # --- from the machine ---
+
+    def go_on(self, prefetch: Prefetch) -> None:
+        """Begin, or begin again with the donors of `prefetch`."""
+        if prefetch.donors != self.prefetch.donors:
+            self.halt()
+        self.prefetch = prefetch
+        self._work_on()
+
+    def follow(self, record: StepRecord) -> None:
+        """The next step is committed: apply it when its turn has come."""
+        self._records.append(record)
+        self._work_on()
+
+    def halt(self) -> None:
+        """Do no more, but for an update that has begun."""
+        if self._working is not None:
+            self._working.cancel()
+
+    async def caught_up(self, version: Step, members: Sequence[Member]) -> Mapping[str, Tensor] | None:
+        """The state at `version`, by results that `members` have now; None: it cannot get there. Ends other work."""
+        working, self._working = self._working, None
+        if working is not None:
+            working.cancel()
+        await _over(working, self._applying)
+        if self.state is None:
+            return None
+        try:
+            while self.version < version and self._records:
+                await self._take_step(members, patience_s=0.0)
+        except (RemoteError, LocalError) as error:
+            self._warn(error)
+        return self.state if self.version == version else None
+
+    # --- the work ---
+
+    def _work_on(self) -> None:
+        before = self._working
+        if before is None or before.done() or before.cancelling():
+            self._working = self._group.create_task(self._work(before))
+
+    async def _work(self, before: asyncio.Task[None] | None) -> None:
+        """Fetch, then follow the commits as far as they are known; once earlier work has ended."""
+        await _over(before, self._applying)
+        try:
+            if self.state is None:
+                await self._fetch()
+            while self._records:
+                await self._take_step(self.prefetch.donors, patience_s=self._patience_s)
+                self._tell_version()
+        except (RemoteError, LocalError, MemoryError) as error:
+            self._warn(error)
+            if self.state is None:
+                self._post(failure_of(self.prefetch, one_line(error)))
+
+    async def _fetch(self) -> None:
+        loop, prefetch = asyncio.get_running_loop(), self.prefetch
+        began_s = loop.time()
+        await self._gathering.run(prefetch.donors)
+        self.state = {name: to_torch(tensor) for name, tensor in self.tensors.items()}
+        _log.info(
+            "stage=%d version=%d %s here: %s from %s in %.1f s",
+            prefetch.stage.index,
+            self.version,
+            kind_of(prefetch),
+            format_bytes(self.num_bytes),
+            ",".join(donor.worker for donor in prefetch.donors),
+            loop.time() - began_s,
+        )
+        self._tell_version()
+
+    async def _fetch_some(self, donor: Member, names: frozenset[str]) -> Mapping[str, WireTensor]:
+        prefetch = self.prefetch
+        return await self._givers.fetch_state(
+            donor, prefetch.job, prefetch.stage.index, prefetch.version, names
+        )
+
+    async def _take_step(self, members: Sequence[Member], *, patience_s: float) -> None:
+        """Apply the oldest record."""
+        record = self._records[0]
+        results: Mapping[GroupId, Tensor] = {}
+        if changes(record, self.prefetch.stage.index):
+            results = await self._results(record, members, patience_s=patience_s)
+        # Cancelled or not, an update that has begun runs to its end.
+        self._applying = asyncio.ensure_future(asyncio.to_thread(self._apply, record, results))
+        await asyncio.shield(self._applying)
+
+    def _apply(self, record: StepRecord, results: Mapping[GroupId, Tensor]) -> None:
+        """On a thread of its own: the update, and what it makes true, together."""
+        assert self.state is not None
+        bring_forward(
+            self.state,
+            record,
+            results,
+            stage=self.prefetch.stage.index,
+            model=self._job.model,
+            optimizer=self._job.optimizer,
+        )
+        self._records.popleft()
+        self.version = Step(record.step + 1)
+
+    async def _results(
+        self, record: StepRecord, members: Sequence[Member], *, patience_s: float
+    ) -> Mapping[GroupId, Tensor]:
+        """What a step applied to the stage, from the first of `members` that has it as it was voted.
+
+        Raises:
+            RemoteError: nobody has it in time.
+        """
+        loop = asyncio.get_running_loop()
+        gives_up_at = loop.time() + patience_s
+        while True:
+            is_coming, reason = False, "nobody was named"
+            for member in members:
+                try:
+                    return await self._result_of(member, record)
+                except AbsentError as error:
+                    is_coming, reason = True, str(error)
+                except RemoteError as error:
+                    reason = str(error)
+            if not is_coming or loop.time() >= gives_up_at:
+                raise RemoteError(reason)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _result_of(self, member: Member, record: StepRecord) -> Mapping[GroupId, Tensor]:
+        prefetch = self.prefetch
+        found = await self._givers.fetch_result(member, prefetch.job, prefetch.stage.index, record.step)
+        results = {GroupId(name): to_torch(tensor) for name, tensor in found.items()}
+        digests = {result.group: result.digest for result in record.results}
+        for group, flat in results.items():
+            if await asyncio.to_thread(digest, flat) != digests.get(group):
+                raise RemoteError(
+                    f"{member.worker}: not the result of {group} that step {record.step} applied"
+                )
+        return results
+
+    # --- what is told ---
+
+    def _tell_version(self) -> None:
+        prefetch = self.prefetch
+        ended = PrefetchEnded(
+            job=prefetch.job, stage=prefetch.stage, version=self.version, kind=kind_of(prefetch)
+        )
+        self._post(ended)
+
+    def _warn(self, error: BaseException) -> None:
+        where = (self.prefetch.stage.index, self.version)
+        _log.warning("stage=%d copy stays at version=%d: %s", *where, one_line(error))
+
+
+def kind_of(prefetch: Prefetch) -> CopyKind:
+    """What the copy is for."""
+    return CopyKind.BACKUP if prefetch.is_backup else CopyKind.FOLLOWED
+
+
+def failure_of(prefetch: Prefetch, reason: str) -> PrefetchFailed:
+    """What the machine hears of a copy that cannot be had."""
+    return PrefetchFailed(
+        job=prefetch.job,
+        stage=prefetch.stage,
+        version=prefetch.version,
+        kind=kind_of(prefetch),
+        reason=reason,
+    )
+
+
+def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
+    """Bytes of each tensor of a stage's state, by name."""
+    element_bytes = parameter_dtype(job.precision).itemsize
+    sizes = {STEP: _STEP_BYTES}
+    for layer in layer_parameters(job.model)[stage.first : stage.stop]:
+        for name, shape in layer.items():
+            sizes |= dict.fromkeys((name, *optimizer_names([name])), element_bytes * prod(shape))
+    return sizes
+
+
+async def _over(*works: asyncio.Future[None] | None) -> None:
+    """Wait until these have ended, in whatever way."""
+    waited = [work for work in works if work is not None]
+    if waited:
+        await asyncio.wait(waited)
