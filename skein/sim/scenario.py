@@ -15,6 +15,9 @@ from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
 
 
+SUBMIT_AGAIN_S = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
     """How many workers in how many sites, and how unequal: speeds lie within a factor `spread` of each other."""
@@ -47,8 +50,15 @@ def make_world(job: JobSpec, fleet: FleetShape, *, seed: int) -> World:
         speed = fleet.flops_per_s * factor
         site = sites[index * fleet.num_sites // fleet.num_workers]
         world.add_worker(name, site, flops_per_s=speed, memory_bytes=fleet.memory_bytes)
-    world.tell(SubmitAsked(key="sim", spec=job))
+    _submit(world, job)
     return world
+
+
+def _submit(world: World, job: JobSpec) -> None:
+    """Ask, and again as a client does that has no answer: the key makes it one job."""
+    if not any(isinstance(record, JobSubmitted) for record in world.log):
+        world.tell(SubmitAsked(key="sim", spec=job))
+        world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job))
 
 
 Fault = Callable[[World], None]

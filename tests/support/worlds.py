@@ -101,7 +101,7 @@ def simulate_faults(
     """A whole job under a drawn schedule of faults."""
     fleet = fleet_of(num_workers)
     world = make_world(job, fleet, seed=seed)
-    world.repeat_every = REPEAT_EVERY
+    world.transport.repeat_every = REPEAT_EVERY
     schedule = draw_faults(fleet, num_faults=num_faults, horizon_s=20.0, seed=seed, kinds=kinds)
     for at_s, words, fault in schedule:
         world.clock.at(at_s, lambda words=words, fault=fault: _strike(world, words, fault))  # type: ignore[misc]

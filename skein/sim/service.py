@@ -1,0 +1,244 @@
+"""The coordinator's process in a simulated world: the real machine, a log on a disk, a wall clock, and their faults.
+
+Rules of this file
+- The coordinator handles what waits in turns, as its driver does: while records of a turn are not durable, nothing that
+  follows the first of them is carried out, and no further turn begins.
+- `clock.now` is true time. The coordinator's is its wall clock, which each incarnation reads once.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from skein.config.job import JobSpec
+from skein.plan.balanced import make_plan, reckoned_s
+from skein.plan.moving import between_s
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator import Coordinator
+from skein.protocol.coordinator_io import (
+    Append,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    Log,
+    MakePlan,
+    ManifestWritten,
+    PlanMade,
+    PruneCheckpoints,
+    Send,
+    TimePassed,
+    WriteManifest,
+)
+from skein.protocol.records import EpochOpened, Record
+from skein.sim.clock import Clock
+from skein.sim.invariants import Invariants
+from skein.topology.fleet import Fleet
+from skein.types import Epoch
+
+APPEND_S = 0.002
+"""One durable append."""
+PLAN_S = 0.2
+RESTART_S = 1.0
+"""From a coordinator's death to its successor."""
+
+Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
+"""As `skein.plan.balanced.make_plan`."""
+
+
+class Service(ABC):
+    """Carries out what the Coordinator machine commands; who hears it is the subclass's business.
+
+    Plans are `planner`'s. `before_append` and `after_append` are told how many records the log holds: faults may strike
+    in between. `skew_s` is what the machine has its wall clock ahead by; the next incarnation reads it.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.log: list[Record] = []
+        self.lines: list[str] = []
+        self.coordinator: Coordinator | None = None
+        self.planner: Planner = make_plan
+        self.before_append: Callable[[int], None] | None = None
+        self.after_append: Callable[[int], None] | None = None
+        self.skew_s = 0.0
+        self.invariants = Invariants()
+        self._term = 0
+        self._wakes_at: float | None = None
+        self._inbox: deque[CoordinatorEvent] = deque()
+        self._appending: list[CoordinatorCommand] = []
+        """A turn's commands from the first append on, until that is durable."""
+        self._room_at = 0.0
+        self._wall_ahead_s = 0.0
+
+    @abstractmethod
+    def _send_directive(self, command: Send) -> None:
+        """Put a directive on its way."""
+
+    @abstractmethod
+    def _coordinator_is_up(self) -> None:
+        """Workers may dial."""
+
+    @abstractmethod
+    def _coordinator_is_down(self) -> None:
+        """All streams break."""
+
+    # --- the process ---
+
+    def start_coordinator(self) -> None:
+        """Open the log under a new epoch and replay it, as a restarted service does; on a full disk, wait for room."""
+        if self.clock.now < self._room_at:
+            self.clock.at(self._room_at, self.start_coordinator)
+            return
+        if self.coordinator is not None:
+            return
+        self._term += 1
+        self._wall_ahead_s = self.skew_s
+        opened = EpochOpened(epoch=Epoch(self._term), wall_s=self._wall_s)
+        self._hold(opened)
+        self.coordinator = Coordinator()
+        self.coordinator.replay(self.log)
+        self._wakes_at = None
+        self._coordinator_is_up()
+
+    @property
+    def _wall_s(self) -> float:
+        return self.clock.now + self._wall_ahead_s
+
+    def crash_coordinator(self, *, restarts_after_s: float = RESTART_S, num_durable: int = 0) -> None:
+        """Kill the coordinator; commands it has not carried out yet are lost.
+
+        Of the records that it was just appending, the first `num_durable` are in the log; the next one is torn, which
+        is as if it were absent.
+        """
+        if self.coordinator is None:
+            return
+        appending = [command.record for command in self._appending if isinstance(command, Append)]
+        for record in appending[:num_durable]:
+            self._hold(record)
+        self.coordinator = None
+        self._inbox.clear()
+        self._appending = []
+        self._coordinator_is_down()
+        self.clock.after(restarts_after_s, self.start_coordinator)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a coordinator."""
+        return self.coordinator is not None
+
+    @property
+    def is_appending(self) -> bool:
+        """Whether records are on their way to the disk."""
+        return bool(self._appending)
+
+    def fill_disk(self, seconds: float) -> None:
+        """Let no append end for a while: the coordinator holds back what depends on it, and tries again."""
+        self._room_at = max(self._room_at, self.clock.now + seconds)
+
+    # --- events ---
+
+    def tell(self, event: CoordinatorEvent) -> None:
+        """Give the coordinator an event, if there is one."""
+        if self.coordinator is not None:
+            self._inbox.append(event)
+            self._turn()
+
+    def _tell_term(self, term: int, event: CoordinatorEvent) -> None:
+        if term == self._term:
+            self.tell(event)
+
+    def _turn(self) -> None:
+        """Have all that waits handled."""
+        if self.coordinator is None or self._appending:
+            return
+        commands: list[CoordinatorCommand] = []
+        while self._inbox:
+            commands += self.coordinator.handle(self._inbox.popleft(), now=self._wall_s)
+        self._carry_out(commands)
+        self._wake()
+
+    def _wake(self) -> None:
+        deadline = self._deadline()
+        if deadline is not None and (self._wakes_at is None or deadline < self._wakes_at):
+            self._wakes_at = deadline
+            self.clock.at(deadline, partial(self._due, self._term, deadline))
+
+    def _deadline(self) -> float | None:
+        wall_s = None if self.coordinator is None else self.coordinator.deadline()
+        return None if wall_s is None else wall_s - self._wall_ahead_s
+
+    def _due(self, term: int, deadline: float) -> None:
+        if term != self._term or self.coordinator is None:
+            return
+        if self._wakes_at == deadline:
+            self._wakes_at = None
+        at = self.coordinator.deadline()
+        if at is not None and at <= self._wall_s:
+            self.tell(TimePassed())
+        else:
+            self._wake()
+
+    # --- commands ---
+
+    def _carry_out(self, commands: Sequence[CoordinatorCommand]) -> None:
+        """Everything after an append waits for it; a crash in between loses the rest."""
+        for index, command in enumerate(commands):
+            if isinstance(command, Append):
+                self._appending = list(commands[index:])
+                self.clock.after(APPEND_S, partial(self._durable, self._term))
+                return
+            self._act(command)
+
+    def _durable(self, term: int) -> None:
+        """A turn's records are on the disk, if there was room: carry out what follows."""
+        if term != self._term or self.coordinator is None:
+            return
+        if self.clock.now < self._room_at:
+            self.clock.at(self._room_at, partial(self._durable, term))
+            return
+        commands, self._appending = self._appending, []
+        for command in commands:
+            if isinstance(command, Append):
+                self._append(command.record)
+                if term != self._term or not self.is_up:
+                    return
+        for command in commands:
+            self._act(command)
+        self._turn()
+
+    def _append(self, record: Record) -> None:
+        if self.before_append is not None:
+            self.before_append(len(self.log))
+        if not self.is_up:
+            return
+        self._hold(record)
+        if self.after_append is not None:
+            self.after_append(len(self.log))
+
+    def _hold(self, record: Record) -> None:
+        self.log.append(record)
+        self.invariants.recorded(record)
+
+    def _act(self, command: CoordinatorCommand) -> None:
+        match command:
+            case Send():
+                self._send_directive(command)
+            case MakePlan():
+                self.clock.after(PLAN_S, partial(self._tell_term, self._term, self._plan(command)))
+            case WriteManifest():
+                written = ManifestWritten(checkpoint=command.checkpoint, error=None)
+                self.clock.after(APPEND_S, partial(self._tell_term, self._term, written))
+            case Log():
+                self.lines.append(f"{self.clock.now:.3f} {command.line}")
+            case PruneCheckpoints() | Append():
+                pass
+
+    def _plan(self, asked: MakePlan) -> PlanMade:
+        job, fleet, before = asked.job, asked.fleet, asked.previous
+        made = self.planner(job, fleet, before, job.seed)
+        return PlanMade(
+            request=asked.request,
+            result=made,
+            current_s=None if before is None else reckoned_s(job, fleet, before),
+            move_s=between_s(job, fleet, before, made) if isinstance(made, Plan) else 0.0,
+        )

@@ -1,0 +1,144 @@
+"""How tensors get from worker to worker: offered until the peer has taken them, or until it counts as gone.
+
+What `worker/transport` does over gRPC, by its effects: a tensor that a broken stream lost is offered again, so it may
+arrive twice; a peer that gives no sign for longer than patience lasts is reported, though it may take the tensor later.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from skein.protocol.messages import HopTensor
+from skein.protocol.ops import hop_key
+from skein.protocol.worker_io import (
+    LogShortened,
+    SendFailed,
+    SendTensor,
+    TensorArrived,
+    TensorTaken,
+    WorkerEvent,
+)
+from skein.sim.clock import Clock
+from skein.sim.executor import Payload
+from skein.sim.network import Network
+from skein.sim.process import SimWorker
+from skein.types import WorkerId
+
+REFUSED_S = 0.3
+"""How long a sender tries where its peer's machine says that nobody is there."""
+PATIENCE_S = 2.2
+"""How long it tries where nothing is heard at all."""
+AGAIN_S = 0.25
+"""From a lost tensor to the next offer."""
+
+Give = Callable[[SimWorker, WorkerEvent], None]
+
+
+@dataclass(slots=True)
+class _Parcel:
+    sender: SimWorker
+    command: SendTensor
+    payload: Payload
+    since_s: float
+    is_over: bool = False
+    """It was taken, or given up."""
+
+
+class Transport:
+    """Carries out SendTensor.
+
+    Args:
+        workers: all processes, by name; the caller changes it.
+        give: hands a worker an event.
+
+    Of every `repeat_every` tensors that peers take, one arrives twice; 0: none does.
+    """
+
+    def __init__(
+        self, clock: Clock, network: Network, workers: Mapping[WorkerId, SimWorker], *, give: Give
+    ) -> None:
+        self.repeat_every = 0
+        self._clock = clock
+        self._network = network
+        self._workers = workers
+        self._give = give
+        self._num_taken = 0
+
+    def send(self, sender: SimWorker, command: SendTensor) -> None:
+        """Begin to offer a tensor."""
+        payload = sender.executor.payload(command.envelope)
+        if payload is None:
+            assert isinstance(command.envelope.header, HopTensor)
+            lacking = LogShortened(keys=(hop_key(command.envelope.header),), is_wanted=True)
+            self._clock.after(0.0, partial(self._give, sender, lacking))
+            return
+        self._offer(_Parcel(sender, command, payload, self._clock.now))
+
+    def _offer(self, parcel: _Parcel) -> None:
+        machine, to = parcel.sender.machine, parcel.command.to.worker
+        # A new generation forgets what belongs to older ones.
+        if parcel.is_over or machine.generation > parcel.command.envelope.generation:
+            return
+        me, now = machine.identity.worker, self._clock.now
+        arrival_s = self._network.arrival_s(me, to, parcel.payload.num_bytes, now=now)
+        is_lost, is_repeated, late_s = self._network.fate(me, to)
+        if arrival_s is None or is_lost:
+            self._offer_again(parcel, "silent")
+            return
+        self._clock.at(arrival_s + late_s, partial(self._arrive, parcel))
+        if is_repeated:
+            self._clock.at(arrival_s + 2 * late_s, partial(self._arrive, parcel))
+
+    def _offer_again(self, parcel: _Parcel, reason: str) -> None:
+        if self._clock.now - parcel.since_s >= PATIENCE_S:
+            self._give_up(parcel, reason)
+        else:
+            again = partial(parcel.sender.when_running, partial(self._offer, parcel))
+            self._clock.after(AGAIN_S, again)
+
+    def _give_up(self, parcel: _Parcel, reason: str) -> None:
+        if parcel.is_over:
+            return
+        parcel.is_over = True
+        command = parcel.command
+        failed = SendFailed(to=command.to.worker, generation=command.envelope.generation, reason=reason)
+        self._give(parcel.sender, failed)
+
+    def _arrive(self, parcel: _Parcel) -> None:
+        to = parcel.command.to
+        receiver = self._workers.get(to.worker)
+        if receiver is None or receiver.machine.identity.incarnation != to.incarnation:
+            self._clock.after(REFUSED_S, partial(self._give_up, parcel, "connection refused"))
+            return
+        if receiver.is_frozen:
+            # Its kernel has the bytes, and nobody answers.
+            until_s = parcel.since_s + PATIENCE_S
+            self._clock.at(until_s, partial(self._give_up, parcel, "silent"))
+        receiver.when_running(partial(self._take, parcel, receiver))
+
+    def _take(self, parcel: _Parcel, receiver: SimWorker) -> None:
+        command = parcel.command
+        self._num_taken += 1
+        is_repeated = self.repeat_every and self._num_taken % self.repeat_every == 0
+        self._answer(parcel)
+        for _ in range(2 if is_repeated else 1):
+            receiver.executor.receive(command.envelope, parcel.payload)
+            self._give(receiver, TensorArrived(envelope=command.envelope))
+
+    def _answer(self, parcel: _Parcel) -> None:
+        """Tell the sender, a latency too early: that saves the clock an action for each tensor."""
+        envelope, to = parcel.command.envelope, parcel.command.to.worker
+        me = parcel.sender.machine.identity.worker
+        if parcel.is_over:
+            return
+        if self._network.is_cut(to, me):
+            self._offer_again(parcel, "silent")
+            return
+        parcel.is_over = True
+        if isinstance(envelope.header, HopTensor):
+            back_s = self._network.link(to, me).latency_s
+            seconds = self._clock.now + back_s - parcel.since_s
+            num_bytes = parcel.payload.num_bytes
+            self._give(
+                parcel.sender, TensorTaken(to=to, envelope=envelope, num_bytes=num_bytes, seconds=seconds)
+            )
