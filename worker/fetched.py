@@ -121,19 +121,25 @@ class FetchedCopy:
             self._working.cancel()
 
     async def caught_up(self, version: Step, members: Sequence[Member]) -> Mapping[str, Tensor] | None:
-        """The state at `version`, by results that `members` have now; None: it cannot get there. Ends other work."""
+        """The state at `version`, by results that `members` have now; None: it cannot get there.
+
+        The caller lets no further step be followed before it has copied what it is given.
+        """
+        if self.state is None:
+            return None
         working, self._working = self._working, None
         if working is not None:
             working.cancel()
         await _over(working, self._applying)
-        if self.state is None:
-            return None
         try:
             while self.version < version and self._records:
                 await self._take_step(members, patience_s=0.0)
         except (RemoteError, LocalError) as error:
             self._warn(error)
-        return self.state if self.version == version else None
+        if self.version == version:
+            return self.state
+        self._work_on()
+        return None
 
     # --- the work ---
 

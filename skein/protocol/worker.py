@@ -305,6 +305,8 @@ class Worker:
         standing.members = {member.worker: member for member in directive.members}
         self._steps.stop()
         self._copies.stop()
+        if directive.last_commit is not None:
+            self._copies.hear(directive.last_commit)
         self._timing.clear()
         self._adopting = directive
         self._to_build = None

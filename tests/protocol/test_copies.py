@@ -7,6 +7,7 @@ import pytest
 
 from skein.protocol.messages import (
     ChunkVersion,
+    Decision,
     Dismiss,
     Follow,
     Member,
@@ -15,6 +16,7 @@ from skein.protocol.messages import (
     Prepare,
     Report,
     Snapshot,
+    StepRecord,
 )
 from skein.protocol.ops import ApplyOp, LossOp, SnapshotOp
 from skein.protocol.work.copies import Copies
@@ -163,6 +165,53 @@ def test_a_copy_that_follows_is_asked_for_at_a_version_that_it_will_reach_by_its
     spare.hear(ended(3))
     spare.take(follow(3))
     assert only(spare.take(prefetch(4)), SendReport).report == prefetched(3)
+
+
+def test_a_fetch_that_is_asked_for_at_a_newer_version_keeps_the_commits_that_were_heard() -> None:
+    spare = Spare()
+    spare.take(prefetch(3))
+    for step in (3, 4, 5):
+        spare.take(follow(step))
+    dropped, started, *followed = spare.take(prefetch(4))
+    assert isinstance(dropped, DropCopies)
+    assert isinstance(started, StartPrefetch)
+    assert [x.record.step for x in followed if isinstance(x, FollowCommit)] == [4, 5]
+    assert spare.hear(ended(4)) == [prefetched(4)]
+    assert only(spare.take(follow(6)), FollowCommit).record.step == 6
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_job_that_has_gone_back_is_followed_from_its_new_version(version: int) -> None:
+    spare = Spare()
+    spare.take(prefetch(3))
+    spare.take(follow(3))
+    spare.take(follow(4))
+    spare.hear(ended(5))
+    dropped, started, *followed = spare.take(prefetch(version))
+    assert isinstance(dropped, DropCopies)
+    assert isinstance(started, StartPrefetch)
+    assert followed == []
+
+
+@pytest.mark.parametrize(
+    "decided", [record(4, decision=Decision.SKIP), record(1)], ids=["otherwise", "long before"]
+)
+def test_a_copy_of_steps_that_were_decided_otherwise_is_dropped(decided: StepRecord) -> None:
+    spare = Spare()
+    spare.take(prefetch(3))
+    spare.take(follow(3))
+    spare.take(follow(4))
+    spare.hear(ended(5))
+    other = Follow(epoch=Epoch(1), job=JOB, record=decided)
+    assert only(spare.take(other), DropCopies).followed == (STAGE,)
+
+
+def test_what_a_new_generation_says_is_committed_is_followed() -> None:
+    hand = Hand("w9")
+    hand.connect()
+    hand.hear(prefetch(3))
+    hand.fence(PLAN, last_commit=record(3))
+    assert [x.record.step for x in hand.found(FollowCommit)] == [3]
 
 
 def test_a_copy_that_cannot_be_had_may_be_asked_for_again() -> None:

@@ -6,13 +6,14 @@ the commits because this worker will hold its stage. Nothing computes with any o
 Rules of this file
 - Copies are of one job. A directive for another than the one that is worked on is ignored, and so is an older epoch's.
 - Moving bytes is the driver's. It may fail at any time: then the copy is not here, and may be asked for again.
-- Going back to version t makes every copy above t worthless: its steps may be decided otherwise.
+- Going back to version t makes every copy above t worthless: its steps may be decided otherwise. A worker that is no
+  member sees it by what it is asked for, or by a decision that differs from the one it knows.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Prefetched, Snapshot
+from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Prefetched, Snapshot, StepRecord
 from skein.protocol.ops import SnapshotOp
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import (
@@ -35,11 +36,27 @@ _NEVER = Step(0)
 
 @dataclass(slots=True)
 class _Followed:
-    """A copy on its way to this worker; `version` is None until it is whole, `next_step` what it waits to hear of."""
+    """A copy on its way to this worker; `version` is None until it is whole."""
 
     wanted: Step
-    next_step: Step
     version: Step | None = None
+    records: list[StepRecord] = field(default_factory=list)
+    """All decisions from `wanted` on."""
+
+    @property
+    def next_step(self) -> Step:
+        """What it waits to hear of."""
+        return Step(self.wanted + len(self.records))
+
+    def may_reach(self, version: Step) -> bool:
+        """Whether it will be at `version` by itself, given that it has not gone beyond."""
+        return self.wanted <= version <= self.next_step and (self.version or version) <= version
+
+    def contradicts(self, record: StepRecord) -> bool:
+        """Whether the job has gone back since: what was decided here is decided otherwise, or lies before the copy."""
+        known = record.step - self.wanted
+        # What makes the version that is wanted may be told after the wish.
+        return known < -1 or (0 <= known < len(self.records) and self.records[known] != record)
 
 
 class Copies:
@@ -83,7 +100,7 @@ class Copies:
             case Prefetch():
                 self._prefetch(directive)
             case Follow():
-                self._follow(directive)
+                self.hear(directive.record)
 
     def snapshot(self, directive: Snapshot) -> None:
         """Copies of chunks are wanted; `next_op` gives each when it is due."""
@@ -123,25 +140,38 @@ class Copies:
         self._standing.commands.append(StartPrefetch(prefetch=directive))
 
     def _prefetch(self, directive: Prefetch) -> None:
-        stage, known = directive.stage, self._followed.get(directive.stage)
-        if known is None or known.next_step < directive.version:
-            # A copy that has missed a commit cannot follow any more: begin anew at what is asked for now.
+        stage, version, known = directive.stage, directive.version, self._followed.get(directive.stage)
+        is_repeated = known is not None and known.wanted == version
+        if known is not None and known.version is not None and (is_repeated or known.may_reach(version)):
+            self._tell(stage, known.version)
+            return
+        if not is_repeated:
+            records = known.records[version - known.wanted :] if known and known.may_reach(version) else []
             if known is not None:
                 self._drop(followed=(stage,))
-            known = self._followed[stage] = _Followed(directive.version, next_step=directive.version)
-        if known.version is not None:
-            self._tell(stage, known.version)
-        elif known.wanted == directive.version:
-            # Asked again, perhaps with other donors: the driver keeps what it has.
-            self._standing.commands.append(StartPrefetch(prefetch=directive))
+            self._followed[stage] = _Followed(version, records=list(records))
+        # Asked again, perhaps with other donors, the driver keeps what it has.
+        self._standing.commands.append(StartPrefetch(prefetch=directive))
+        if not is_repeated:
+            self._pass_on(stage, self._followed[stage].records)
 
-    def _follow(self, directive: Follow) -> None:
+    def hear(self, record: StepRecord) -> None:
+        """A step of the job is committed: bring up to date what follows, and drop what went another way."""
+        astray = tuple(stage for stage, copy in self._followed.items() if copy.contradicts(record))
+        for stage in astray:
+            del self._followed[stage]
+        if astray:
+            self._drop(followed=astray)
         for stage, copy in self._followed.items():
-            if directive.record.step == copy.next_step:
-                copy.next_step = Step(copy.next_step + 1)
-                self._standing.commands.append(
-                    FollowCommit(job=directive.job, stage=stage, record=directive.record)
-                )
+            if record.step == copy.next_step:
+                copy.records.append(record)
+                self._pass_on(stage, [record])
+
+    def _pass_on(self, stage: StageSpec, records: Iterable[StepRecord]) -> None:
+        assert self.job is not None
+        self._standing.commands += [
+            FollowCommit(job=self.job, stage=stage, record=record) for record in records
+        ]
 
     # --- what becomes of it ---
 
