@@ -51,6 +51,7 @@ _LAB = Group(
             "cut": "Let nothing through between two sites or workers.",
             "slow": "Change latency, bandwidth, jitter or loss of links.",
             "heal": "Let links be as they were.",
+            "measure": "Measure what TCP gets of a link.",
             "down": "End the lab, also one that was killed.",
         }.items()
     },

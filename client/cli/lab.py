@@ -10,6 +10,7 @@ from client.cli import DONE
 from client.cli.options import COORDINATOR_VARIABLE, TOKEN_VARIABLE, json_option
 from client.cli.show import print_json, print_table
 from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Request, Slow, ask
+from client.lab.measure import measure as measure_link
 from client.lab.preset import PRESETS, parse_rate
 from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode, default_folder
@@ -165,6 +166,28 @@ def heal(a: str, b: str, *, directory: Path) -> int:
 
 
 @click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, show_default=True, help="How long.")
+@_directory_option
+@json_option
+def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -> int:
+    """Measure what TCP gets from endpoint A to endpoint B, beside what the link is set to."""
+    status = ask(Folder(directory).path, Ask()).status
+    assert status is not None
+    found = measure_link(status, a, b, seconds=seconds)
+    if is_json:
+        print_json(found)
+        return DONE
+    rows = (
+        ("round trip", f"{1e3 * found.round_trip_s:.1f} ms", f"{1e3 * found.measured_round_trip_s:.1f} ms"),
+        ("bandwidth", _megabits(found.bytes_per_s), _megabits(found.measured_bytes_per_s)),
+    )
+    print_table((f"{a} TO {b}", "SET", "MEASURED"), rows, nothing="nothing measured")
+    return DONE
+
+
+@click.command()
 @_directory_option
 def down(*, directory: Path) -> int:
     """End a lab and remove all of it but logs and state, also after it was killed."""
@@ -210,6 +233,10 @@ def _link_row(link: LinkStatus) -> tuple[str, ...]:
         f"{format_bytes(link.bytes_per_s)}/s",
         f"{link.loss:.2%}",
     )
+
+
+def _megabits(bytes_per_s: float) -> str:
+    return f"{8e-6 * bytes_per_s:.1f} Mbit/s"
 
 
 def _how_to_go_on(status: LabStatus) -> str:

@@ -91,12 +91,20 @@ class LinkStatus(_Message):
 
 
 class EndpointStatus(_Message):
-    """The coordinator or a worker; `process` is None while nothing runs there."""
+    """The coordinator or a worker; `process` is None while nothing runs there.
+
+    Args:
+        up_bytes_per_s: of all that it sends, besides its links; None: only they count.
+        down_bytes_per_s: likewise of all that it receives.
+    """
 
     name: str
     site: str
     address: str
     port: int
+    is_behind_nat: bool
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
     namespace: str | None
     process: int | None
     log: str | None

@@ -124,11 +124,13 @@ class Lab:
     async def _take_down(self) -> None:
         _log.info("going down")
         await asyncio.to_thread(self._services.stop, _STOP_S)
+        _log.info("services have ended, or were given %.0f s each", _STOP_S)
         if self._doors is not None:
             await self._doors.close()
         if self._carrier is not None:
             await self._carrier.close()
-        await asyncio.to_thread(self._folder.clear)
+        num_killed = await asyncio.to_thread(self._folder.clear)
+        _log.info("down: ended %d processes that were left", num_killed)
 
     # --- requests ---
 
@@ -190,11 +192,15 @@ class Lab:
 
     def _endpoint_status(self, number: int) -> EndpointStatus:
         endpoint = self._endpoints[number]
+        site = self._lab.preset.sites[endpoint.site]
         return EndpointStatus(
             name=endpoint.name,
             site=endpoint.site,
             address=endpoint.address,
             port=endpoint.port,
+            is_behind_nat=endpoint.is_behind_nat,
+            up_bytes_per_s=site.up,
+            down_bytes_per_s=site.down,
             namespace=self._folder.namespace(endpoint) if self._lab.mode == "namespaces" else None,
             process=self._services.process_of(endpoint.name),
             log=str(self._services.log(endpoint.name)) if self._lab.has_services else None,
