@@ -1,0 +1,176 @@
+"""A step without time and tensors, by the rules that schedules are written for: stopped anywhere, and gone on with.
+
+It knows nothing of how the rest of a step is found; it only carries out what it is given, and counts.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from skein.plan.order import PlacedOp, ops_of
+from skein.plan.plan import OpKind, Path, Plan, PlannedOp, Schedule
+from skein.protocol.messages import Ack, ChunkProgress, ChunkVersion
+from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
+
+Contribution = tuple[MicrobatchId, StageIndex]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one chunk has of the step, in the order in which it came about."""
+
+    ledger: list[MicrobatchId] = field(default_factory=list)
+    held: list[MicrobatchId] = field(default_factory=list)
+    outputs: list[MicrobatchId] = field(default_factory=list)
+    gradients: list[MicrobatchId] = field(default_factory=list)
+
+
+class Halfway:
+    """How far the workers have come. Whatever may run does so in an order that `luck` draws."""
+
+    def __init__(self, chunks: Iterable[ChunkRef], luck: random.Random) -> None:
+        self.chunks = {chunk: Chunk() for chunk in chunks}
+        self.ran: list[PlacedOp] = []
+        self._luck = luck
+
+    def ledger(self) -> dict[Contribution, WorkerId]:
+        """Who has accumulated what; fails if anything was accumulated twice."""
+        pairs = [((m, at.stage), at.worker) for at, x in self.chunks.items() for m in x.ledger]
+        owners = dict(pairs)
+        assert len(owners) == len(pairs), f"accumulated twice: {sorted(pairs)}"
+        return owners
+
+    def held(self, paths: Sequence[Path]) -> frozenset[Contribution]:
+        """Activations that wait where their path goes."""
+        visits = {(MicrobatchId(m), hop) for m, path in enumerate(paths) for hop in path.hops}
+        return frozenset((m, at.stage) for at, x in self.chunks.items() for m in x.held if (m, at) in visits)
+
+    def lose(self, workers: Collection[WorkerId]) -> None:
+        """All that these had is gone."""
+        self.chunks = {at: x for at, x in self.chunks.items() if at.worker not in workers}
+
+    def keep(self, forwards: Collection[Contribution]) -> None:
+        """Other activations are given up, as if they had never been made."""
+        given_up = {(m, at) for at, x in self.chunks.items() for m in x.held if (m, at.stage) not in forwards}
+        self.ran = [
+            x
+            for x in self.ran
+            if x.op.kind is not OpKind.FORWARD or (x.op.microbatch, x.chunk) not in given_up
+        ]
+        for at, x in self.chunks.items():
+            x.held = [m for m in x.held if (m, at.stage) in forwards]
+
+    def run(
+        self,
+        paths: Sequence[Path],
+        schedules: Iterable[Schedule],
+        slots: Mapping[ChunkRef, int],
+        *,
+        given: Iterable[PlacedOp] = (),
+        most: int | None = None,
+    ) -> tuple[PlannedOp, ...]:
+        """Carry out schedules, at most so many ops; gives the next op of each chunk that is not through.
+
+        Args:
+            given: ops whose input is sent again. All others get theirs from the op before, which must be run too;
+                what a path begins with needs none.
+        """
+        queues: defaultdict[tuple[ChunkRef, bool], deque[PlannedOp]] = defaultdict(deque)
+        for schedule in schedules:
+            for op in schedule.ops:
+                at = ChunkRef(stage=op.stage, worker=schedule.worker)
+                queues[at, op.kind.is_accumulating].append(op)
+        following: dict[PlannedOp, PlacedOp] = {}
+        arrived = {placed.op: placed for placed in given}
+        for m, path in enumerate(paths):
+            way = list(ops_of(MicrobatchId(m), path))
+            arrived[way[0].op] = way[0]
+            following |= {before.op: placed for before, placed in pairwise(way)}
+        while most is None or most > 0:
+            able = [
+                queue
+                for (at, _), queue in queues.items()
+                if queue and self._may_run(queue[0], at, arrived, slots)
+            ]
+            if not able:
+                break
+            placed = arrived.pop(self._luck.choice(able).popleft())
+            self._end(placed)
+            most = None if most is None else most - 1
+            if placed.op in following:
+                arrived[following[placed.op].op] = following[placed.op]
+        return tuple(queue[0] for queue in queues.values() if queue)
+
+    def _may_run(
+        self,
+        op: PlannedOp,
+        at: ChunkRef,
+        arrived: Mapping[PlannedOp, PlacedOp],
+        slots: Mapping[ChunkRef, int],
+    ) -> bool:
+        if op not in arrived or arrived[op].chunk != at:
+            return False
+        held = self.chunks[at].held
+        match op.kind:
+            case OpKind.FORWARD:
+                return len(held) < slots[at]
+            case OpKind.BACKWARD:
+                return op.microbatch in held
+            case OpKind.LOSS:
+                return True
+
+    def _end(self, placed: PlacedOp) -> None:
+        chunk, m = self.chunks[placed.chunk], placed.op.microbatch
+        self.ran.append(placed)
+        if placed.op.kind is OpKind.FORWARD:
+            assert m not in chunk.held, f"{placed} is here already"
+            chunk.held.append(m)
+            chunk.outputs.append(m)
+            return
+        if placed.op.kind is OpKind.BACKWARD:
+            chunk.held.remove(m)
+        chunk.ledger.append(m)
+        if placed.hop > 0:
+            chunk.gradients.append(m)
+
+    def acks(self, plan: Plan, *, version: int = 0) -> dict[WorkerId, Ack]:
+        """What the workers say when a generation stops them here."""
+        told: defaultdict[WorkerId, list[ChunkProgress]] = defaultdict(list)
+        for at in sorted(self.chunks):
+            told[at.worker].append(progress(at.stage, self.chunks[at]))
+        stages = {stage.index: stage for stage in plan.stages}
+        return {
+            worker: Ack(
+                generation=Generation(2),
+                chunks=tuple(ChunkVersion(stage=stages[x.stage], version=Step(version)) for x in done),
+                progress=tuple(done),
+                backups=(),
+            )
+            for worker, done in told.items()
+        }
+
+
+def progress(stage: StageIndex, chunk: Chunk) -> ChunkProgress:
+    """A chunk as its worker tells of it."""
+    return ChunkProgress(
+        stage=stage,
+        ledger=tuple(chunk.ledger),
+        forwards=tuple(sorted(chunk.held)),
+        outputs=tuple(sorted(set(chunk.outputs))),
+        gradients=tuple(sorted(set(chunk.gradients))),
+    )
+
+
+def slots_of(plan: Plan) -> dict[ChunkRef, int]:
+    return {x.chunk: x.slots for x in plan.chunks}
+
+
+def num_ops(plan: Plan) -> int:
+    return sum(len(schedule.ops) for schedule in plan.schedules)
+
+
+def visits(plan: Plan) -> set[Contribution]:
+    """Every contribution of a step."""
+    return {(MicrobatchId(m), hop.stage) for m, path in enumerate(plan.paths) for hop in path.hops}
