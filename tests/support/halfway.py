@@ -47,7 +47,7 @@ class Halfway:
         visits = {(MicrobatchId(m), hop) for m, path in enumerate(paths) for hop in path.hops}
         return frozenset((m, at.stage) for at, x in self.chunks.items() for m in x.held if (m, at) in visits)
 
-    def lose(self, workers: Collection[WorkerId]) -> None:
+    def lose(self, workers: Collection[str]) -> None:
         """All that these had is gone."""
         self.chunks = {at: x for at, x in self.chunks.items() if at.worker not in workers}
 
@@ -97,7 +97,7 @@ class Halfway:
             if not able:
                 break
             placed = arrived.pop(self._luck.choice(able).popleft())
-            self._end(placed)
+            self.end(placed)
             most = None if most is None else most - 1
             if placed.op in following:
                 arrived[following[placed.op].op] = following[placed.op]
@@ -121,7 +121,8 @@ class Halfway:
             case OpKind.LOSS:
                 return True
 
-    def _end(self, placed: PlacedOp) -> None:
+    def end(self, placed: PlacedOp) -> None:
+        """An op is done."""
         chunk, m = self.chunks[placed.chunk], placed.op.microbatch
         self.ran.append(placed)
         if placed.op.kind is OpKind.FORWARD:
