@@ -102,6 +102,8 @@ def start_lab(folder: Folder, options: LabOptions) -> RunningLab:
     mode, reason = choose_mode(options.mode)
     port = free_port(split_address("coordinator", DEFAULT_TARGET)[1])
     if mode == "proxy":
+        if any(endpoint.is_behind_nat for endpoint in endpoints):
+            reason = _without_nat(reason, options)
         endpoints = _on_loopback(endpoints, port)
     lab = LabFile(
         preset_name=options.preset,
@@ -208,6 +210,12 @@ def _joined(client: Client) -> set[str]:
 
 def _is_host(command: list[str]) -> bool:
     return "client.lab.host" in command
+
+
+def _without_nat(reason: str, options: LabOptions) -> str:
+    if options.has_closed_homes:
+        raise UserError("--closed-homes", True, f"proxies have no NAT; run in namespaces ({reason})")
+    return f"{reason}; proxies have no NAT, so homes can be dialled"
 
 
 def _on_loopback(endpoints: tuple[Endpoint, ...], port: int) -> tuple[Endpoint, ...]:

@@ -45,6 +45,11 @@ def options_of(arguments: tuple[str, ...]) -> dict[str, str]:
         (["slow", "a", "b", "--loss", "1"], USAGE, "--loss"),
         (["up", "--preset", "mars"], USAGE, "ten-cities, two-sites, home-uplinks, or the path"),
         (["up", "--workers", "0"], USAGE, "--workers: 0: give 1 to 200"),
+        (
+            ["up", "--preset", "home-uplinks", "--mode", "proxy", "--closed-homes"],
+            USAGE,
+            "proxies have no NAT",
+        ),
         (["upp"], USAGE, "did you mean up?"),
     ],
 )
@@ -86,6 +91,16 @@ def test_a_network_alone_comes_up_changes_and_goes_down(
     finally:
         assert run(["lab", "down", *where]) == DONE
     assert run(["lab", "down", *where]) == FAILED
+
+
+def test_homes_behind_proxies_are_said_to_be_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--dir", str(tmp_path / "lab")]
+    try:
+        up = ["lab", "up", "--preset", "home-uplinks", "--workers", "1", "--mode", "proxy", "--no-services"]
+        assert run([*up, *where]) == DONE
+        assert "proxies have no NAT, so homes can be dialled" in capsys.readouterr().out
+    finally:
+        assert run(["lab", "down", *where]) == DONE
 
 
 def test_workers_behind_nat_listen_there_and_advertise_their_home(tmp_path: Path) -> None:

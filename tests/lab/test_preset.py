@@ -17,6 +17,7 @@ from client.lab.preset import (
     parse_rate,
 )
 from skein.errors import UserError
+from tests.contract.source import ROOT
 
 GOOD = """
 source: made up
@@ -65,6 +66,13 @@ def test_files_say_links_by_direction(tmp_path: Path) -> None:
     assert (preset.spec("here", "there").latency_s, preset.spec("there", "here").latency_s) == (0.01, 0.03)
     assert preset.spec("here", "here").bytes_per_s == 2**30
     assert [x.name for x in lay_out(preset, 3)] == ["coordinator", "here-1", "there-1", "here-2"]
+
+
+def test_the_example_of_a_preset_of_one_s_own_is_right() -> None:
+    preset = load_preset(str(ROOT / "deploy/lab/three-offices.yaml"))
+    assert preset.spec("lisbon", "berlin").bytes_per_s == 12.5e6
+    assert preset.spec("cabin", "lisbon").loss == 0.002
+    assert [x.is_behind_nat for x in lay_out(preset, 3)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
