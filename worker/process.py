@@ -135,6 +135,7 @@ class _Parts:
                 statistics=statistics,
             )
             self.copies.start(group, peers)
+            self.service.give_way(lambda: any(peers.queue_depths().values()))
             builder = Builder(
                 setting.worker,
                 executor=self.executor,

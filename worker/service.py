@@ -29,6 +29,12 @@ BoundaryOf = Callable[[FetchBoundaryRequest], tuple[Envelope, Bundle] | None]
 """A boundary tensor that is still filed here."""
 Context = aio.ServicerContext[object, object]
 
+GIVES_WAY = 4.0
+"""State waits for tensors of the running step up to so many times as long as it travels: raise it if joins slow steps
+down, and they take longer."""
+_LEAST_WAIT_S = 0.01
+_LOOK_S = 0.002
+
 
 class _Overload(Exception):
     """A limit of this worker is reached; the peer may come again."""
@@ -57,6 +63,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._num_streams = 0
         self._is_closing = False
         self._num_transfers = 0
+        self._is_training: Callable[[], bool] = lambda: False
 
     def attach(self, server: aio.Server) -> None:
         """Make `server`, not started yet, answer peers, and whoever asks for its health."""
@@ -67,6 +74,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def close(self) -> None:
         """The server is about to stop: that ends streams without a word."""
         self._is_closing = True
+
+    def give_way(self, is_training: Callable[[], bool]) -> None:
+        """From here on state waits while `is_training` says that tensors of a step are on their way from here."""
+        self._is_training = is_training
 
     def forget(self, generation: Generation) -> None:
         """Nothing of generations older than `generation` is accepted any more; forget what came of them."""
@@ -98,6 +109,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self, request: peer_pb2.FetchStateRequest, context: Context
     ) -> AsyncIterator[peer_pb2.StatePart]:
         """Streams a copy of a chunk's state, or of a step's result; see the proto."""
+        loop = asyncio.get_running_loop()
         try:
             with self._transfer():
                 wanted = FETCH_STATE.decode(request)
@@ -106,7 +118,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     held = f"{wanted.kind} of stage {wanted.stage} at version {wanted.version}"
                     await context.abort(grpc.StatusCode.NOT_FOUND, f"{held} is not here, or not all of it")
                 for part in state_parts(tensors, sorted(set(wanted.names) or tensors)):
+                    began_s = loop.time()
                     yield STATE_PART.encode(part)
+                    await self._let_pass(loop.time() - began_s)
         except (RemoteError, _Overload) as error:
             await self._refuse(context, error)
 
@@ -136,6 +150,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     yield reply
         except (RemoteError, _Overload) as error:
             await self._refuse(context, error)
+
+    async def _let_pass(self, travelled_s: float) -> None:
+        """Wait while training needs the link, but not for ever: a newcomer must gain on the commits."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + max(_LEAST_WAIT_S, GIVES_WAY * travelled_s)
+        while self._is_training() and loop.time() < until_s:  # noqa: ASYNC110 - a count of another object
+            await asyncio.sleep(_LOOK_S)
 
     @contextmanager
     def _stream(self) -> Iterator[None]:

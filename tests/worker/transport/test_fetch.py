@@ -195,6 +195,24 @@ async def test_a_broken_stream_is_resumed_with_what_is_missing(names: list[str] 
     assert asked == [tuple(names or ()), again]
 
 
+async def test_state_goes_on_once_training_is_through() -> None:
+    answers = [True, True, True]
+    service = holder().service()
+    service.give_way(lambda: bool(answers) and answers.pop())
+    async with serving(service) as member, sending() as sender:
+        state = await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
+    assert bytes_of(state) == bytes_of(STATE)
+    assert answers == []
+
+
+async def test_state_does_not_give_way_for_ever() -> None:
+    service = holder().service()
+    service.give_way(lambda: True)
+    async with serving(service) as member, sending() as sender:
+        state = await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
+    assert bytes_of(state) == bytes_of(STATE)
+
+
 # --- boundary tensors ---
 
 BOUNDARY = FetchBoundaryRequest(
