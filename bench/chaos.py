@@ -11,9 +11,7 @@ A period of 0 leaves that kind of blow out. Ends with one JSON line; exit code 1
 import argparse
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +23,14 @@ from bench.chaosing.job import MICROBATCH_SAMPLES, NUM_REPLICAS, SEQUENCE_TOKENS
 from bench.chaosing.judge import Verdict, judge
 from bench.chaosing.meter import Meter
 from bench.chaosing.nemesis import Nemesis
-from bench.chaosing.rows import REL_LOSS, figures_of, rows_of
+from bench.chaosing.rows import REL_LOSS, crashed_row, figures_of, rows_of
+from bench.chaosing.watch import finish_in_peace, give_up_at, wait_for_step, watched
 from bench.report import finish
 from client.api import Client, Job
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.protocol.records import Record
-from skein.types import JobId, JobState, Precision
+from skein.types import JobId, Precision
 from skein.wire.views import StepFinished
 
 NUM_TRIAL_STEPS, NUM_WARM_STEPS = 12, 4
@@ -58,12 +57,16 @@ class Chaos:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was recorded, what was struck, which jobs are which, and what other programs took of the machine."""
+    """What was recorded, what was struck, which jobs are which, and what other programs took of the machine.
+
+    `num_crashed`: workers that ended although nobody had killed them.
+    """
 
     records: tuple[Record, ...]
     strikes: tuple[Strike, ...]
     job: JobId
     undisturbed: JobId
+    num_crashed: int
     others_cores: float
     others_cores_undisturbed: float
 
@@ -76,73 +79,45 @@ def carry_out(chaos: Chaos, folder: Path, *, is_quiet: bool) -> Outcome:
             print(line, flush=True)
 
     with running_behind_wires(folder, chaos.num_workers) as cluster, cluster.client() as client:
-        steps = chaos.steps or _steps_for(chaos, client)
+        steps = chaos.steps or _steps_for(chaos, cluster, client)
         tell(f"{steps} steps, first in peace")
         with Meter() as calm_meter:
             calm = client.submit(chaos.job("undisturbed", steps))
-            _require_finished(calm)
+            finish_in_peace(cluster, calm)
         with Meter() as meter:
             job = client.submit(chaos.job("disturbed", steps))
-            strikes = _disturb(chaos, cluster, job, tell)
+            strikes, num_crashed = _disturb(chaos, cluster, job, tell)
         save_strikes(strikes, folder / "strikes.json")
-        tell(f"struck {len(strikes)} times: {job.status().state.value}")
+        tell(f"struck {len(strikes)} times")
     return Outcome(
         records=cluster.read_log(),
         strikes=strikes,
         job=JobId(job.id),
         undisturbed=JobId(calm.id),
+        num_crashed=num_crashed,
         others_cores=meter.others_cores,
         others_cores_undisturbed=calm_meter.others_cores,
     )
 
 
-def _require_finished(job: Job) -> None:
-    status = job.wait()
-    assert status.state is JobState.FINISHED, status.reason
-
-
-def _steps_for(chaos: Chaos, client: Client) -> int:
+def _steps_for(chaos: Chaos, cluster: ChaosCluster, client: Client) -> int:
     """As many steps as fill the time when nothing goes wrong."""
     trial = client.submit(chaos.job("trial", NUM_TRIAL_STEPS))
-    times = [event.wall_s for event in trial.events() if isinstance(event.body, StepFinished)]
-    _require_finished(trial)
+    finish_in_peace(cluster, trial)
+    times = [event.wall_s for event in trial.history() if isinstance(event.body, StepFinished)]
     step_s = median(after - before for before, after in pairwise(times[NUM_WARM_STEPS:]))
     return max(2 * NUM_TRIAL_STEPS, round(chaos.seconds / step_s))
 
 
 def _disturb(
     chaos: Chaos, cluster: ChaosCluster, job: Job, tell: Callable[[str], None]
-) -> tuple[Strike, ...]:
-    """Blows from the first committed steps on; then the rest of the job in peace."""
-    _wait_for_step(job, NUM_WARM_STEPS)
+) -> tuple[tuple[Strike, ...], int]:
+    """Blows from the first committed steps on, then the rest of the job in peace; and how many workers just ended."""
+    wait_for_step(job, NUM_WARM_STEPS)
     blows = draw_blows(cluster.names, chaos.rhythm, lasts_s=chaos.seconds, seed=chaos.seed)
-    with _watched(job) as is_over:
-        strikes = Nemesis(cluster, blows, is_over=is_over, tell=tell).run()
-        is_over.wait()
-    return strikes
-
-
-def _wait_for_step(job: Job, step: int) -> None:
-    for event in job.events():
-        if isinstance(event.body, StepFinished) and event.body.record.step >= step:
-            return
-
-
-@contextmanager
-def _watched(job: Job) -> Iterator[threading.Event]:
-    """An event that is set when the job has ended, well or not, or its coordinator is not coming back."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        try:
-            job.wait()
-        finally:
-            is_over.set()
-
-    watcher = threading.Thread(target=watch, name="watcher", daemon=True)
-    watcher.start()
-    yield is_over
-    watcher.join()
+    with watched(job) as is_over:
+        nemesis = Nemesis(cluster, blows, is_over=is_over, give_up_at=give_up_at(chaos.seconds), tell=tell)
+        return nemesis.run(), len(nemesis.crashed)
 
 
 def judged(chaos: Chaos, outcome: Outcome) -> Verdict:
@@ -176,7 +151,8 @@ def main() -> int:
         "others_cores": outcome.others_cores,
         "others_cores_undisturbed": outcome.others_cores_undisturbed,
     }
-    return finish("chaos", rows_of(verdict), figures=figures)
+    rows = [*rows_of(verdict), crashed_row(outcome.num_crashed)]
+    return finish("chaos", rows, figures=figures)
 
 
 def _chaos(args: argparse.Namespace) -> Chaos:

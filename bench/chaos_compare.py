@@ -12,7 +12,6 @@ line; exit code 1 if a goal is missed.
 import argparse
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from bench.chaosing.blows import Blow, Rhythm, draw_blows
 from bench.chaosing.cluster import ChaosCluster, running_behind_wires
 from bench.chaosing.job import MICROBATCH_SAMPLES, NUM_REPLICAS, make_job
 from bench.chaosing.nemesis import Nemesis
+from bench.chaosing.watch import finish_in_peace, give_up_at, wait_for_step, watched
 from bench.comparing.fleet import Fleet, Program
 from bench.comparing.told import Applied, Curve
 from bench.comparing.torchft import NotToBeHad, lighthouse, make_environment, version
@@ -30,10 +30,9 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.protocol.records import Incident, Record, RolledBack, StepCommitted
 from skein.types import JobId, JobState
-from skein.wire.views import StepFinished
 
 MICROBATCHES_PER_WORKER = 5
-LASTS_S = 3600.0
+LASTS_S = 1800.0
 """For so long kills are planned; trainings are over before."""
 AT_SHARE = 0.8
 """The loss to reach is that of the undisturbed job after this share of its steps."""
@@ -84,10 +83,9 @@ def with_skein(contest: Contest, folder: Path) -> Trained:
     """On one cluster, in peace first."""
     with running_behind_wires(folder, contest.num_workers) as cluster, cluster.client() as client:
         calm = client.submit(contest.job("calm"))
-        _require_finished(calm)
+        finish_in_peace(cluster, calm)
         struck = client.submit(contest.job("struck"))
         _strike(contest, cluster, struck)
-        _require_finished(struck)
     records = cluster.read_log()
     return Trained(
         name="skein",
@@ -96,27 +94,13 @@ def with_skein(contest: Contest, folder: Path) -> Trained:
     )
 
 
-def _require_finished(job: Job) -> None:
-    status = job.wait()
-    assert status.state is JobState.FINISHED, status.reason
-
-
 def _strike(contest: Contest, cluster: ChaosCluster, job: Job) -> None:
-    for event in job.events():
-        if isinstance(event.body, StepFinished):
-            break
-    is_over = threading.Event()
-
-    def watch() -> None:
-        try:
-            job.wait()
-        finally:
-            is_over.set()
-
-    watcher = threading.Thread(target=watch, name="watcher", daemon=True)
-    watcher.start()
-    Nemesis(cluster, contest.blows, is_over=is_over, tell=lambda _: None).run()
-    watcher.join()
+    wait_for_step(job, 0)
+    with watched(job) as is_over:
+        until_s = give_up_at(LASTS_S)
+        _ = Nemesis(cluster, contest.blows, is_over=is_over, give_up_at=until_s, tell=lambda _: None).run()
+    status = job.status()
+    assert status.state is JobState.FINISHED, status.reason
 
 
 def curve_of_log(records: Sequence[Record], job: JobId) -> Curve:

@@ -1,5 +1,6 @@
 """Carries planned blows out against a cluster, and notes what it did and when."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,12 +10,14 @@ from heapq import heappop, heappush
 
 from bench.chaosing.blows import COORDINATOR, OF_COORDINATOR, Blow, Fault, Strike
 from bench.chaosing.cluster import ChaosCluster
+from bench.chaosing.watch import ended_by_themselves
 from client.api import Client
 from skein.errors import SkeinError
 from skein.wire.views import WorkerState
 
 _ASK_S = 0.5
 """For one question to the coordinator; if it is away, what it said last is believed."""
+_REVIVE_S = 0.5
 _SPARE_S, _SPARE_POLL_S = 8.0, 0.25
 """How long a blow waits for somebody to hold what its target holds, as after a death that is not made up for yet."""
 
@@ -52,12 +55,15 @@ class _Healing:
 
 
 class Nemesis:
-    """Strikes until the blows are through or `is_over` is set; then heals everything.
+    """Strikes while there are blows, heals in time, and goes on until `is_over` is set.
+
+    Processes that end without being struck are counted in `crashed`, and started again.
 
     Args:
         cluster: all of whose workers are up.
         blows: by time.
         is_over: set when there is nothing left to disturb.
+        give_up_at: Unix seconds after which that is not waited for.
         tell: given a line for each strike.
     """
 
@@ -67,11 +73,14 @@ class Nemesis:
         blows: Sequence[Blow],
         *,
         is_over: threading.Event,
+        give_up_at: float,
         tell: Callable[[str], None],
     ) -> None:
+        self.crashed: list[str] = []
         self._cluster = cluster
         self._blows = blows
         self._is_over = is_over
+        self._give_up_at = give_up_at
         self._tell = tell
         self._strikes: list[Strike] = []
         self._healings: list[_Healing] = []
@@ -85,19 +94,25 @@ class Nemesis:
             if self._is_over.is_set():
                 break
             self._strike(blow)
-        while self._healings:
-            self._wait_until(self._healings[0].at_s)
-            if self._is_over.is_set():
-                self._heal_until(float("inf"))
+        self._wait_until(self._give_up_at)
+        self._heal_until(math.inf)
         return tuple(self._strikes)
 
     def _wait_until(self, at_s: float) -> None:
         """Meanwhile, heal what is due."""
-        while True:
+        while time.time() < at_s and not self._is_over.is_set():
             self._heal_until(time.time())
+            self._revive()
             due_s = min([at_s, *(healing.at_s for healing in self._healings)])
-            if time.time() >= at_s or self._is_over.wait(max(0.0, due_s - time.time())):
-                return
+            self._is_over.wait(min(_REVIVE_S, max(0.0, due_s - time.time())))
+
+    def _revive(self) -> None:
+        """As whoever runs a worker would, when it ends without having been told to."""
+        for name in ended_by_themselves(self._cluster):
+            self._tell(f"{name} ended by itself")
+            self.crashed.append(name)
+            self._cluster.kill_worker(name)
+            self._cluster.start_worker(name)
 
     # --- blows ---
 

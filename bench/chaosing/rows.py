@@ -103,6 +103,12 @@ def rows_of(verdict: Verdict) -> list[Row]:
     return [_ends_row(verdict), *map(_row, most), _pace_row(verdict)]
 
 
+def crashed_row(num_crashed: int) -> Row:
+    """That no worker ended but those that were killed."""
+    what = "workers that ended without having been killed"
+    return _row(_Most(what=what, value=num_crashed, unit="processes", against="all workers", goal=0))
+
+
 def _times(verdict: Verdict) -> list[_Most]:
     """None of what never happened."""
     found = [
