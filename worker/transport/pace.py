@@ -5,7 +5,7 @@ that one takes looks like a failure; and until a link has shown what it does, mo
 """
 
 from dataclasses import dataclass
-from math import exp2
+from math import exp2, inf
 
 from skein.wire.channel import PART_BYTES
 
@@ -44,6 +44,8 @@ class Pace:
         self.answer_s = 0.0
         """Smoothed seconds from the last byte of a tensor to its acceptance; what a probe predicts, until one is."""
         self.part_bytes = PART_BYTES
+        self.heard_at = -inf
+        """When a lane last heard of the peer."""
         self._silence_s = 0.0
         self._silence_at = 0.0
         self._known_bytes = LEAST_PART_BYTES
@@ -56,6 +58,7 @@ class Pace:
 
     def heard(self, silent_s: float, num_bytes: int, *, now: float) -> None:
         """A sign of life came `silent_s` after the one before it, or after it was due; it tells that bytes arrived."""
+        self.heard_at = now
         self._remember(silent_s, now=now)
         self._known_bytes = max(self._known_bytes, num_bytes)
         if silent_s > _SLOW_S:

@@ -14,6 +14,7 @@ from worker.transport.links import measure_link
 from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, ignore_taken
 from worker.transport.pace import Pace, Patience
 from worker.transport.statistics import Statistics
+from worker.transport.watch import Watch
 
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
 
@@ -63,10 +64,13 @@ class Peers:
             dial=dial, limits=limits or Limits(), statistics=statistics, patience_s=fetch_patience_s
         )
         self._outboxes: dict[tuple[WorkerId, Lane], tuple[Outbox, asyncio.Task[None]]] = {}
+        self._watches: dict[WorkerId, tuple[Member, asyncio.Task[None]]] = {}
         self._paces: dict[WorkerId, tuple[Member, Pace]] = {}
+        self._generation = Generation(0)
 
     def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None:
         """Send `bundle`, whose bytes do not change from now on. Returns at once; failure is told to `on_failed`."""
+        self._generation = max(self._generation, envelope.generation)
         self._outbox(to, lane_of(envelope.header)).put(envelope, bundle)
 
     def forget(self, generation: Generation, *, members: Collection[WorkerId] | None = None) -> None:
@@ -75,13 +79,20 @@ class Peers:
         for key in left:
             _, sending = self._outboxes.pop(key)
             sending.cancel()
+        for peer in {peer for peer, _ in left}:
+            self._watches.pop(peer)[1].cancel()
+        self._generation = max(self._generation, generation)
         for outbox, _ in self._outboxes.values():
             outbox.forget(generation)
 
     async def close(self) -> None:
         """Stop sending; what is not accepted by now is dropped."""
-        ending = [sending for _, sending in self._outboxes.values()]
+        ending = [
+            *(sending for _, sending in self._outboxes.values()),
+            *(watching for _, watching in self._watches.values()),
+        ]
         self._outboxes.clear()
+        self._watches.clear()
         for sending in ending:
             sending.cancel()
         # What one of them may have died of is the group's to raise.
@@ -156,6 +167,22 @@ class Peers:
             known = self._paces[member.worker] = member, Pace()
         return known[1]
 
+    def _watch(self, member: Member) -> None:
+        """Watch a peer that is sent to, at its present address."""
+        before = self._watches.get(member.worker)
+        if before is not None:
+            if before[0] == member:
+                return
+            before[1].cancel()
+        watch = Watch(
+            member,
+            dial=self._dial,
+            patience=self._patience,
+            pace=self._pace(member),
+            on_silent=lambda reason: self._on_failed(member.worker, self._generation, reason),
+        )
+        self._watches[member.worker] = member, self._group.create_task(watch.run())
+
     def _outbox(self, to: Member, lane: Lane) -> Outbox:
         known = self._outboxes.get((to.worker, lane))
         if known is not None:
@@ -163,6 +190,7 @@ class Peers:
             if outbox.to == to:
                 return outbox
             sending.cancel()
+        self._watch(to)
         outbox = Outbox(
             to,
             lane,
