@@ -112,6 +112,16 @@ def test_a_newcomer_and_a_link_are_reasons() -> None:
     assert made.reason(seen(link=True, step_s=1.0), now=0.0) == "the link w0a -> w1a has changed"
 
 
+def test_a_straggler_is_a_reason_once_until_it_is_well_and_slow_again() -> None:
+    made = policy()
+    slow = replace(seen(step_s=1.0), stragglers=((WorkerId("w0a"), 1.6), (WorkerId("w1a"), 2.04)))
+    assert made.reason(slow, now=0.0) == "w1a takes 2.0 times as long as expected"
+    made.asked(slow, now=0.0)
+    assert made.reason(slow, now=LAST_PAUSE_S) is None
+    made.asked(seen(step_s=1.0), now=LAST_PAUSE_S)
+    assert made.reason(slow, now=3 * LAST_PAUSE_S) is not None
+
+
 def test_a_plan_that_was_not_searched_for_is_a_reason_until_one_was() -> None:
     made = policy(may_improve=True)
     assert made.reason(seen(), now=0.0) == "the search can be run by now"

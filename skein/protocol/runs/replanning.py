@@ -48,12 +48,16 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a run sees at a step's end: its measured step (None: too few), who could work, which links changed."""
+    """What a run sees at a step's end: its measured step (None: too few), who could work, which links changed.
+
+    `stragglers` take so many times as long as they did, or as planned, while their peers do not.
+    """
 
     step_s: float | None
     candidates: tuple[WorkerId, ...]
     changed_links: tuple[tuple[WorkerId, WorkerId], ...]
     blamed: str
+    stragglers: tuple[tuple[WorkerId, float], ...] = ()
 
 
 class Replanning:
@@ -72,6 +76,7 @@ class Replanning:
         self._workers: frozenset[WorkerId] = frozenset()
         self._workers_before: frozenset[WorkerId] | None = None
         self._links: frozenset[tuple[WorkerId, WorkerId]] = frozenset()
+        self._stragglers: frozenset[WorkerId] = frozenset()
         self._may_improve = False
 
     def adopted(self, plan: Plan, candidates: Iterable[WorkerId], *, may_improve: bool) -> None:
@@ -102,6 +107,10 @@ class Replanning:
             return (
                 f"measured {seen.step_s:.2g} s, planned {self._planned_s:.2g} s: replanned for {seen.blamed}"
             )
+        slow = [(ratio, worker) for worker, ratio in seen.stragglers if worker not in self._stragglers]
+        if slow:
+            ratio, worker = max(slow)
+            return f"{worker} takes {ratio:.1f} times as long as expected"
         links = sorted(set(seen.changed_links) - self._links)
         if links and seen.step_s is not None:
             sender, receiver = links[0]
@@ -114,6 +123,7 @@ class Replanning:
         self._workers_before = self._workers
         self._workers |= set(seen.candidates)
         self._links |= set(seen.changed_links)
+        self._stragglers = frozenset(worker for worker, _ in seen.stragglers)
         if seen.step_s is not None:
             self._expected_s = seen.step_s
 

@@ -95,6 +95,7 @@ class Revision:
             if step_s is None
             else self._measured.changed_links(plan, links, off_by=off_by, step_s=step_s),
             blamed=self._measured.blamed(plan, links),
+            stragglers=self._measured.stragglers,
         )
 
     def answered(self, made: PlanMade) -> None:
