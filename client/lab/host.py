@@ -45,7 +45,8 @@ from skein.errors import SkeinError, UserError
 _log = logging.getLogger(__name__)
 
 _STOP_S = 8.0
-_PRIORITY = -10
+_PRIORITY = 1
+"""The least of those that go before ordinary processes."""
 
 
 class _Carrier(Protocol):
@@ -81,11 +82,11 @@ class Lab:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
+        _hurry()
         try:
             self._carrier = await self._open()
             if self._lab.has_services:
                 await self._start_services()
-            _hurry()
             server = await control.serve(self._folder.path, self._answer)
             _log.info("up: mode=%s preset=%s", self._lab.mode, self._lab.preset_name)
             await self._stopped.wait()
@@ -226,9 +227,9 @@ class Lab:
 
 
 def _hurry() -> None:
-    """Go before the workers, which would delay packets by computing; services, started before, do not inherit it."""
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    """Go before the workers, which would delay packets by computing; children do not inherit it."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))
 
 
 class _Change(Protocol):
