@@ -7,6 +7,7 @@ NAMES = (
     "chaos",
     "chaos-compare",
     "convergence",
+    "detect",
     "overhead",
     "plan",
     "replan",

@@ -23,6 +23,9 @@ _POLL_S = 0.1
 class ChaosCluster(Cluster):
     """Workers w0, w1, ... of one thread, each with a port of its own, that reach everybody through wires."""
 
+    module = "bench.chaosing.worker"
+    """What a worker's process runs; it is given the path of a `ChaosWorker`."""
+
     def __init__(self, directory: Path, num_workers: int) -> None:
         super().__init__(directory)
         self.names = tuple(f"w{index}" for index in range(num_workers))
@@ -40,7 +43,7 @@ class ChaosCluster(Cluster):
         )
         path = self.directory / f"{name}.json"
         path.write_text(told.model_dump_json(), encoding="utf-8")
-        self.workers[name] = self._start("bench.chaosing.worker", [str(path)], log=name)
+        self.workers[name] = self._start(self.module, [str(path)], log=name)
 
     def freeze(self, name: str) -> None:
         """SIGSTOP: it does nothing, and everything it had open stays open."""
