@@ -23,7 +23,7 @@ from skein.types import Incarnation, WorkerId
 
 LEASE_S = 2.5
 """With the beat before a freeze up to a period old, and timers late by some, a frozen process is lost within 3 s."""
-GRACE_S = 0.3
+GRACE_S = 0.25
 """A live worker dials again within 0.05 s; a dead one is to be lost within 0.5 s. Over a long way a return may be late,
 which costs a generation and no work."""
 BEATS_PER_LEASE = 5

@@ -29,7 +29,7 @@ class Patience:
     least_s: float = 2.2
     most_s: float = 30.0
     first_s: float = 8.0
-    gone_s: float = 0.3
+    gone_s: float = 0.2
 
     def bound_s(self, usual_s: float | None) -> float:
         """The bound, given how long silence may last when all is well (None: not known)."""
