@@ -86,6 +86,10 @@ class Wan:
                 frame = os.read(device, _FRAME_BYTES)
             except BlockingIOError:
                 break
+            except OSError as error:  # somebody removed the namespace, and the device with it
+                self._loop.remove_reader(device)
+                _log.error("lost=%s: %s", self._names[sender], error)
+                break
             router.push(sender, frame, now=self._loop.time())
         self._deliver()
 

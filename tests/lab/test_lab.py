@@ -229,6 +229,23 @@ def test_processes_in_a_lab_s_namespaces_end_with_it(tmp_path: Path) -> None:
     assert child.wait(PATIENCE_S) == -signal.SIGTERM
 
 
+def test_a_namespace_that_somebody_removes_leaves_the_others_connected(tmp_path: Path) -> None:
+    if refused(PROBLEM, tmp_path):
+        return
+    with (
+        network(tmp_path, "two-sites", num_workers=2) as lab,
+        bound(lab, "coordinator", socket.SOCK_DGRAM) as coordinator,
+        bound(lab, "south-1", socket.SOCK_DGRAM) as south,
+    ):
+        namespaces.remove(f"{lab.folder.prefix}north-1")
+        coordinator.sendto(b"to nobody", address(lab, "north-1"))
+        coordinator.sendto(b"still here", address(lab, "south-1"))
+        assert south.recv(100) == b"still here"
+        wait_for_traffic(lab, "coordinator", "north-1", "packets")
+        coordinator.sendto(b"and here", address(lab, "south-1"))
+        assert south.recv(100) == b"and here"
+
+
 def test_the_root_namespace_is_left_as_it_was(tmp_path: Path) -> None:
     if refused(PROBLEM, tmp_path):
         return
