@@ -84,6 +84,7 @@ class Copies:
     def adopt(self, generation: Generation) -> None:
         """A new generation has begun."""
         self._executor.call(partial(self._snapshots.adopt, generation))
+        self._executor.call(self._complete_snapshots)
 
     def _complete_snapshots(self) -> None:
         """On the torch thread: one piece, and the next behind what else is waiting there."""

@@ -296,6 +296,16 @@ def test_going_back_takes_every_copy_above() -> None:
     assert [copy.version for copy in spare.copies.held] == [2]
 
 
+def test_a_commit_below_a_copy_tells_that_the_job_went_back() -> None:
+    spare = Spare()
+    for version in (2, 4):
+        spare.take(prefetch(version, is_backup=True))
+        spare.hear(ended(version, CopyKind.BACKUP))
+    assert spare.take(follow(3)) == []
+    assert only(spare.take(follow(2)), DropCopies).above == 3
+    assert [copy.version for copy in spare.copies.held] == [2]
+
+
 # --- whom a worker listens to ---
 
 

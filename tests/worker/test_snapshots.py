@@ -152,6 +152,28 @@ def test_two_snapshots_of_a_stage_are_kept_and_results_from_the_older_on(text: P
     assert [bool(results_of(lab, step)) for step in range(3)] == [False, True, True]
 
 
+def test_snapshots_for_going_back_do_not_end_what_somebody_follows(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    snapshot(lab, 0)
+    for step in range(4):
+        lab.step(step)
+        snapshot(lab, step + 1, keeps_results=False)
+    assert [copy.version for copy in kept(lab).held()] == [0, 3, 4]
+    assert all(results_of(lab, step) for step in range(4))
+    kept(lab).adopt(Generation(3))
+    assert [copy.version for copy in kept(lab).held()] == [3, 4]
+
+
+def test_a_snapshot_that_is_here_begins_to_keep_results_when_asked_to(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    snapshot(lab, 0, keeps_results=False)
+    snapshot(lab, 0)
+    lab.step(0)
+    assert results_of(lab, 0)
+
+
 def test_without_being_asked_no_results_are_kept(text: Path, labs: list[Lab]) -> None:
     lab = Lab(tiny_job(text))
     labs.append(lab)

@@ -26,7 +26,8 @@ from worker.compute.chunk import STEP, TIED, Chunk, own_group, parameter_names
 PIECE_BYTES = 64 << 20
 """Copied at once: raise it if snapshots of large chunks take too many ops to be complete."""
 NUM_SNAPSHOTS = 2
-"""Of one stage: a job that goes back needs the older one until the newer is elsewhere too."""
+"""Of one stage, with results and without: a job that goes back needs the older until the newer is elsewhere too, and
+who follows from the older is not thrown out by who begins at the newer."""
 
 
 @dataclass(slots=True)
@@ -79,9 +80,11 @@ class Snapshots:
 
     def take(self, op: SnapshotOp, job: JobId, chunk: Chunk) -> None:
         """Begin a snapshot, and complete it if it is small; `copy_some` does the rest."""
-        alike = [x for x in self._kept if (x.job, x.stage) == (job, chunk.stage)]
-        if any(x.version == op.version for x in alike):
-            return
+        for known in self._of_stage(chunk.stage):
+            if known.version == op.version:
+                known.keeps_results |= op.keeps_results
+                known.generation = max(known.generation, op.generation)
+                return
         snapshot = _Snapshot(
             job=job,
             stage=chunk.stage,
@@ -90,10 +93,10 @@ class Snapshots:
             keeps_results=op.keeps_results,
             left=list(chunk.state().items()),
         )
-        self._drop(alike[: len(alike) + 1 - NUM_SNAPSHOTS])
         if self._has_room(snapshot.num_bytes, replaces=chunk.stage):
             snapshot.copy(PIECE_BYTES)
             self._kept = (*self._kept, snapshot)
+            self._thin_out(chunk.stage)
 
     def copy_some(self) -> bool:
         """Copy another piece of what is not complete; whether anything is left after that."""
@@ -127,6 +130,12 @@ class Snapshots:
         """The vector on the host: an accumulator is zeroed next, other results are nobody's after the update."""
         is_lent = flat.data_ptr() == chunk.accumulator(group).data_ptr()
         return flat.to("cpu", copy=is_lent or flat.device.type != "cpu")
+
+    def _thin_out(self, stage: StageSpec) -> None:
+        """Let go of what is too old."""
+        for keeps_results in (False, True):
+            alike = [x for x in self._of_stage(stage) if x.keeps_results is keeps_results]
+            self._drop(alike[:-NUM_SNAPSHOTS])
 
     def _drop_results(self, snapshot: _Snapshot) -> None:
         snapshot.keeps_results = False
@@ -170,6 +179,8 @@ class Snapshots:
         for snapshot in self._kept:
             if generation > snapshot.generation + 1:
                 self._drop_results(snapshot)
+        for stage in {snapshot.stage for snapshot in self._kept}:
+            self._thin_out(stage)
 
     def drop_above(self, version: Step) -> None:
         """The job has gone back to `version`: nothing that came after it counts."""

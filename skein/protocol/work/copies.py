@@ -157,6 +157,7 @@ class Copies:
 
     def hear(self, record: StepRecord) -> None:
         """A step of the job is committed: bring up to date what follows, and drop what went another way."""
+        self._drop_above(Step(record.step + 1))
         astray = tuple(stage for stage, copy in self._followed.items() if copy.contradicts(record))
         for stage in astray:
             del self._followed[stage]
@@ -213,12 +214,7 @@ class Copies:
             del self._followed[stage]
         if served:
             self._drop(followed=served)
-        above = [key for key in self._backups if key[1] > version]
-        for key in above:
-            del self._backups[key]
-        if above or any(copy.version > version for copy in self._snapshots):
-            self._drop(above=version)
-        self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)
+        self._drop_above(version)
 
     def stop(self) -> None:
         """A new generation: what was asked for under the older one, and is not here yet, is asked for again."""
@@ -233,6 +229,14 @@ class Copies:
         self._followed.clear()
 
     # --- small things ---
+
+    def _drop_above(self, version: Step) -> None:
+        """The job is at `version`: a copy that is further on is of steps that do not count any more."""
+        if all(copy.version <= version for copy in self.held):
+            return
+        self._backups = {key: is_whole for key, is_whole in self._backups.items() if key[1] <= version}
+        self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)
+        self._drop(above=version)
 
     def _tell(self, stage: StageSpec, version: Step) -> None:
         assert self.job is not None
