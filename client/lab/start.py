@@ -30,6 +30,8 @@ from skein.wire.views import WorkerState
 PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"
 """Not the address at which outgoing connections begin, so that a port once seen free stays so."""
 _POLL_S = 0.1
+_JOIN_S = 10.0
+"""That a worker takes to import torch and measure itself, while all others do the same."""
 _STOP_S = 45.0
 
 
@@ -139,10 +141,11 @@ def wait_for_workers(lab: RunningLab, tell: Callable[[int, int], None]) -> None:
     """Returns when all workers have joined; `tell` hears how many of how many, whenever that changes.
 
     Raises:
-        NotStarted: a service has ended, or it took longer than `READY_S`.
+        NotStarted: a service has ended, or it took longer than a machine with few cores needs.
     """
     names = {x.name for x in lab.status.endpoints} - {COORDINATOR}
-    until_s, told = time.monotonic() + READY_S, -1
+    patience_s = READY_S + _JOIN_S * len(names)
+    until_s, told = time.monotonic() + patience_s, -1
     with lab.client() as client:
         while True:
             joined = _joined(client) & names
@@ -154,7 +157,7 @@ def wait_for_workers(lab: RunningLab, tell: Callable[[int, int], None]) -> None:
             _check(lab.folder)
             if time.monotonic() > until_s:
                 missing = ", ".join(sorted(names - joined))
-                raise NotStarted(f"after {READY_S:.0f} s still without {missing}: see {lab.folder.logs}")
+                raise NotStarted(f"after {patience_s:.0f} s still without {missing}: see {lab.folder.logs}")
             time.sleep(_POLL_S)
 
 
