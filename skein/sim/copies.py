@@ -34,7 +34,7 @@ RETRY_S = 0.2
 NUM_RETRIES = 50
 """Fruitless looks for a donor before a copy is given up."""
 NUM_SNAPSHOTS = 2
-"""Of one stage; the oldest goes first."""
+"""Of one stage, with results and without; the oldest goes first."""
 
 Give = Callable[[SimWorker, WorkerEvent], None]
 Place = tuple[StageSpec, Step]
@@ -66,12 +66,19 @@ class _Copy:
 
 
 @dataclass(slots=True)
+class _Snapshot:
+    """A chunk's lineage at a version; what steps apply from there on is kept for a generation or two."""
+
+    lineage: str
+    keeps_results: bool
+    generation: Generation
+
+
+@dataclass(slots=True)
 class _Shelf:
     """What one process keeps."""
 
-    snapshots: dict[Place, str] = field(default_factory=dict)
-    keeping: dict[StageSpec, tuple[Step, Generation]] = field(default_factory=dict)
-    """From which step on results are kept, and for which generation's snapshot."""
+    snapshots: dict[Place, _Snapshot] = field(default_factory=dict)
     results: set[Place] = field(default_factory=set)
     backups: dict[Place, _Copy] = field(default_factory=dict)
     followed: dict[StageSpec, _Copy] = field(default_factory=dict)
@@ -80,7 +87,21 @@ class _Shelf:
         """Lineage of a copy that stays as it is."""
         backup = self.backups.get((stage, version))
         found = self.snapshots.get((stage, version))
-        return backup.lineage if found is None and backup is not None and backup.is_whole else found
+        if found is not None:
+            return found.lineage
+        return backup.lineage if backup is not None and backup.is_whole else None
+
+    def thin_out(self, stage: StageSpec) -> None:
+        """Let go of what is too old."""
+        for keeps_results in (False, True):
+            here = sorted(version for x, version in self.snapshots if x == stage)
+            alike = [v for v in here if self.snapshots[stage, v].keeps_results is keeps_results]
+            for version in alike[:-NUM_SNAPSHOTS]:
+                del self.snapshots[stage, version]
+        keeping = [v for (x, v), snapshot in self.snapshots.items() if x == stage and snapshot.keeps_results]
+        self.results = {
+            (x, step) for x, step in self.results if x != stage or (keeping and step >= min(keeping))
+        }
 
     def all(self) -> Iterable[_Copy]:
         yield from self.backups.values()
@@ -128,29 +149,25 @@ class SimCopies:
         chunk, shelf = worker.executor.held(op.stage), self._shelf(worker)
         if chunk.version != op.version:
             raise Violated(f"{worker.machine.identity.worker} takes {op} of a chunk at {chunk.version}")
-        shelf.snapshots[chunk.stage, op.version] = chunk.lineage
-        versions = sorted(version for stage, version in shelf.snapshots if stage == chunk.stage)
-        for version in versions[:-NUM_SNAPSHOTS]:
-            del shelf.snapshots[chunk.stage, version]
-        oldest = versions[-NUM_SNAPSHOTS:][0]
-        if op.keeps_results:
-            since = shelf.keeping.get(chunk.stage, (op.version, op.generation))[0]
-            shelf.keeping[chunk.stage] = (max(since, oldest), op.generation)
-        shelf.results = {x for x in shelf.results if x[0] != chunk.stage or x[1] >= oldest}
+        known = shelf.snapshots.setdefault(
+            (chunk.stage, op.version), _Snapshot(chunk.lineage, op.keeps_results, op.generation)
+        )
+        known.keeps_results |= op.keeps_results
+        known.generation = max(known.generation, op.generation)
+        shelf.thin_out(chunk.stage)
         self._tell_snapshots(worker, worker.machine.job)
 
     def applied(self, worker: SimWorker, record: StepRecord) -> None:
         """The chunks have been updated: keep what was applied to those that somebody may catch up with."""
         shelf = self._shelf(worker)
-        for stage, (since, generation) in sorted(shelf.keeping.items(), key=lambda item: item[0].index):
-            if worker.machine.generation > generation + 1:
-                del shelf.keeping[stage]
-                shelf.results = {x for x in shelf.results if x[0] != stage}
-            elif (
-                any(chunk.stage == stage for chunk in worker.executor.chunks.values())
-                and record.step >= since
-            ):
-                shelf.results.add((stage, record.step))
+        for chunk in worker.executor.chunks.values():
+            keeping = [
+                x for (stage, _), x in shelf.snapshots.items() if stage == chunk.stage and x.keeps_results
+            ]
+            for snapshot in keeping:
+                snapshot.keeps_results = worker.machine.generation <= snapshot.generation + 1
+            shelf.results.add((chunk.stage, record.step))
+            shelf.thin_out(chunk.stage)
 
     def _tell_snapshots(self, worker: SimWorker, job: JobId | None) -> None:
         if job is not None:
