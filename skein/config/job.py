@@ -198,7 +198,9 @@ class BackupSpec(Spec):
     """Copies of every stage in the memory of workers elsewhere, for when all holders of a stage die at once."""
 
     every_steps: Annotated[int, Field(ge=0)] = 20
-    """As many steps are lost at most; each copy travels once. 0: no copies, back to the newest checkpoint."""
+    """As many steps are lost at most, if links allow it. 0: no copies, back to the newest checkpoint."""
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """What copies may take of a link's time. Where that is too little, copies are made less often, and it is said."""
 
 
 class SkipSpec(Spec):

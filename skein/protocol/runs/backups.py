@@ -7,37 +7,57 @@ Rules of this file
 """
 
 from collections.abc import Iterable, Mapping
+from math import ceil
 
+from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import Ack, Prefetch, Prefetched, Snapshot
 from skein.protocol.runs.members import Members
+from skein.topology.fleet import Link
 from skein.types import StageIndex, StageSpec, Step, WorkerId
 
 
 class Backups:
     """What was asked for, and the newest version of which every stage has a copy elsewhere."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        job: JobHistory,
+        members: Members,
+        outbox: Outbox,
+        links: Mapping[tuple[WorkerId, WorkerId], Link],
+    ) -> None:
         self._job = job
         self._members = members
         self._out = outbox
+        self._links = links
         self._whole = Step(0)
+        self._asked = Step(0)
+        self._every = job.spec.backup.every_steps
         self._missing: dict[Step, set[StageSpec]] = {}
 
     def is_due(self) -> bool:
         """Whether the step in progress ends at a version that is to be copied."""
-        every = self._job.spec.backup.every_steps
-        return every > 0 and (self._job.version + 1) % every == 0
+        version, every = self._job.version + 1, self._job.spec.backup.every_steps
+        return every > 0 and version % every == 0 and version >= self._asked + self._every
 
-    def ask(self, plan: Plan, candidates: Iterable[Entry]) -> None:
-        """Have the coming version copied: each stage by one of its holders, to one who does not hold it."""
+    def ask(self, plan: Plan, candidates: Iterable[Entry], *, step_s: float | None) -> None:
+        """Have the coming version copied: each stage by one of its holders, to one who does not hold it.
+
+        Args:
+            plan: what is held.
+            candidates: who may keep copies.
+            step_s: what a step takes, if that is known: copies are made so seldom that links bear them.
+        """
         version = Step(self._job.version + 1)
         keepers = _keepers(plan, list(candidates))
         if len(keepers) < len(plan.stages):
             return  # Everybody holds everything: there is no elsewhere.
+        self._keep_to_budget(plan, keepers, step_s)
+        self._asked = version
         self._missing = {version: set(plan.stages)}
         history = self._out.history
         for stage in plan.stages:
@@ -63,6 +83,25 @@ class Backups:
             )
             self._members.tell(keepers[stage.index], prefetch)
 
+    def _keep_to_budget(
+        self, plan: Plan, keepers: Mapping[StageIndex, WorkerId], step_s: float | None
+    ) -> None:
+        """How many steps must pass until links have the time for the next copies."""
+        asked = self._job.spec.backup
+        loads = stage_loads(self._job.spec, job_layers(self._job.spec), plan.stages)
+        seconds = 0.0
+        for stage, load in zip(plan.stages, loads, strict=True):
+            link = self._links.get((plan.holders(stage.index)[0], keepers[stage.index]))
+            seconds = max(seconds, 0.0 if link is None else load.state_bytes / link.bytes_per_s)
+        least = 0 if step_s is None else ceil(seconds / (asked.link_share * step_s))
+        every = max(asked.every_steps, least)
+        if every != self._every and every > asked.every_steps:
+            self._out.log(
+                f"job={self._job.job} copies stages every {every} steps, not {asked.every_steps}: the slowest copy "
+                f"takes {seconds:.3g} s, and may take {asked.link_share:.0%} of its link's time"
+            )
+        self._every = every
+
     def prefetched(self, report: Prefetched) -> None:
         """A copy is whole."""
         missing = self._missing.get(report.version)
@@ -77,6 +116,7 @@ class Backups:
         """What was asked for is of a history that does not count."""
         self._missing.clear()
         self._whole = min(self._whole, self._job.version)
+        self._asked = Step(0)
 
 
 def newest_whole(

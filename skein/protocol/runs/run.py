@@ -117,7 +117,7 @@ class Run:
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._incidents = Incidents(job, outbox)
         self._joining = Joining(job, self._members, outbox)
-        self._backups = Backups(job, self._members, outbox)
+        self._backups = Backups(job, self._members, outbox, links)
         self._losses: dict[WorkerId, Backoff] = {}
         """Of members that were lost: who comes and goes is let in less and less often."""
         self._may_go_on = False
@@ -595,7 +595,7 @@ class Run:
         self._revision.step_begins(now=now)
         self._stepping.begin()
         if self._backups.is_due() and self.plan is not None:
-            self._backups.ask(self.plan, self._candidates())
+            self._backups.ask(self.plan, self._candidates(), step_s=self._measured.step_s)
 
     def _drive(self, event: RoundEvent, *, now: float) -> None:
         for end in self._stepping.handle(event, now=now):
