@@ -65,6 +65,7 @@ class Verdict:
         commit_s: from a worker's death until a step is committed after the notice.
         coordinator_recovery_s: from the coordinator's death until a step is committed.
         death_step_ratio: the step in which a worker died, in medians of all steps.
+        num_last_holders: strikes that fell on somebody who held a stage alone, against what is promised.
         num_unnoticed: deaths that nothing names: of workers without a place, or back too soon.
         incidents: what they say of themselves, summed.
         capacity: mean share of workers that were up and not frozen.
@@ -81,6 +82,7 @@ class Verdict:
     commit_s: tuple[float, ...]
     coordinator_recovery_s: tuple[float, ...]
     death_step_ratio: tuple[float, ...]
+    num_last_holders: int
     num_unnoticed: int
     incidents: Totals
     capacity: float
@@ -146,6 +148,7 @@ def judge(
         commit_s=tuple(_until_commit(fair, times)),
         coordinator_recovery_s=tuple(end - begin for begin, end in outages),
         death_step_ratio=tuple(_death_steps(times, strikes)),
+        num_last_holders=sum(strike.is_last_holder for strike in strikes),
         num_unnoticed=len(deaths) - len(notices),
         incidents=total([r for r in records if isinstance(r, Incident) and r.job == job]),
         capacity=capacity(strikes, num_workers, begin_s=begin_s, end_s=end_s),

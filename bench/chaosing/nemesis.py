@@ -129,7 +129,7 @@ class Nemesis:
             targets=targets,
             struck_s=time.time(),
             healed_s=time.time() + blow.lasts_s,
-            was_spared_for=waited_s if blow.fault not in OF_COORDINATOR else 0.0,
+            waited_s=waited_s,
             is_last_holder=is_last,
         )
         self._hit(strike)

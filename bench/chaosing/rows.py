@@ -61,6 +61,7 @@ def figures_of(verdict: Verdict) -> Figures:
         "max_rel_norm_diff": bends.norm,
         "final_rel_loss_diff": bends.final,
         "first_bent_step": bends.first_bent_step,
+        "last_holders_struck": verdict.num_last_holders,
         "deaths_unnoticed": verdict.num_unnoticed,
         "detection_s": _spread(verdict.detection_s, 50, 99),
         "recovery_s": _spread(verdict.recovery_s, 50, 99),

@@ -55,7 +55,7 @@ def test_leaving_one_kind_out_moves_no_other() -> None:
 
 def test_strikes_are_read_as_they_were_written(tmp_path: Path) -> None:
     strikes = (
-        Strike(fault=Fault.CUT, targets=("w0", "w1"), struck_s=12.5, healed_s=14.0, was_spared_for=0.25),
+        Strike(fault=Fault.CUT, targets=("w0", "w1"), struck_s=12.5, healed_s=14.0, waited_s=0.25),
         Strike(fault=Fault.KILL, targets=("w2",), struck_s=20.0, healed_s=23.0, is_last_holder=True),
     )
     save_strikes(strikes, tmp_path / "strikes.json")
