@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+from skein.plan.rest import Contribution
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.incident import told
@@ -23,9 +24,9 @@ class Incidents:
         self._silent_s = 0.0
         self._noticed_at = 0.0
         self._fenced_at = 0.0
-        self._is_begun = False
         self._version = Step(0)
-        self._resumed: Resumed | None = None
+        self._resumed: list[Resumed] = []
+        """Since the failure: another one before work goes on leads to another."""
         self._retried = 0
         self._steps_lost = 0
 
@@ -54,11 +55,13 @@ class Incidents:
 
     def resumed(self, resumed: Resumed) -> None:
         """The step in progress goes on."""
-        self._resumed, self._retried = resumed, 0
+        self._resumed.append(resumed)
+        self._retried = 0
 
     def planned_anew(self, *, num_begun: int) -> None:
         """Another plan is put in place; of the step in progress, this many microbatches had begun somewhere."""
-        self._resumed, self._retried = None, num_begun
+        self._resumed.clear()
+        self._retried = num_begun
 
     def rolled_back(self, *, num_steps: int) -> None:
         """Committed steps are lost."""
@@ -66,52 +69,56 @@ class Incidents:
 
     def over(self, *, now: float) -> None:
         """Work goes on."""
-        if self._kind is None:
-            return
+        if self._kind is not None:
+            self._record(self._kind, now=now)
+        self._kind = None
+        self._workers.clear()
+        self._resumed.clear()
+        self._retried = 0
+
+    def _record(self, kind: IncidentKind, *, now: float) -> None:
         incident = Incident(
             job=self._job.job,
             generation=self._out.history.generation,
             step=self._version,
-            kind=self._kind,
+            kind=kind,
             workers=tuple(sorted(self._workers)),
             reason=self._reason,
             remedy=self._remedy(),
             silent_s=self._silent_s,
             fenced_s=max(0.0, self._fenced_at - self._noticed_at),
             seconds=now - self._noticed_at,
-            num_rerouted=0 if self._resumed is None else self._resumed.num_rerouted,
+            num_rerouted=sum(resumed.num_rerouted for resumed in self._resumed),
             replayed=self._replayed(),
             num_retried=self._retried,
             num_steps_lost=self._steps_lost,
             num_samples_repeated=self._num_samples(),
             wall_s=self._noticed_at,
-            num_dropped=0 if self._resumed is None else len(self._resumed.dropped),
+            num_dropped=len({contribution for resumed in self._resumed for contribution in resumed.dropped}),
         )
         self._out.record(incident)
         self._out.log(told(incident))
-        self._kind = None
-        self._workers.clear()
-        self._resumed = None
-        self._retried = 0
 
     def _remedy(self) -> Remedy:
         if self._steps_lost:
             return Remedy.ROLLED_BACK
         if self._retried:
             return Remedy.RETRIED
-        is_resumed = self._resumed is not None and self._resumed.is_begun
+        is_resumed = any(resumed.is_begun for resumed in self._resumed)
         return Remedy.RESUMED if is_resumed else Remedy.UNTOUCHED
+
+    def _contributions(self) -> list[Contribution]:
+        """What is replayed, each once however often it was lost."""
+        return sorted({contribution for resumed in self._resumed for contribution in resumed.replayed})
 
     def _replayed(self) -> tuple[Replayed, ...]:
         by_stage: defaultdict[StageIndex, list[MicrobatchId]] = defaultdict(list)
-        for microbatch, stage in () if self._resumed is None else self._resumed.replayed:
+        for microbatch, stage in self._contributions():
             by_stage[stage].append(microbatch)
         return tuple(Replayed(stage=stage, microbatches=tuple(by_stage[stage])) for stage in sorted(by_stage))
 
     def _num_samples(self) -> int:
         """Samples that some worker computes again."""
         batch = self._job.spec.batch
-        again = self._retried
-        if self._resumed is not None:
-            again = len({microbatch for microbatch, _ in self._resumed.replayed})
+        again = self._retried or len({microbatch for microbatch, _ in self._contributions()})
         return self._steps_lost * batch.samples + again * batch.microbatch_samples
