@@ -111,10 +111,15 @@ class OpWatch:
 
     def stuck(self) -> tuple[Stuck, ...]:
         """Whose running op is beyond its bound, by the last beat of each; sorted by worker."""
+        # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
+        least_s = min(STUCK_S, WARMING_S)
+        slow = sorted(
+            (w, placed.running_s) for w, placed in self._placed.items() if placed.running_s > least_s
+        )
         return tuple(
-            Stuck(worker=worker, running_s=placed.running_s, bound_s=self.bound_s(worker))
-            for worker, placed in sorted(self._placed.items())
-            if placed.running_s > self.bound_s(worker)
+            Stuck(worker=worker, running_s=running_s, bound_s=self.bound_s(worker))
+            for worker, running_s in slow
+            if running_s > self.bound_s(worker)
         )
 
 
