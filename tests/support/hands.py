@@ -17,6 +17,7 @@ from skein.protocol.messages import (
     NewGeneration,
     Prepare,
     Report,
+    Resumption,
     SourceKind,
     Start,
     StateSource,
@@ -175,9 +176,17 @@ class Hand:
         return acks[0]
 
     def assignment(
-        self, plan: Plan, *, generation: int = 1, epoch: int = 1, version: int = 0, job: JobId = JOB
+        self,
+        plan: Plan,
+        *,
+        generation: int = 1,
+        epoch: int = 1,
+        version: int = 0,
+        job: JobId = JOB,
+        resumption: Resumption | None = None,
     ) -> Assign:
-        """This worker's part of a plan, everything drawn anew."""
+        """This worker's part of a plan, everything drawn anew, unless something stays of a step in progress."""
+        me = self.machine.identity.worker
         drawn = StateSource(kind=SourceKind.INITIAL, version=Step(version))
         told = assignments(
             plan,
@@ -190,9 +199,9 @@ class Hand:
             generation=Generation(generation),
             job=job,
             job_spec="{}",
-            resumptions={},
+            resumptions={} if resumption is None else {me: resumption},
         )
-        return told[self.machine.identity.worker]
+        return told[me]
 
     def built(self, assign: Assign) -> list[WorkerCommand]:
         return self.give(
@@ -233,12 +242,12 @@ class Hand:
         )
 
     def prepare(
-        self, group: str, parts: Sequence[Ledger], *, number: int = 0, step: int = 0
+        self, group: str, parts: Sequence[Ledger], *, number: int = 0, step: int = 0, generation: int = 1
     ) -> list[WorkerCommand]:
         return self.hear(
             Prepare(
                 epoch=Epoch(1),
-                generation=Generation(1),
+                generation=Generation(generation),
                 step=Step(step),
                 group=GroupId(group),
                 attempt=attempt(number),
