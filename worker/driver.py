@@ -19,13 +19,9 @@ from skein.errors import RemoteError, UserError
 from skein.protocol.messages import (
     Beat,
     Directive,
-    Dismiss,
     Envelope,
     Member,
-    NewGeneration,
-    Refused,
     Report,
-    Suspected,
     Trouble,
     Welcome,
 )
@@ -75,6 +71,7 @@ from worker.compute.payload import Payload, PayloadStore, key_of, pack
 from worker.copies import Copies
 from worker.executor import Executor, Ran, one_line
 from worker.metrics import Metrics
+from worker.moments import named, op_named, tell_directive, tell_report, unwatched
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +122,7 @@ class WorkerInbox:
         self.post(StreamOpened())
 
     def heard(self, directive: Directive) -> None:
-        _tell_directive(directive)
+        tell_directive(directive)
         if isinstance(directive, Welcome):
             self._last_reason = ""
             self._metrics.connected(is_connected=True)
@@ -174,6 +171,7 @@ class Driver:
     Args:
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
         log: keeps boundary tensors until their step commits; one with the default budgets if not given.
+        watch: told "after ..." when the machine has taken an event, "before ..." and "after ..." each command is begun.
     """
 
     def __init__(
@@ -192,6 +190,7 @@ class Driver:
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
         log: BoundaryLog | None = None,
+        watch: Callable[[str], None] = unwatched,
     ) -> None:
         self._machine = machine
         self._inbox = inbox
@@ -206,6 +205,7 @@ class Driver:
         self._metrics = metrics
         self._take_log_lines = take_log_lines
         self._on_generation = on_generation
+        self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._generation = machine.generation
         self._building: asyncio.Task[Built | BuildFailed] | None = None
@@ -224,8 +224,12 @@ class Driver:
         """
         while self._exit is None or (self._exit.is_clean and self._num_saving):
             event = await self._inbox.get()
-            for command in self._machine.handle(event, now=self._loop.time()):
+            commands = self._machine.handle(event, now=self._loop.time())
+            self._watch(f"after {named(event)}")
+            for command in commands:
+                self._watch(f"before {named(command)}")
                 self._carry_out(command)
+                self._watch(f"after {named(command)}")
             self._follow_generation()
             self._set_timer()
         return self._exit
@@ -274,7 +278,7 @@ class Driver:
                 assert_never(command)
 
     def _report(self, report: Report) -> None:
-        _tell_report(report)
+        tell_report(report)
         if isinstance(report, Beat):
             pipeline = self._machine.pipeline
             in_flight, depths = (
@@ -324,7 +328,7 @@ class Driver:
         """File what an op made, before the machine hears of its end."""
         op, done = ran.op, ran.done
         is_failed = isinstance(done.outcome, OpFailed)
-        self._metrics.op_ended(kind_of(ran), ran.seconds, is_failed=is_failed)
+        self._metrics.op_ended(op_named(op).lower(), ran.seconds, is_failed=is_failed)
         for key, payload in done.outputs.items():
             if is_logged(key) and num_jobs == self._num_jobs:
                 self._keep(key, payload)
@@ -460,40 +464,3 @@ class Driver:
     def _time_passed(self) -> None:
         self._timer = None
         self._inbox.post(TimePassed())
-
-
-def kind_of(ran: Ran) -> str:
-    """An op's kind as metrics name it."""
-    return type(ran.op).__name__.removesuffix("Op").lower()
-
-
-def _tell_directive(directive: Directive) -> None:
-    """A line for what changes the course of things."""
-    match directive:
-        case Welcome():
-            _log.info("welcomed epoch=%d lease=%.1f s", directive.epoch, directive.lease_s)
-        case NewGeneration():
-            _log.info(
-                "generation=%d job=%s members=%s",
-                directive.generation,
-                directive.job,
-                ",".join(member.worker for member in directive.members),
-            )
-        case Dismiss(job=None):
-            _log.info("dismissed: free for other work" + (", may exit" if directive.may_exit else ""))
-        case Dismiss():
-            _log.info("dismissed job=%s", directive.job)
-        case Refused():
-            _log.error("refused: %s", directive.reason)
-        case _:
-            pass
-
-
-def _tell_report(report: Report) -> None:
-    match report:
-        case Suspected():
-            _log.warning("generation=%d suspect peer=%s: %s", report.generation, report.peer, report.reason)
-        case Trouble():
-            _log.warning("generation=%d trouble: %s", report.generation, report.reason)
-        case _:
-            pass

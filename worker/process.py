@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,17 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
-from skein.wire.extra import LogLine
+from skein.wire.extra import FetchStateRequest, LogLine
 from skein.wire.leader import split_addresses
+from worker.boundary import BoundaryLog
 from worker.build import Builder
+from worker.bundle import WireTensor
 from worker.compute.ops import Compute
 from worker.copies import Copies
 from worker.driver import Driver, WorkerInbox
 from worker.executor import Executor
 from worker.metrics import Metrics
+from worker.moments import unwatched
 from worker.probe import measure_device
 from worker.service import PeerService
 from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
@@ -42,7 +45,8 @@ class Setting:
 
     `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
-    something lies between; `compute` makes what carries out the ops.
+    something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
+    `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
     """
 
     worker: WorkerId
@@ -61,6 +65,8 @@ class Setting:
     measure: Callable[[torch.device], Profile] = measure_device
     way_to: Callable[[str], str] = str
     compute: Callable[[torch.device], Compute] = Compute
+    boundary_log: Callable[[], BoundaryLog] = BoundaryLog
+    watch: Callable[[str], None] = unwatched
 
 
 async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -91,7 +97,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         service = PeerService(
             accepts=inbox.accepts,
             on_tensor=inbox.on_tensor,
-            state_of=copies.give,
+            state_of=partial(_give, copies, setting.watch),
             boundary_of=lambda _: None,
             statistics=statistics,
         )
@@ -158,6 +164,8 @@ class _Parts:
                 metrics=metrics,
                 take_log_lines=setting.take_log_lines,
                 on_generation=partial(self._forget, peers),
+                log=setting.boundary_log(),
+                watch=setting.watch,
             )
             streaming = group.create_task(control.run())
             end = await driver.run()
@@ -170,6 +178,13 @@ class _Parts:
     def _forget(self, peers: Peers, generation: Generation) -> None:
         peers.forget(generation, members=self.machine.members)
         self.service.forget(generation)
+
+
+async def _give(
+    copies: Copies, watch: Callable[[str], None], request: FetchStateRequest
+) -> Mapping[str, WireTensor] | None:
+    watch(f"before Give {request.kind}")
+    return await copies.give(request)
 
 
 async def _settle() -> None:
