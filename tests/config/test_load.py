@@ -26,6 +26,7 @@ budget: {steps: 3}
 """
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, precision, budget, evaluation, checkpoint, "
+    "recovery, backup, "
     "seed"
 )
 STEPS = "give a whole number from 1 to 100000000"

@@ -14,7 +14,11 @@ BANNED = {
     "node", "task", "agent", "rank", "master", "slave", "iteration",
     "util", "helper", "manager", "handler", "common", "misc",
 }  # fmt: skip
-LIBRARIES = {"compose_node"}  # PyYAML's, overridden
+LIBRARIES = {
+    "compose_node",  # PyYAML's, overridden
+    "add_generic_rpc_handlers",  # what generated stubs call on a server of grpc
+    "add_registered_method_handlers",
+}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
