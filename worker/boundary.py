@@ -102,8 +102,7 @@ class BoundaryLog:
         self._remove(key)
         self._in_memory[key] = bundle
         self.num_bytes += num_bytes_of(bundle)
-        self._settle()
-        forgotten = []
+        forgotten = self._settle()
         while self.num_bytes > self._memory_bytes and len(self._in_memory) > 1:
             oldest = next(iter(self._in_memory))
             if not self._spill(oldest):
@@ -161,14 +160,17 @@ class BoundaryLog:
         self.num_spilled_bytes += num_bytes
         return True
 
-    def _settle(self) -> None:
-        """Let go of what has been written."""
+    def _settle(self) -> list[HopKey]:
+        """Let go of what has been written; gives what could not be."""
+        lost: list[HopKey] = []
         for key in [key for key, (_, future) in self._writing.items() if future.done()]:
             _, future = self._writing.pop(key)
             error = None if future.cancelled() else future.exception()
             if error is not None:
                 _log.warning("boundary log: an entry could not be written, and is forgotten: %s", error)
                 self._remove(key)
+                lost.append(key)
+        return lost
 
     def _read(self, key: HopKey) -> Bundle | None:
         spilled = self._on_disk[key]
