@@ -249,6 +249,8 @@ def ray_environment(state_dir: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",
+        # Ray's own 15 gives the actor a thirtieth of the CPU beside busy workers, and a restart takes minutes.
+        "RAY_worker_niceness": "0",
     }
 
 

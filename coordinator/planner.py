@@ -14,6 +14,7 @@ Rules of this file
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from skein.rng import key
 PLAN_S = 20.0
 """What one try may take beyond the job's budget, waiting for a free CPU included."""
 NUM_TRIES = 2
+NICENESS = 15
+"""Of processes that plan."""
 MAX_SEEDS = 8
 """More searches of one problem find hardly more."""
 _SLICES = (0.2, 0.8)
@@ -122,9 +125,32 @@ class _Searching(Protocol):
     def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[Found]]: ...
 
 
-_plan_task = ray.remote(num_cpus=1, max_retries=2)(plan_here)
-_warm_task = ray.remote(num_cpus=1, max_retries=2)(warm_up)
-_search_task = cast(_Searching, ray.remote(num_cpus=1, max_retries=0)(search))
+# --- as tasks: behind training and the coordinator, which Ray's own setting would put back as well ---
+
+
+def _step_back() -> None:
+    """Lower the priority of this process, for good: Ray keeps processes of tasks and of actors apart."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def _plan_behind(asked: MakePlan) -> PlanMade:
+    _step_back()
+    return plan_here(asked)
+
+
+def _warm_up_behind() -> None:
+    _step_back()
+    warm_up()
+
+
+def _search_behind(asked: MakePlan, seed: int) -> Iterator[Found]:
+    _step_back()
+    yield from search(asked, seed)
+
+
+_plan_task = ray.remote(num_cpus=1, max_retries=2)(_plan_behind)
+_warm_task = ray.remote(num_cpus=1, max_retries=2)(_warm_up_behind)
+_search_task = cast(_Searching, ray.remote(num_cpus=1, max_retries=0)(_search_behind))
 
 
 class RayPlanner:

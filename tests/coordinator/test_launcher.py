@@ -112,6 +112,7 @@ def test_ray_is_told_to_keep_strangers_out_and_reports_to_nobody(tmp_path: Path)
     token_file = Path(environment["RAY_AUTH_TOKEN_PATH"])
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert environment["RAY_worker_niceness"] == "0"
     assert token_file.stat().st_mode & 0o777 == 0o600
     assert len(token_file.read_text()) == 64
     assert ray_environment(tmp_path) == environment
