@@ -168,7 +168,7 @@ class FetchedCopy:
         await self._gathering.run(prefetch.donors)
         self.state = {name: to_torch(tensor) for name, tensor in self.tensors.items()}
         _log.info(
-            "stage=%d version=%d %s here: %s from %s in %.1f s",
+            "stage=%d version=%d copy=%s here: %s from %s in %.1f s",
             prefetch.stage.index,
             self.version,
             kind_of(prefetch),

@@ -1,11 +1,14 @@
-"""A whole worker process joins another that trains: prefetch, follow, build; and what both then hold is the same."""
+"""A whole worker process joins others that train: prefetch, follow, build; and what they then hold is the same."""
 
 import asyncio
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from skein.config.job import JobSpec
+import pytest
+
+from skein.config.job import BudgetSpec, JobSpec, ParallelSpec
 from skein.plan.plan import Group
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import (
@@ -32,6 +35,7 @@ from skein.protocol.messages import (
     StepRecord,
     Vote,
 )
+from skein.protocol.records import PlanAdopted, StepCommitted
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -46,7 +50,8 @@ from skein.types import (
 )
 from skein.wire.channel import open_channel
 from tests.support.plans import schedule
-from tests.worker.lab import tiny_job, write_text
+from tests.worker.cluster import Disk, cluster
+from tests.worker.lab import Lab, tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
@@ -151,6 +156,31 @@ async def held_bytes(sessions: tuple[Session, ...], version: int) -> list[dict[s
         ]
         await peers.close()
     return [{name: bytes(tensor.data) for name, tensor in state.items()} for state in states]
+
+
+async def test_a_worker_that_joins_brings_its_chunk_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = tiny_job(write_text(tmp_path), replicas=2)
+    constant = job.optimizer.model_copy(update={"warmup_steps": 0, "final_learning_rate_ratio": 1.0})
+    job = job.model_copy(update={"budget": BudgetSpec(steps=10_000), "optimizer": constant})
+    async with cluster(Disk()) as here, here.workers("w0", "w1", "w2"):
+        here.submit(job)
+        await here.first(StepCommitted, 2)
+        with caplog.at_level(logging.INFO):
+            async with here.workers("w3"):
+                number = 1
+                while "w3" not in (await here.first(PlanAdopted, number)).plan.workers:
+                    number += 1
+                num_steps = len(here.all(StepCommitted)) + 3
+                await here.first(StepCommitted, num_steps)
+                found = here.steps[:num_steps]
+    assert any("copy=followed here" in message for message in caplog.messages)
+    lab = Lab(job.model_copy(update={"parallel": ParallelSpec(stages=1)}))
+    losses = [lab.step(step).loss for step in range(num_steps)]
+    lab.close()
+    # Float64 sums in another order: rounding stays far below this over so few steps.
+    assert [record.loss for record in found] == pytest.approx(losses, rel=1e-9)
 
 
 async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(tmp_path: Path) -> None:
