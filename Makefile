@@ -64,7 +64,7 @@ docs: setup ## write docs/protocol.md from the machines
 	$(BIN)/python docs/generate_protocol.py
 
 sim: setup ## SEEDS=300 simulated fault schedules
-	$(TEST_ENV) $(BIN)/python -m skein.sim --seeds $(SEEDS) --faults 8
+	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2
 
 bench: setup ## every comparison under bench/, one JSON line each
 	$(BIN)/skein bench all

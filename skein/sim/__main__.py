@@ -1,8 +1,14 @@
-"""`python -m skein.sim`: simulate a job on a made-up fleet, with faults if asked, and say what came of it."""
+"""`python -m skein.sim`: simulate jobs on made-up fleets, with faults if asked, and say what came of them.
+
+With `--shape` each seed draws a schedule of faults over a whole small job, and its loss curve must be the undisturbed
+one; otherwise one job of the given size runs.
+"""
 
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from skein.config.job import (
@@ -17,8 +23,15 @@ from skein.config.job import (
     ParallelSpec,
     TextSource,
 )
+from skein.protocol.worker_io import WorkerEvent
+from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
-from skein.sim.scenario import FleetShape, draw_faults, make_world, run_to_end
+from skein.sim.process import SimWorker
+from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
+from skein.sim.shapes import SHAPES, Shape, shape_of
+from skein.sim.world import World
+
+_EVENT_CHARACTERS = 160
 
 
 def make_job(
@@ -39,20 +52,25 @@ def make_job(
 
 
 def main() -> int:
-    """Run one seed or several; exit 1 at the first that violates an invariant."""
+    """Run one seed or several; exit 1 if one violates an invariant, and tell that one."""
     parser = argparse.ArgumentParser(prog="python -m skein.sim", description=main.__doc__)
+    parser.add_argument("--shape", help="`loop 3x2 tied skip 1/3 on 4`, or `any`: seeds walk over a dozen")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=0, help="0: as many as the workers allow")
     parser.add_argument("--microbatches", type=int, default=0, help="0: two per replica")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--faults", type=int, help="with --shape 8, else 0")
     parser.add_argument("--layers", type=int, default=0, help="decoder blocks; 0: enough for the stages")
     parser.add_argument("--hidden", type=int, default=128, help="features")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, counting up from --seed")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds of --shape")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the coordinator's lines")
+    parser.add_argument("--trace", action="store_true", help="print every event of every worker, too")
     args = parser.parse_args()
+    if args.shape is not None:
+        return _judge_seeds(args)
     replicas = args.replicas or max(1, args.workers // args.stages)
     job = make_job(
         stages=args.stages,
@@ -66,8 +84,10 @@ def main() -> int:
     for seed in range(args.seed, args.seed + args.seeds):
         began = time.perf_counter()
         world = make_world(job, fleet, seed=seed)
-        for at, _, fault in draw_faults(fleet, num_faults=args.faults, horizon_s=args.steps * 0.5, seed=seed):
-            world.clock.at(at, partial(fault, world))
+        horizon_s = args.steps * 0.5
+        schedule(
+            world, draw_faults(args.workers, num_faults=args.faults or 0, horizon_s=horizon_s, seed=seed)
+        )
         try:
             outcome = run_to_end(world, limit_s=3600.0)
         except (Violated, AssertionError) as violation:
@@ -83,6 +103,72 @@ def main() -> int:
             f"rollbacks={len(done.rollbacks)} replay=equal wall_s={time.perf_counter() - began:.1f}"
         )
     return 0
+
+
+# --- drawn schedules over whole jobs ---
+
+
+class TracedWorld(World):
+    """Prints every event that a worker handles, and its own lines as they come."""
+
+    _num_told = 0
+
+    def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
+        for line in self.lines[self._num_told :]:
+            print(line)
+        self._num_told = len(self.lines)
+        machine = worker.machine
+        place = f"e{machine.epoch} g{machine.generation} v{machine.version}"
+        print(f"{self.clock.now:.4f} {machine.identity.worker} {place} {event!r:.{_EVENT_CHARACTERS}}")
+        super()._handle(worker, event)
+
+
+def shape_for(seed: int, text: str) -> Shape:
+    """The shape that a seed is judged on; `any` has seeds walk over the known ones."""
+    return SHAPES[seed % len(SHAPES)] if text == "any" else shape_of(text)
+
+
+def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) -> tuple[str, str]:
+    """One seed: what became of it (nothing if it violates no invariant), and the story."""
+    of = shape_for(seed, shape)
+    new_world = TracedWorld if is_traced else World
+    world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world)
+    try:
+        judge(of, world)
+    except Exception as error:  # noqa: BLE001 - whatever breaks is what is looked for
+        again = f"python -m skein.sim --shape '{of.text}' --faults {num_faults} --seed {seed} --trace"
+        return f"seed={seed} violated: {error!r:.2000}\nreproduce: {again}", "\n".join(world.lines)
+    return "", "\n".join(world.lines)
+
+
+def _judge_seeds(args: argparse.Namespace) -> int:
+    num_faults = 8 if args.faults is None else args.faults
+    one = partial(told_of, shape=args.shape, num_faults=num_faults, is_traced=args.trace)
+    began = time.perf_counter()
+    for count, (violation, story) in enumerate(_told(one, args), start=1):
+        if args.verbose:
+            print(story)
+        if violation:
+            print("\n".join(story.splitlines()[-40:]))
+            print(violation)
+            return 1
+        if count % max(1, args.seeds // 20) == 0 and args.seeds > 1:
+            print(f"{count} of {args.seeds} seeds, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    print(f"{args.seeds} seeds from {args.seed} on, {args.shape}, {num_faults} faults each: no violation")
+    return 0
+
+
+def _told(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """In the order of the seeds, so that the first that fails is the same in every run."""
+    seeds = range(args.seed, args.seed + args.seeds)
+    if args.processes == 1:
+        yield from map(one, seeds)
+        return
+    with ProcessPoolExecutor(args.processes) as pool:
+        try:
+            yield from pool.map(one, seeds, chunksize=4)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,36 @@
 """Whole simulated jobs: a fleet, a job, a schedule of faults, and what must hold of the outcome."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from skein import rng
 from skein.config.job import JobSpec
 from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import DrainAsked, SubmitAsked
+from skein.protocol.coordinator_io import SubmitAsked
 from skein.protocol.history import History
-from skein.protocol.records import GenerationOpened, JobSubmitted, RolledBack, StepCommitted
+from skein.protocol.messages import StepRecord
+from skein.protocol.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
+from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
+from skein.sim.shapes import Shape
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
 
-
 SUBMIT_AGAIN_S = 1.0
+LIMIT_S = 900.0
+"""Simulated seconds by which a job of a few steps must have ended; undisturbed ones take about ten."""
+QUIET_AFTER_S = 30.0
+"""The longest that a fault lasts."""
+STILL_S = 120.0
+"""Longer than any pause of the protocol while it has workers and no reason to wait."""
+FLOPS_PER_S = 2e9
+"""So slow that steps of small jobs take about a second: faults strike in the middle of things."""
+HORIZON_S = 9.0
+"""Faults strike before; about as long as a job of eight steps takes on workers of `_SEED_FLOPS_PER_S`."""
+_SEED_FLOPS_PER_S = 8e8
+REPEAT_EVERY = 7
+"""Tensors between two that arrive twice, wherever faults are drawn; coprime to the numbers of microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +54,14 @@ class Outcome:
     state: JobState
 
 
-def make_world(job: JobSpec, fleet: FleetShape, *, seed: int) -> World:
+NewWorld = Callable[..., World]
+"""As `World`."""
+
+
+def make_world(job: JobSpec, fleet: FleetShape, *, seed: int, new_world: NewWorld = World) -> World:
     """A world with a coordinator, `fleet`, and `job` submitted."""
     sites = tuple(SiteId(f"site{index}") for index in range(fleet.num_sites))
-    world = World(job, sites, seed=seed)
+    world = new_world(job, sites, seed=seed)
     world.start_coordinator()
     for index in range(fleet.num_workers):
         name = WorkerId(f"w{index:04d}")
@@ -61,82 +80,26 @@ def _submit(world: World, job: JobSpec) -> None:
         world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job))
 
 
-Fault = Callable[[World], None]
-
-FAULTS = ("kill", "restart", "freeze", "mute", "stream", "drain", "cut", "coordinator", "slow")
-SLOWER = 4.0
-"""Times as long as its profile says are the ops of a worker that is struck by "slow"."""
-
-
-def draw_faults(
-    fleet: FleetShape, *, num_faults: int, horizon_s: float, seed: int, kinds: Sequence[str] = FAULTS
-) -> list[tuple[float, str, Fault]]:
-    """A seeded schedule of (time in seconds, words, fault). Killed and drained workers come back after a while."""
-    draw = rng.stream(seed, "faults")
-    faults: list[tuple[float, str, Fault]] = []
-    for _ in range(num_faults):
-        at = float(draw.uniform(0.0, horizon_s))
-        kind = kinds[int(draw.integers(len(kinds)))]
-        name = WorkerId(f"w{int(draw.integers(fleet.num_workers)):04d}")
-        other = WorkerId(f"w{int(draw.integers(fleet.num_workers)):04d}")
-        seconds = float(draw.uniform(0.1, 6.0))
-        faults.append(
-            (at, f"{kind} {name} {other} {seconds:.2f}", fault_of(kind, name, other=other, seconds=seconds))
-        )
-    return faults
-
-
-def fault_of(kind: str, name: WorkerId, *, other: WorkerId, seconds: float) -> Fault:
-    """One fault: what happens to `name` (and to its link to `other`), and for how long."""
-    return partial(_strike, kind, name, other, seconds)
-
-
-def _strike(kind: str, name: WorkerId, other: WorkerId, seconds: float, world: World) -> None:
-    worker = world.workers.get(name)
-    match kind:
-        case "kill" | "drain" if worker is not None:
-            identity = worker.machine.identity
-            if kind == "kill":
-                world.kill_worker(name)
-            else:
-                world.tell(DrainAsked(worker=name))
-            back = partial(_come_back, world, name, identity.site, identity.profile.flops_per_s)
-            world.clock.after(5.0 + seconds, back)
-        case "restart":
-            world.restart_worker(name)
-        case "freeze":
-            world.freeze_worker(name, seconds)
-        case "mute":
-            world.mute_worker(name, seconds)
-        case "slow":
-            world.slow_worker(name, SLOWER, seconds=4 * seconds)
-        case "stream":
-            world.break_stream(name)
-        case "cut" if name != other:
-            world.network.cut(name, other)
-            world.clock.after(seconds, world.network.heal)
-        case "coordinator":
-            world.crash_coordinator(restarts_after_s=seconds / 3)
-        case _:
-            pass
-
-
-def _come_back(world: World, name: WorkerId, site: SiteId, flops_per_s: float) -> None:
-    if name not in world.workers:
-        world.add_worker(name, site, flops_per_s=flops_per_s, memory_bytes=16 * 2**30)
-
-
-def run_to_end(world: World, *, limit_s: float) -> Outcome:
+def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) -> Outcome:
     """Run until the job has ended.
 
+    Args:
+        quiet_s: when the last fault is over, if that is known; progress must go on then.
+
     Raises:
-        Violated: an invariant broke, or the job had not ended by `limit_s` of simulated time.
+        Violated: an invariant broke, the job had not ended by `limit_s` of simulated time, or nothing was recorded for
+            `STILL_S` although nothing failed any more.
     """
     job = _submitted(world)
+    num_records, moved_s = 0, 0.0
     while True:
-        if not world.clock.step() or world.clock.now > limit_s:
+        now = world.clock.now
+        if len(world.log) != num_records:
+            num_records, moved_s = len(world.log), now
+        is_still = quiet_s is not None and now > max(quiet_s, moved_s) + STILL_S
+        if is_still or now > limit_s or not world.clock.step():
             tail = "\n".join(world.lines[-12:])
-            raise Violated(f"no end after {world.clock.now:.0f} simulated seconds:\n{tail}")
+            raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
         coordinator = world.coordinator
         state = None if coordinator is None else coordinator.history.state_of(job)
         if state is not None and not world.is_appending:
@@ -192,3 +155,65 @@ def check_log(world: World, job: JobId) -> None:
                 generation = record.generation
             case _:
                 pass
+
+
+# --- seeds ---
+
+
+def curve_of(log: Sequence[Record]) -> tuple[StepRecord, ...]:
+    """The loss curve and all numbers behind it; steps that were rolled back are not in it."""
+    steps: list[StepRecord] = []
+    for record in log:
+        match record:
+            case StepCommitted():
+                steps.append(replace(record.record, results=()))
+            case RolledBack():
+                del steps[record.to_version :]
+            case _:
+                pass
+    return tuple(steps)
+
+
+def disturbed(
+    shape: Shape,
+    *,
+    seed: int,
+    num_faults: int,
+    kinds: Sequence[str] | None = None,
+    steps: int = 8,
+    new_world: NewWorld = World,
+) -> World:
+    """A world of this shape that the faults of a seed are going to strike."""
+    world = make_world(shape.job(steps=steps), _small_fleet(shape), seed=seed, new_world=new_world)
+    world.transport.repeat_every = REPEAT_EVERY
+    schedule(
+        world,
+        draw_faults(shape.num_workers, num_faults=num_faults, horizon_s=HORIZON_S, seed=seed, kinds=kinds),
+    )
+    return world
+
+
+def judge(shape: Shape, world: World, *, steps: int = 8) -> Outcome:
+    """Run a disturbed world to its end; its curve must be that of the undisturbed one.
+
+    Raises:
+        Violated: it is not, or an invariant broke.
+    """
+    outcome = run_to_end(world, limit_s=LIMIT_S, quiet_s=HORIZON_S + QUIET_AFTER_S)
+    if outcome.state is not JobState.FINISHED:
+        raise Violated(f"the job {outcome.state.value}")
+    if curve_of(world.log) != undisturbed_curve(shape, steps):
+        raise Violated("the loss curve is not the undisturbed one")
+    return outcome
+
+
+@cache
+def undisturbed_curve(shape: Shape, steps: int) -> tuple[StepRecord, ...]:
+    """What a job of this shape comes to when nothing happens."""
+    world = make_world(shape.job(steps=steps), _small_fleet(shape), seed=0)
+    run_to_end(world, limit_s=LIMIT_S)
+    return curve_of(world.log)
+
+
+def _small_fleet(shape: Shape) -> FleetShape:
+    return FleetShape(num_workers=shape.num_workers, num_sites=2, flops_per_s=_SEED_FLOPS_PER_S)

@@ -41,6 +41,9 @@ PLAN_S = 0.2
 RESTART_S = 1.0
 """From a coordinator's death to its successor."""
 
+_LATE_S = 1e-6
+"""That timers are late by, so that rounding between clocks never makes one early."""
+
 Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
 """As `skein.plan.balanced.make_plan`."""
 
@@ -67,6 +70,7 @@ class Service(ABC):
         self._inbox: deque[CoordinatorEvent] = deque()
         self._appending: list[CoordinatorCommand] = []
         """A turn's commands from the first append on, until that is durable."""
+        self._tear: Callable[[], None] | None = None
         self._room_at = 0.0
         self._wall_ahead_s = 0.0
 
@@ -131,6 +135,12 @@ class Service(ABC):
         """Whether records are on their way to the disk."""
         return bool(self._appending)
 
+    def tear_append(self, *, restarts_after_s: float, num_durable: int) -> None:
+        """Crash in the middle of the next append."""
+        self._tear = partial(
+            self.crash_coordinator, restarts_after_s=restarts_after_s, num_durable=num_durable
+        )
+
     def fill_disk(self, seconds: float) -> None:
         """Let no append end for a while: the coordinator holds back what depends on it, and tries again."""
         self._room_at = max(self._room_at, self.clock.now + seconds)
@@ -165,7 +175,7 @@ class Service(ABC):
 
     def _deadline(self) -> float | None:
         wall_s = None if self.coordinator is None else self.coordinator.deadline()
-        return None if wall_s is None else wall_s - self._wall_ahead_s
+        return None if wall_s is None else wall_s - self._wall_ahead_s + _LATE_S
 
     def _due(self, term: int, deadline: float) -> None:
         if term != self._term or self.coordinator is None:
@@ -185,6 +195,9 @@ class Service(ABC):
         for index, command in enumerate(commands):
             if isinstance(command, Append):
                 self._appending = list(commands[index:])
+                tear, self._tear = self._tear, None
+                if tear is not None:
+                    self.clock.after(APPEND_S / 2, tear)
                 self.clock.after(APPEND_S, partial(self._durable, self._term))
                 return
             self._act(command)

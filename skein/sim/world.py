@@ -25,6 +25,7 @@ from skein.protocol.worker_io import (
     ForgetJob,
     Identity,
     LinksProbed,
+    LogShortened,
     MeasureLinks,
     OpEnded,
     RunOp,
@@ -168,11 +169,14 @@ class World(Service):
         worker.thaw()
         self._give(worker, TimePassed())
 
-    def mute_worker(self, name: WorkerId, seconds: float) -> None:
-        """Hold back what a worker and the coordinator say to each other; peers still reach it."""
-        for sender, receiver in ((name, COORDINATOR), (COORDINATOR, name)):
-            self.network.cut(sender, receiver)
-            self.clock.after(seconds, partial(self.network.mend, sender, receiver))
+    def mute_worker(
+        self, name: WorkerId, seconds: float, *, is_heard: bool = False, hears: bool = False
+    ) -> None:
+        """Hold back what a worker and the coordinator say to each other, or one of them; peers still reach it."""
+        for sender, receiver, is_open in ((name, COORDINATOR, is_heard), (COORDINATOR, name, hears)):
+            if not is_open:
+                self.network.cut(sender, receiver)
+                self.clock.after(seconds, partial(self.network.mend, sender, receiver))
 
     def _pass_on(self) -> None:
         """Links are healed: control streams pass on what was said meanwhile, in order."""
@@ -196,6 +200,13 @@ class World(Service):
         """Let no op of a worker end any more; it beats on."""
         if name in self.workers:
             self.workers[name].is_stuck = True
+
+    def shorten_log(self, name: WorkerId, *, num_kept: int) -> None:
+        """Have a worker's boundary log forget all but so many tensors, for want of room."""
+        worker = self.workers.get(name)
+        keys = () if worker is None else worker.executor.shorten_log(num_kept)
+        if worker is not None and keys:
+            self._give(worker, LogShortened(keys=keys, is_wanted=False))
 
     def give(self, name: WorkerId, event: WorkerEvent) -> None:
         """Give a worker's machine an event."""

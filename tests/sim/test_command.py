@@ -2,11 +2,13 @@
 
 import pytest
 
+from skein.errors import UserError
 from skein.protocol.records import GenerationOpened
 from skein.sim import __main__ as command
 from skein.sim.invariants import Violated
-from skein.sim.scenario import FleetShape, make_world, run_to_end
-from tests.support.worlds import LIMIT_S, curve_of, of_kind
+from skein.sim.scenario import LIMIT_S, FleetShape, curve_of, make_world, run_to_end
+from skein.sim.shapes import shape_of
+from tests.support.worlds import of_kind
 
 
 def test_each_seed_is_told_in_a_line(
@@ -46,3 +48,43 @@ def test_a_thousand_workers_take_their_steps() -> None:
     assert [record.step for record in curve_of(world.log)] == list(range(5))
     assert len(of_kind(world.log, GenerationOpened)) == 1
     assert outcome.num_events > 10**5
+
+
+def test_seeds_are_judged_in_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--shape", "any", "--seeds", "4", "--processes", "2"]
+    monkeypatch.setattr("sys.argv", ["python -m skein.sim", *arguments])
+    assert command.main() == 0
+    told = capsys.readouterr()
+    assert told.out == "4 seeds from 0 on, any, 8 faults each: no violation\n"
+    assert told.err.splitlines()[-1].startswith("4 of 4 seeds")
+
+
+def test_a_seed_that_fails_is_told_with_the_command_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise Violated("made up")
+
+    monkeypatch.setattr(command, "judge", never)
+    monkeypatch.setattr("sys.argv", ["python -m skein.sim", "--shape", "any", "--seed", "3", "--seeds", "2"])
+    assert command.main() == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "reproduce: python -m skein.sim --shape 'loop 3x2 tied' --faults 8 --seed 3 --trace"
+
+
+def test_a_trace_tells_what_each_worker_hears(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["python -m skein.sim", "--shape", "line 2x2", "--trace"])
+    assert command.main() == 0
+    out = capsys.readouterr().out
+    assert "w0003 e0 g0 v0 StreamOpened" in out
+    assert "fault: " in out
+
+
+def test_a_shape_that_says_nothing_known_is_refused() -> None:
+    for text in ("", "line", "line 2", "ring 2x2", "line 2x2 upside", "line 2x2 skip much"):
+        with pytest.raises(UserError, match="shape"):
+            shape_of(text)

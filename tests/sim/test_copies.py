@@ -9,10 +9,10 @@ from skein.protocol.records import JobSubmitted, StepCommitted
 from skein.protocol.worker_io import CopyKind, DirectiveArrived, PrefetchEnded, PrefetchFailed, WorkerEvent
 from skein.sim.copies import NUM_SNAPSHOTS
 from skein.sim.process import SimWorker
-from skein.sim.scenario import make_world
+from skein.sim.scenario import FLOPS_PER_S, make_world
 from skein.types import Epoch, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job
-from tests.support.worlds import FLOPS_PER_S, fleet_of, of_kind, plan_of, run_until, version_of, worker
+from tests.support.worlds import fleet_of, of_kind, plan_of, run_until, version_of, worker
 
 NEWCOMER = WorkerId("w9999")
 SPEC = small_job(steps=30)

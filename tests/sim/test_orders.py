@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -10,13 +9,13 @@ from skein.config.job import JobSpec, SkipSpec
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Path, Plan
-from skein.sim.scenario import draw_faults
+from skein.sim.faults import draw_faults, schedule
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
 from skein.types import Layout
 from tests.support.drawn import carried_out
 from tests.support.jobs import small_job
-from tests.support.worlds import Run, fleet_of, simulate
+from tests.support.worlds import Run, simulate
 
 
 def spec(layout: Layout) -> JobSpec:
@@ -52,8 +51,7 @@ def run(job: JobSpec, *, seed: int | None) -> Run:
     def disturb(world: World) -> None:
         world.planner = wild_plan
         num_faults = 0 if seed is None else 6
-        for at_s, _, fault in draw_faults(fleet_of(8), num_faults=num_faults, horizon_s=12.0, seed=seed or 0):
-            world.clock.at(at_s, partial(fault, world))
+        schedule(world, draw_faults(8, num_faults=num_faults, horizon_s=12.0, seed=seed or 0))
 
     return simulate(job, 8, seed=seed or 0, disturb=disturb)
 

@@ -5,12 +5,11 @@ import pytest
 from skein.protocol.coordinator_io import DrainAsked
 from skein.protocol.records import CheckpointCommitted, GenerationOpened, RolledBack, StepCommitted
 from skein.protocol.worker_io import StopRequested
-from skein.sim.scenario import make_world
+from skein.sim.scenario import FLOPS_PER_S, make_world
 from skein.sim.world import World
 from skein.types import ChunkRef, SiteId
 from tests.support.jobs import ROOM_FOR_ONE_STAGE, small_job
 from tests.support.worlds import (
-    FLOPS_PER_S,
     finish,
     fleet_of,
     kill_everything,

@@ -5,10 +5,10 @@ import pytest
 from skein.config.job import JobSpec
 from skein.protocol.coordinator_io import SubmitAsked
 from skein.protocol.records import Evaluated, GenerationOpened, JobEnded, StepCommitted
-from skein.sim.scenario import run_to_end
+from skein.sim.scenario import LIMIT_S, run_to_end
 from skein.types import JobState, Layout
 from tests.support.jobs import small_job
-from tests.support.worlds import LIMIT_S, of_kind, simulate, undisturbed
+from tests.support.worlds import of_kind, simulate, undisturbed
 
 SHAPES = {
     "one worker": (small_job(stages=1, replicas=1), 1),

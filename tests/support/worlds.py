@@ -1,26 +1,18 @@
 """Simulated worlds: small jobs on small fleets, disturbed or not, and what came of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
 from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, Record, RolledBack, StepCommitted
-from skein.sim.scenario import FAULTS, FleetShape, Outcome, draw_faults, make_world, run_to_end
+from skein.protocol.records import CheckpointCommitted, Record, RolledBack
+from skein.sim.scenario import FLOPS_PER_S, LIMIT_S, FleetShape, Outcome, curve_of, make_world, run_to_end
 from skein.sim.world import World
 from skein.topology.fleet import Profile
 from skein.types import JobState, SiteId, WorkerId
-
-LIMIT_S = 900.0
-"""Simulated seconds by which every scenario must have ended; undisturbed ones take about ten."""
-FLOPS_PER_S = 2e9
-"""So slow that steps of small jobs take about a second: faults strike in the middle of things."""
-
-REPEAT_EVERY = 7
-"""Tensors between two that arrive twice, wherever faults are drawn; coprime to the numbers of microbatches."""
 
 R = TypeVar("R")
 
@@ -52,20 +44,6 @@ def of_kind(log: Sequence[Record], kind: type[R]) -> list[R]:
     return [record for record in log if isinstance(record, kind)]
 
 
-def curve_of(log: Sequence[Record]) -> tuple[StepRecord, ...]:
-    """The loss curve and all numbers behind it; steps that were rolled back are not in it."""
-    steps: list[StepRecord] = []
-    for record in log:
-        match record:
-            case StepCommitted():
-                steps.append(replace(record.record, results=()))
-            case RolledBack():
-                del steps[record.to_version :]
-            case _:
-                pass
-    return tuple(steps)
-
-
 def fleet_of(num_workers: int, *, num_sites: int = 2) -> FleetShape:
     return FleetShape(num_workers=num_workers, num_sites=num_sites, flops_per_s=FLOPS_PER_S)
 
@@ -93,24 +71,6 @@ def simulate(
     if disturb is not None:
         disturb(world)
     return finish(world, about=f"seed={seed}")
-
-
-def simulate_faults(
-    job: JobSpec, num_workers: int, *, seed: int, num_faults: int = 8, kinds: Sequence[str] = FAULTS
-) -> Run:
-    """A whole job under a drawn schedule of faults."""
-    fleet = fleet_of(num_workers)
-    world = make_world(job, fleet, seed=seed)
-    world.transport.repeat_every = REPEAT_EVERY
-    schedule = draw_faults(fleet, num_faults=num_faults, horizon_s=20.0, seed=seed, kinds=kinds)
-    for at_s, words, fault in schedule:
-        world.clock.at(at_s, lambda words=words, fault=fault: _strike(world, words, fault))  # type: ignore[misc]
-    return finish(world, about=f"seed={seed}")
-
-
-def _strike(world: World, words: str, fault: Callable[[World], None]) -> None:
-    world.lines.append(f"{world.clock.now:.3f} fault: {words}")
-    fault(world)
 
 
 @cache

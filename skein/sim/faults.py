@@ -1,0 +1,320 @@
+"""Faults of a simulated world, and seeded schedules of them. Whoever dies comes back after a while, all cuts heal."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from skein import rng
+from skein.protocol.coordinator_io import DrainAsked
+from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
+from skein.sim.network import FAIR, Weather
+from skein.sim.world import World
+from skein.topology.fleet import Profile
+from skein.types import SiteId, WorkerId
+
+SLOWER = 4.0
+"""Times as long as its profile says are the ops of a worker that is struck by "slow"."""
+AWAY_S = 5.0
+"""At least so long is a worker away that was killed."""
+FAILING: tuple[type[Op], ...] = (ForwardOp, LossOp, BackwardOp, PackOp, SumOp, JoinOp, ApplyOp)
+_NUM_FLAPS = 6
+_STORM = Weather(jitter_s=0.3, loss=0.1, repeats=0.1)
+_MUD = Weather(slower=20.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens at `at_s`, to whom, for how long; `number` is for what else has to be chosen."""
+
+    at_s: float
+    kind: str
+    worker: WorkerId
+    other: WorkerId
+    seconds: float
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.worker} {self.other} {self.seconds:.2f} s, {self.number}"
+
+    @property
+    def over_s(self) -> float:
+        """When nothing of it is left, but for who comes back after it."""
+        return self.at_s + AWAY_S + 4 * self.seconds
+
+
+def draw_faults(
+    num_workers: int, *, num_faults: int, horizon_s: float, seed: int, kinds: Sequence[str] | None = None
+) -> list[Fault]:
+    """A seeded schedule, by time."""
+    draw = rng.stream(seed, "faults")
+    known = tuple(FAULTS) if kinds is None else kinds
+    faults = [
+        Fault(
+            at_s=float(draw.uniform(0.0, horizon_s)),
+            kind=known[int(draw.integers(len(known)))],
+            worker=WorkerId(f"w{int(draw.integers(num_workers)):04d}"),
+            other=WorkerId(f"w{int(draw.integers(num_workers)):04d}"),
+            seconds=float(draw.uniform(0.1, 6.0)),
+            number=int(draw.integers(1 << 16)),
+        )
+        for _ in range(num_faults)
+    ]
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def schedule(world: World, faults: Sequence[Fault]) -> None:
+    """Have them happen, each at its time, and be told among the world's lines."""
+    for fault in faults:
+        world.clock.at(fault.at_s, partial(strike, world, fault))
+
+
+def strike(world: World, fault: Fault) -> None:
+    """Have it happen now."""
+    world.lines.append(f"{world.clock.now:.3f} fault: {fault}")
+    FAULTS[fault.kind](world, fault)
+
+
+# --- processes ---
+
+
+def _kill(world: World, fault: Fault) -> None:
+    _kill_all(world, [fault.worker], fault)
+
+
+def _kill_all(world: World, names: Sequence[WorkerId], fault: Fault) -> None:
+    for name in names:
+        worker = world.workers.get(name)
+        if worker is not None:
+            identity = worker.machine.identity
+            world.kill_worker(name)
+            back = partial(_come_back, world, name, identity.site, identity.profile)
+            world.clock.after(AWAY_S + fault.seconds, back)
+
+
+def _come_back(world: World, name: WorkerId, site: SiteId, profile: Profile) -> None:
+    if name not in world.workers:
+        world.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
+
+
+def _restart(world: World, fault: Fault) -> None:
+    world.restart_worker(fault.worker)
+
+
+def _flap(world: World, fault: Fault) -> None:
+    """Start again and again, faster than any lease ends."""
+    for turn in range(_NUM_FLAPS):
+        world.clock.after(turn * fault.seconds / _NUM_FLAPS, partial(world.restart_worker, fault.worker))
+
+
+def _freeze(world: World, fault: Fault) -> None:
+    world.freeze_worker(fault.worker, fault.seconds)
+
+
+def _slow(world: World, fault: Fault) -> None:
+    world.slow_worker(fault.worker, SLOWER, seconds=4 * fault.seconds)
+
+
+def _drain(world: World, fault: Fault) -> None:
+    worker = world.workers.get(fault.worker)
+    if worker is not None:
+        identity = worker.machine.identity
+        world.tell(DrainAsked(worker=fault.worker))
+        back = partial(_come_back, world, fault.worker, identity.site, identity.profile)
+        world.clock.after(AWAY_S + fault.seconds, back)
+
+
+def _op(world: World, fault: Fault) -> None:
+    """The next op of some kind fails halfway."""
+    worker = world.workers.get(fault.worker)
+    kind = FAILING[fault.number % len(FAILING)]
+    if worker is not None:
+        worker.to_fail = lambda op: isinstance(op, kind)
+
+
+def _forget(world: World, fault: Fault) -> None:
+    """The boundary log has room for a few entries only."""
+    world.shorten_log(fault.worker, num_kept=fault.number % 4)
+
+
+# --- several at once ---
+
+
+def _third(world: World, fault: Fault) -> None:
+    """A third of all workers dies at once."""
+    _kill_all(world, _some(world, fault, len(world.workers) // 3), fault)
+
+
+def _some(world: World, fault: Fault, count: int) -> list[WorkerId]:
+    names = sorted(world.workers)
+    start = fault.number % max(1, len(names))
+    return (names[start:] + names[:start])[:count]
+
+
+def _site(world: World, fault: Fault) -> None:
+    """A whole site dies."""
+    site = _some_site(world, fault)
+    _kill_all(world, [name for name in sorted(world.workers) if world.network.site_of(name) == site], fault)
+
+
+def _some_site(world: World, fault: Fault) -> SiteId:
+    sites = world.network.sites
+    return sites[fault.number % len(sites)]
+
+
+def _neighbours(world: World, fault: Fault) -> None:
+    """Two workers die that pass tensors to each other."""
+    run = None if world.coordinator is None else world.coordinator.run
+    if run is None or run.plan is None:
+        return
+    path = run.plan.paths[fault.number % len(run.plan.paths)]
+    pairs = [(a.worker, b.worker) for a, b in pairwise(path.hops) if a.worker != b.worker]
+    if pairs:
+        _kill_all(world, pairs[fault.number % len(pairs)], fault)
+
+
+def _join(world: World, fault: Fault) -> None:
+    """As many come as make two thirds of the fleet, at once; they are told to go a while later."""
+    names = [WorkerId(f"n{fault.number}-{index}") for index in range(2 * len(world.workers))]
+    for index, name in enumerate(names):
+        site = world.network.sites[index % len(world.network.sites)]
+        world.add_worker(name, site, flops_per_s=2e9, memory_bytes=16 * 2**30)
+        world.clock.after(4 * fault.seconds, partial(world.tell, DrainAsked(worker=name)))
+
+
+# --- links ---
+
+
+def _stream(world: World, fault: Fault) -> None:
+    world.break_stream(fault.worker)
+
+
+def _mute(world: World, fault: Fault) -> None:
+    world.mute_worker(fault.worker, fault.seconds)
+
+
+def _half_mute(world: World, fault: Fault) -> None:
+    """What the worker and the coordinator say passes in one direction only."""
+    world.mute_worker(
+        fault.worker, fault.seconds, is_heard=fault.number % 2 == 0, hears=fault.number % 2 == 1
+    )
+
+
+def _cut(world: World, fault: Fault) -> None:
+    """One directed link is a black hole."""
+    if fault.worker != fault.other:
+        world.network.cut(fault.worker, fault.other)
+        mend = partial(world.network.mend, fault.worker, fault.other)
+        world.clock.after(fault.seconds, mend)
+
+
+def _partition(world: World, fault: Fault) -> None:
+    """A site is cut off from all others, and from the coordinator if that is elsewhere."""
+    _cut_off(world, fault, is_two_way=True)
+
+
+def _one_way(world: World, fault: Fault) -> None:
+    """A site hears all others and reaches none."""
+    _cut_off(world, fault, is_two_way=False)
+
+
+def _cut_off(world: World, fault: Fault, *, is_two_way: bool) -> None:
+    site = _some_site(world, fault)
+    for other in world.network.sites:
+        if other == site:
+            continue
+        for pair in ((site, other), (other, site))[: 2 if is_two_way else 1]:
+            world.network.cut_sites(*pair)
+            world.clock.after(fault.seconds, partial(world.network.mend_sites, *pair))
+
+
+def _delay(world: World, fault: Fault) -> None:
+    """The links between two workers are slow for a while."""
+    _weather(world, fault, [(fault.worker, fault.other), (fault.other, fault.worker)], _MUD)
+
+
+def _storm(world: World, fault: Fault) -> None:
+    """A worker's tensors overtake each other, are lost on the way, and arrive twice."""
+    others = [name for name in sorted(world.workers) if name != fault.worker]
+    there = [(fault.worker, name) for name in others]
+    _weather(world, fault, there + [(name, fault.worker) for name in others], _STORM)
+
+
+def _weather(
+    world: World, fault: Fault, pairs: Sequence[tuple[WorkerId, WorkerId]], weather: Weather
+) -> None:
+    for sender, receiver in pairs:
+        world.network.set_weather(sender, receiver, weather)
+        world.clock.after(2 * fault.seconds, partial(world.network.set_weather, sender, receiver, FAIR))
+
+
+# --- the coordinator ---
+
+
+def _coordinator(world: World, fault: Fault) -> None:
+    world.crash_coordinator(restarts_after_s=fault.seconds / 3)
+
+
+def _both(world: World, fault: Fault) -> None:
+    """A worker dies with the coordinator."""
+    _coordinator(world, fault)
+    _kill(world, fault)
+
+
+def _torn(world: World, fault: Fault) -> None:
+    """The coordinator dies in the middle of its next append: none or some of a turn's records are in the log."""
+    world.tear_append(restarts_after_s=fault.seconds / 3, num_durable=fault.number % 3)
+
+
+def _disk(world: World, fault: Fault) -> None:
+    world.fill_disk(fault.seconds)
+
+
+def _clock(world: World, fault: Fault) -> None:
+    """The coordinator starts again where the wall clock is another, earlier or later, by up to a day."""
+    world.skew_s = fault.number * 1.3
+    _coordinator(world, fault)
+
+
+FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
+    "kill": _kill,
+    "restart": _restart,
+    "flap": _flap,
+    "freeze": _freeze,
+    "slow": _slow,
+    "drain": _drain,
+    "op": _op,
+    "forget": _forget,
+    "third": _third,
+    "site": _site,
+    "neighbours": _neighbours,
+    "join": _join,
+    "stream": _stream,
+    "mute": _mute,
+    "half_mute": _half_mute,
+    "cut": _cut,
+    "partition": _partition,
+    "one_way": _one_way,
+    "delay": _delay,
+    "storm": _storm,
+    "coordinator": _coordinator,
+    "both": _both,
+    "torn": _torn,
+    "disk": _disk,
+    "clock": _clock,
+}
+"""By name."""
+GENTLE = (
+    "stream",
+    "cut",
+    "drain",
+    "delay",
+    "storm",
+    "forget",
+    "slow",
+    "coordinator",
+    "torn",
+    "disk",
+    "clock",
+)
+"""Faults in which nobody dies, and nobody is silent beyond its lease: no state is ever lost."""

@@ -1,0 +1,115 @@
+"""Shapes of small jobs and fleets, by words: `loop 3x2 tied skip 1/3 on 4` is what a failing seed is told with."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    LlamaModel,
+    LlamaShape,
+    ParallelSpec,
+    SkipSpec,
+    TextSource,
+)
+from skein.errors import UserError
+from skein.types import Layout
+
+_HINT = "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else there is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A job of `replicas` x `stages` on `num_workers`; two microbatches for each replica."""
+
+    text: str
+    layout: Layout
+    stages: int
+    replicas: int
+    num_workers: int
+    is_tied: bool
+    skip_ratio: float
+
+    def job(self, *, steps: int, every: int = 3) -> JobSpec:
+        """A language model of two blocks per stage, evaluated and saved every so many steps; 0: never."""
+        blocks = LlamaShape(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2 * self.stages,
+            tie_word_embeddings=self.is_tied,
+        )
+        return JobSpec(
+            name="sim",
+            model=LlamaModel(shape=blocks),
+            data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
+            batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
+            parallel=ParallelSpec(stages=self.stages, replicas=self.replicas, layout=self.layout),
+            skip=SkipSpec(ratio=self.skip_ratio),
+            budget=BudgetSpec(steps=steps),
+            evaluation=EvaluationSpec(every_steps=every, samples=4),
+            checkpoint=CheckpointSpec(every_steps=every, keep=2),
+        )
+
+
+def shape_of(text: str) -> Shape:
+    """What the words say.
+
+    Raises:
+        UserError: they say nothing known.
+
+    >>> shape = shape_of("loop 3x2 tied skip 1/3 on 4")
+    >>> shape.stages, shape.replicas, shape.num_workers, shape.is_tied, round(shape.skip_ratio, 2)
+    (3, 2, 4, True, 0.33)
+    >>> shape_of("line 2x2").num_workers
+    4
+    """
+    words = text.split()
+    try:
+        layout = Layout(words.pop(0))
+        stages, replicas = (int(number) for number in words.pop(0).split("x"))
+        is_tied, skip, num_workers = False, Fraction(0), stages * replicas
+        while words:
+            match words.pop(0):
+                case "tied":
+                    is_tied = True
+                case "skip":
+                    skip = Fraction(words.pop(0))
+                case "on":
+                    num_workers = int(words.pop(0))
+                case other:
+                    raise UserError("shape", other, _HINT)
+    except (ValueError, IndexError) as error:
+        raise UserError("shape", text, _HINT) from error
+    return Shape(
+        text=text,
+        layout=layout,
+        stages=stages,
+        replicas=replicas,
+        num_workers=num_workers,
+        is_tied=is_tied,
+        skip_ratio=float(skip),
+    )
+
+
+SHAPES = tuple(
+    shape_of(text)
+    for text in (
+        "line 2x2",
+        "line 3x2",
+        "loop 2x2",
+        "loop 3x2 tied",
+        "line 3x2 tied",
+        "line 3x2 on 3",
+        "line 1x3",
+        "line 4x1",
+        "line 3x3 on 12",
+        "line 4x2 skip 1/4",
+        "loop 4x2 tied skip 1/2",
+        "loop 3x2 skip 1/3 on 4",
+    )
+)
+"""What seeds walk over."""
