@@ -6,8 +6,8 @@ from skein.types import WorkerId
 
 GATHER_S = 3.0
 """How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
-RETURN_S = 10.0
-"""How long a restarted coordinator waits for the members that it had."""
+RETURN_S = 5.0
+"""How long a restarted coordinator waits for the members that it had: they try again every two seconds at least."""
 PARDON_S = 30.0
 """How long who was excluded on the word of peers stays so when without them no plan exists."""
 

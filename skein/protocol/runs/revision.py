@@ -42,9 +42,10 @@ class Revision:
         """A plan that was at hand is being put in place."""
         self.policy.kept(plan)
 
-    def resumed(self, plan: Plan) -> None:
-        """A step goes on by this plan, which nobody searched for."""
+    def resumed(self, plan: Plan, *, now: float) -> None:
+        """A step goes on by this plan, which nobody searched for; but who was lost may soon be back."""
         self.policy.adopted(plan, plan.workers, may_improve=True)
+        self.policy.backoff.happened(now=now)
 
     def adopted(self, plan: Plan, candidates: Sequence[Entry], *, may_improve: bool) -> None:
         """A plan made for these candidates is being put in place."""

@@ -159,9 +159,14 @@ class Run:
                 self._joining.lose(change.worker)
                 if is_missed:
                     self._losses.setdefault(change.worker, Backoff(FLAP_S)).happened(now=now)
-                    reason = f"lost {change.worker} ({change.reason})"
-                    kind = IncidentKind.WORKER_LOST
-                    self._failed(kind, change.worker, reason, silent_s=change.silent_s, now=now)
+                    self._incidents.noticed(
+                        IncidentKind.WORKER_LOST,
+                        (change.worker,),
+                        change.reason,
+                        silent_s=change.silent_s,
+                        now=now,
+                    )
+                    self._bump(f"lost {change.worker} ({change.reason})", now=now)
             case IsLeaving():
                 if not self._depends_on(change.worker) and not self._is_to_fence():
                     self._members.let_go(change.worker)
@@ -217,10 +222,8 @@ class Run:
             self._build(event.result, now=now)
         self.tick(now=now)
 
-    def _failed(
-        self, kind: IncidentKind, worker: WorkerId, reason: str, *, silent_s: float = 0.0, now: float
-    ) -> None:
-        self._incidents.noticed(kind, (worker,), reason, silent_s=silent_s, now=now)
+    def _failed(self, kind: IncidentKind, worker: WorkerId, reason: str, *, now: float) -> None:
+        self._incidents.noticed(kind, (worker,), reason, silent_s=0.0, now=now)
         self._bump(reason, now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
@@ -466,7 +469,7 @@ class Run:
         self._incidents.resumed(resumed)
         self._placement.go_on(resumed)
         assert self.plan is not None
-        self._revision.resumed(self.plan)
+        self._revision.resumed(self.plan, now=now)
 
     def _build(self, plan: Plan, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
