@@ -215,14 +215,14 @@ def _count_row(what: str, count: int, num_used: int, *, is_ours: bool) -> Row:
 
 def _time_row(trained: Trained, loss: float, ours_s: float | None, *, is_ours: bool) -> Row:
     calm_s, struck_s = trained.calm.reaches_s(loss), trained.struck.reaches_s(loss)
-    taken_s = float("nan") if struck_s is None else struck_s
+    taken_s = trained.struck.lasted_s if struck_s is None else struck_s
     calm = "not reached" if calm_s is None else f"{calm_s:.1f} s"
     return Row(
         what=f"{trained.name}: seconds under kills to a loss of {loss:.4f} nats/byte",
         value=taken_s,
-        unit="s",
+        unit="s" if struck_s is not None else "s, and not reached",
         against=f"itself in peace: {calm}",
-        ratio=taken_s / ours_s if ours_s else float("nan"),
+        ratio=taken_s / ours_s if ours_s else 0.0,
         goal="reached" if is_ours else "none: shown; the ratio is to Skein's",
         holds=struck_s is not None or not is_ours,
         spread=0.0,

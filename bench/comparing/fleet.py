@@ -17,9 +17,11 @@ from client.local import free_port
 from client.tether import tethered_arguments
 from skein.config.job import JobSpec
 
-POLL_S = 0.05
-_GIVE_UP_S = 600.0
-"""Without a step; something is stuck that would stay so."""
+_POLL_S = 0.05
+_GIVE_UP_S = 300.0
+"""Without a new step: what is killed more often than it gets anywhere will not get there."""
+_LAST_LINES_S = 1.0
+"""After the first replica has made the last step, for the others to tell of theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +80,13 @@ class Fleet:
             self._kill(replica)
 
     def train(self, blows: Sequence[Blow]) -> Curve:
-        """To the last step, struck from the first one on.
+        """To the last step, or as far as it gets; struck from the first step on.
 
         Raises:
-            AssertionError: no step was made for too long; shows what a replica said last.
+            AssertionError: no step was made at all; shows what the replicas said last.
         """
         waiting, begun_s, moved_s, num_steps = list(blows), 0.0, time.time(), 0
-        while num_steps < self._job.budget.steps:
+        while num_steps < self._job.budget.steps and time.time() < moved_s + _GIVE_UP_S:
             made = 1 + max((t.step for t in self._news() if t.kind is Kind.APPLIED), default=-1)
             moved_s = time.time() if made > num_steps else moved_s
             num_steps = max(num_steps, made)
@@ -92,8 +94,10 @@ class Fleet:
             while begun_s and waiting and time.time() >= begun_s + waiting[0].at_s:
                 self._strike(waiting.pop(0))
             self._bring_back()
-            assert time.time() < moved_s + _GIVE_UP_S, self._last_words()
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+        assert num_steps, self._last_words()
+        time.sleep(_LAST_LINES_S)
+        _ = self._news()
         return curve_of(self._told)
 
     def _news(self) -> list[Told]:

@@ -57,6 +57,11 @@ class Curve:
         """When the first step was done; before it there is start-up only."""
         return self.applied[0].at_s
 
+    @property
+    def lasted_s(self) -> float:
+        """From the first step to the last."""
+        return self.applied[-1].at_s - self.begun_s
+
     def num_lost(self, step_samples: int) -> int:
         """Samples which no update has seen, of the steps that were made since one had all its `step_samples`.
 
