@@ -107,7 +107,11 @@ class Replanning:
             return (
                 f"measured {seen.step_s:.2g} s, planned {self._planned_s:.2g} s: replanned for {seen.blamed}"
             )
-        slow = [(ratio, worker) for worker, ratio in seen.stragglers if worker not in self._stragglers]
+        slow = [
+            (ratio, worker)
+            for worker, ratio in seen.stragglers
+            if worker not in self._stragglers and ratio > 1 + self._off_by
+        ]
         if slow:
             ratio, worker = max(slow)
             return f"{worker} takes {ratio:.1f} times as long as expected"
