@@ -44,7 +44,7 @@ from skein.errors import SkeinError, UserError
 
 _log = logging.getLogger(__name__)
 
-_STOP_S = 8.0
+_STOP_S = 15.0
 _PRIORITY = 1
 """The least of those that go before ordinary processes."""
 

@@ -32,7 +32,7 @@ PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"
 _POLL_S = 0.1
 _JOIN_S = 10.0
 """That a worker takes to import torch and measure itself, while all others do the same."""
-_STOP_S = 45.0
+_STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
