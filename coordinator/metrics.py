@@ -258,6 +258,11 @@ class Metrics:
         )
         self._generation = Gauge("skein_generation_number", "Of the newest plan", registry=registry)
         self._epoch = Gauge("skein_epoch_number", "Openings of the run log", registry=registry)
+        self._leads = Gauge(
+            "skein_coordinator_is_leader",
+            "1 where this coordinator leads, 0 while it stands by",
+            registry=registry,
+        )
         self._streams = Gauge("skein_control_streams", "Control streams that are open", registry=registry)
         self._lag = Gauge("skein_event_loop_lag_seconds", "How late a timer fired", registry=registry)
         self._append_seconds = Histogram(
@@ -307,6 +312,10 @@ class Metrics:
         """A worker reported."""
         if isinstance(report, Beat) and report.statistics:
             self._counts[worker] = _by_name(report.statistics)
+
+    def led(self) -> None:
+        """This coordinator leads from now on."""
+        self._leads.set(1)
 
     def refused(self, method: str, reason: str) -> None:
         """A call failed."""

@@ -201,6 +201,7 @@ class Serving:
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
             await doors.service.admit(driver, store, roster, lead)
+            memory.metrics.led()
         except BaseException:
             await doors.close()
             log.close()

@@ -50,7 +50,7 @@ class Lead:
         self._address = address
         self._takeover_s = takeover_s
         self._clock = clock
-        self._renewed_at = clock()
+        self._renewed_at = self._answered_at = clock()
         self._renewed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
 
@@ -66,11 +66,13 @@ class Lead:
             began = self._clock()
             try:
                 await loop.run_in_executor(self._thread, self._log.renew, self._address)
-                self._renewed_at = began
+                self._renewed_at = self._answered_at = began
                 self._renewed.set()
-            except (LogFull, LogBusy):
-                # Whoever appends says so.
-                self._renewed.clear()
+            except LogFull:
+                # Nobody else leads, and whoever appends says so.
+                self._answered_at = began
+            except LogBusy:
+                _log.warning("the run log is busy, so the lease was not renewed")
             await asyncio.sleep(self._takeover_s / RENEWALS)
 
     async def certain(self) -> None:
@@ -78,6 +80,11 @@ class Lead:
         while self._clock() - self._renewed_at > self._takeover_s:
             self._renewed.clear()
             await self._renewed.wait()
+
+    async def lost(self) -> None:
+        """Returns once the log has not answered for twice the time that a standby waits."""
+        while (left_s := self._answered_at + 2 * self._takeover_s - self._clock()) > 0:  # noqa: ASYNC110 - by itself
+            await asyncio.sleep(left_s)
 
     def close(self) -> None:
         """Wait for a renewal that is under way."""

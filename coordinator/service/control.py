@@ -39,6 +39,7 @@ class Control(control_pb2_grpc.ControlServicer):
         await self._driver.opened(stream, hello)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         cutting = asyncio.create_task(_cut(stream, asyncio.current_task()))
+        doubting = asyncio.create_task(_close_if_lost(stream, self._lead))
         try:
             while (directive := await stream.take()) is not None:
                 await self._lead.certain()
@@ -49,6 +50,7 @@ class Control(control_pb2_grpc.ControlServicer):
                 await reading
         finally:
             cutting.cancel()
+            doubting.cancel()
             reading.cancel()
             await self._driver.closed(stream, "the connection broke")
 
@@ -97,6 +99,11 @@ def _check_name(field: str, name: WorkerId | str) -> None:
 
 def _short(line: LogLine) -> LogLine:
     return replace(line, text=" ".join(line.text[:MAX_LINE_CHARACTERS].split()))
+
+
+async def _close_if_lost(stream: Stream, lead: Lead) -> None:
+    await lead.lost()
+    stream.close("the run log does not answer, so another coordinator may lead")
 
 
 async def _cut(stream: Stream, call: "asyncio.Task[object] | None") -> None:

@@ -135,6 +135,7 @@ async def test_a_standby_leads_when_the_leader_is_silent_and_that_one_ends_itsel
         assert "epoch 1 is over" in line
         assert f"{waits.address} leads now" in line
         assert await health_of(waits.address, "skein.wire.v1.Jobs") == health_pb2.HealthCheckResponse.SERVING
+        assert "skein_coordinator_is_leader 1.0" in after.metrics.render().decode()
 
 
 async def test_a_standby_is_warm_and_reads_the_rest_when_it_leads(tmp_path: Path) -> None:
@@ -212,6 +213,20 @@ async def test_nothing_is_said_while_a_standby_may_lead_already(tmp_path: Path) 
         async with asyncio.timeout(WAIT_S):
             await asking
         keeping.cancel()
+        lead.close()
+
+
+async def test_streams_end_when_the_log_answers_no_more(tmp_path: Path) -> None:
+    clock = Clock()
+    with RunLog.open(tmp_path, wall_s=1.0) as log:
+        lead = Lead(log, "x:1", takeover_s=3.0, clock=clock)
+        waiting = asyncio.create_task(lead.lost())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+        clock.now += 6.1
+        async with asyncio.timeout(WAIT_S):
+            await lead.lost()
         lead.close()
 
 
