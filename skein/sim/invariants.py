@@ -10,7 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from skein.plan.plan import Plan
-from skein.protocol.messages import Commit, Directive, NewGeneration, StepRecord
+from skein.protocol.history import History
+from skein.protocol.messages import (
+    Assign,
+    Commit,
+    Directive,
+    NewGeneration,
+    Prepare,
+    Resumption,
+    StepRecord,
+)
+from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
@@ -21,7 +31,17 @@ from skein.protocol.records import (
     StepCommitted,
 )
 from skein.protocol.worker import Worker
-from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, MicrobatchId, StageIndex, Step
+from skein.types import (
+    ChunkRef,
+    Epoch,
+    Generation,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 
 INITIAL = "initial"
 """Lineage of what is drawn from the seed."""
@@ -80,9 +100,18 @@ class Invariants:
         self._known: dict[int, StepRecord] = {}
         """Recorded decisions by object identity: thousands of workers hear each."""
         self._places: dict[Incarnation, tuple[Epoch, Generation]] = {}
+        self._members: dict[Generation, frozenset[tuple[WorkerId, Incarnation]]] = {}
+        self._owners: dict[tuple[Epoch, Generation], dict[tuple[MicrobatchId, StageIndex], WorkerId]] = {}
+        """Who has accumulated, or will, what a step that goes on consists of."""
+        self._built: dict[Incarnation, Generation] = {}
+        self._replayed = History()
 
     def recorded(self, record: Record) -> None:
         """A record is durable: numbers grow, and steps are committed one after the other."""
+        self._check(record)
+        self._replayed.apply(record)
+
+    def _check(self, record: Record) -> None:
         match record:
             case EpochOpened():
                 _grows("epoch", self._epoch, record.epoch)
@@ -90,12 +119,16 @@ class Invariants:
             case GenerationOpened():
                 _grows("generation", self._generation, record.generation)
                 self._generation = record.generation
+                self._members[record.generation] = frozenset(
+                    (m.worker, m.incarnation) for m in record.members
+                )
             case JobSubmitted():
                 self._branches[record.job] = _Branch()
             case PlanAdopted():
                 self.visits[record.generation] = visits_of(record.plan)
             case StepCommitted():
-                self._committed(self._branches[record.job], record.record)
+                num_samples = self._replayed.jobs[record.job].spec.batch.samples
+                self._committed(self._branches[record.job], record.record, num_samples=num_samples)
             case RolledBack():
                 branch = self._branches[record.job]
                 del branch.records[record.to_version :]
@@ -103,9 +136,11 @@ class Invariants:
             case _:
                 pass
 
-    def _committed(self, branch: _Branch, record: StepRecord) -> None:
+    def _committed(self, branch: _Branch, record: StepRecord, *, num_samples: int) -> None:
         if record.step != len(branch.records):
             raise Violated(f"step {record.step} is committed at version {len(branch.records)}")
+        if record.samples_after != (record.step + 1) * num_samples:
+            raise Violated(f"after step {record.step} the cursor is at {record.samples_after}")
         self._known[id(record)] = record
         branch.records.append(record)
         branch.lineages.append(lineage_after(branch.lineages[-1], record))
@@ -119,6 +154,58 @@ class Invariants:
                     raise Violated(f"announced before it was recorded: {record}")
             case _:
                 pass
+        match directive:
+            case NewGeneration():
+                members = frozenset((m.worker, m.incarnation) for m in directive.members)
+                if members != self._members[directive.generation]:
+                    raise Violated(f"generation {directive.generation} has other members than recorded")
+            case Assign(resumption=Resumption() as resumption):
+                self._resumes(directive, resumption)
+            case Prepare():
+                self._prepares(directive)
+            case _:
+                pass
+
+    def _resumes(self, assign: Assign, resumption: Resumption) -> None:
+        """What goes on is each contribution of one worker alone: added up before, or still to come."""
+        owners = self._owners.setdefault((assign.epoch, assign.generation), {})
+        me = resumption.schedule.worker
+        kept = [(m, chunk.stage) for chunk in resumption.chunks for m in chunk.ledger]
+        left = [(op.microbatch, op.stage) for op in resumption.schedule.ops if op.kind.is_accumulating]
+        if len({*kept, *left}) < len(kept) + len(left):
+            raise Violated(f"{me} is to add up twice, of {kept} and {left}")
+        for contribution in (*kept, *left):
+            if owners.setdefault(contribution, me) != me:
+                raise Violated(f"{contribution} is {me}'s, and {owners[contribution]}'s too")
+
+    def _prepares(self, prepare: Prepare) -> None:
+        """The parts of an attempt are disjoint, and together all that visits its stages."""
+        by_stage: dict[StageIndex, list[MicrobatchId]] = {}
+        for part in prepare.parts:
+            by_stage.setdefault(part.stage, []).extend(part.microbatches)
+        visits = self.visits[prepare.generation].by_stage
+        for stage, microbatches in by_stage.items():
+            if sorted(microbatches) != sorted(visits[stage]):
+                raise Violated(f"stage {stage} is reduced from {sorted(microbatches)} at step {prepare.step}")
+
+    def replays(self, live: History) -> None:
+        """The records so far, one after the other, give the state that the coordinator has."""
+        replayed = self._replayed
+        if (replayed.epoch, replayed.generation) != (live.epoch, live.generation):
+            raise Violated("replaying the log gives another epoch or generation")
+        if (replayed.jobs, replayed.job_by_key) != (live.jobs, live.job_by_key):
+            raise Violated("replaying the log gives other jobs")
+
+    def built(self, who: Worker, generation: Generation) -> None:
+        """A worker has what a generation assigns to it."""
+        self._built[who.identity.incarnation] = generation
+
+    def begins(self, who: Worker, op: Op) -> None:
+        """A worker computes only what the generation that it follows has assigned."""
+        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+            built = self._built.get(who.identity.incarnation)
+            if built != who.generation:
+                raise Violated(f"{who.identity.worker} computes under {who.generation}, has built {built}")
 
     def applies(self, who: Worker, record: StepRecord, lineages: Iterable[str]) -> None:
         """Chunks of these lineages are about to be updated by `record`."""

@@ -215,6 +215,7 @@ class Service(ABC):
                 self._append(command.record)
                 if term != self._term or not self.is_up:
                     return
+        self.invariants.replays(self.coordinator.history)
         for command in commands:
             self._act(command)
         self._turn()

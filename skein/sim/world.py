@@ -266,6 +266,7 @@ class World(Service):
             case RunOp():
                 seconds = worker.executor.seconds(command.op)
                 worker.is_busy = True
+                self.invariants.begins(worker.machine, command.op)
                 worker.executor.begins(command.op, command.generation)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
             case SendTensor():

@@ -5,20 +5,29 @@ from dataclasses import replace
 import pytest
 
 from skein.model.layers import layers_of
+from skein.plan.plan import Plan
+from skein.protocol.history import History
 from skein.protocol.messages import (
+    Assign,
     Commit,
     Direction,
     Dismiss,
     HopTensor,
+    Ledger,
+    Member,
     NewGeneration,
     Phase,
+    Prepare,
+    ResumedChunk,
+    Resumption,
     StepRecord,
 )
-from skein.protocol.ops import ApplyOp, JoinOp, LossOp
+from skein.protocol.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
     JobSubmitted,
+    PlanAdopted,
     Record,
     RolledBack,
     StepCommitted,
@@ -26,7 +35,17 @@ from skein.protocol.records import (
 from skein.protocol.worker import Worker
 from skein.sim.executor import SimExecutor, stage_times
 from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after, visits_of
-from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
+from skein.types import (
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 from tests.support.hands import Hand, record
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, schedule
@@ -206,3 +225,117 @@ def test_visits_out_of_order_missing_repeated_or_wrongly_weighted_are_caught(
 ) -> None:
     with pytest.raises(Violated, match=found):
         executor_of(*accumulated).run(weighted(weight))
+
+
+# --- steps that go on ---
+
+
+def adopted(plan: Plan) -> PlanAdopted:
+    return PlanAdopted(job=JOB, generation=Generation(1), plan=plan)
+
+
+def going_on(assign: Assign, *ledger: int, left: str = "") -> Assign:
+    """The assignment of a worker that has added these, with these ops to come."""
+    kept = ResumedChunk(stage=StageIndex(0), ledger=tuple(map(MicrobatchId, ledger)), forwards=())
+    resumption = Resumption(
+        step=Step(0),
+        schedule=schedule(assign.schedule.worker, left),
+        chunks=(kept,),
+        origins=(),
+        repeats=(),
+    )
+    return replace(assign, resumption=resumption)
+
+
+def test_a_contribution_that_two_workers_are_to_make_is_caught() -> None:
+    plan = grid_plan(stages=1, replicas=2)
+    first, second = (Hand(name).assignment(plan) for name in ("w0a", "w0b"))
+    invariants = followed()
+    invariants.announced(going_on(first, 0, left="L0.1"))
+    invariants.announced(going_on(second, 2, left="L0.3"))
+    for other in (going_on(second, 0), going_on(second, left="L0.1")):
+        with pytest.raises(Violated, match=r"w0b's, and w0a's too"):
+            invariants.announced(other)
+
+
+def test_a_contribution_that_a_worker_is_to_make_twice_is_caught() -> None:
+    assign = Hand("w0a").assignment(grid_plan(stages=1, replicas=2))
+    with pytest.raises(Violated, match="add up twice"):
+        followed().announced(going_on(assign, 0, left="L0.0"))
+
+
+@pytest.mark.parametrize("parts", [((0, 2), (1, 3, 0)), ((0, 2), (1,))])
+def test_a_reduction_of_parts_that_overlap_or_leave_out_is_caught(parts: tuple[tuple[int, ...], ...]) -> None:
+    invariants = followed(adopted(grid_plan(stages=1, replicas=2)))
+
+    def prepare(*held: tuple[int, ...]) -> Prepare:
+        ledgers = tuple(
+            Ledger(stage=StageIndex(0), worker=WorkerId(name), microbatches=tuple(map(MicrobatchId, ids)))
+            for name, ids in zip(("w0a", "w0b"), held, strict=True)
+        )
+        return Prepare(
+            epoch=Epoch(1),
+            generation=Generation(1),
+            step=Step(0),
+            group=GroupId("s0"),
+            attempt=attempt(),
+            parts=ledgers,
+        )
+
+    invariants.announced(prepare((0, 2), (1, 3)))
+    with pytest.raises(Violated, match="is reduced from"):
+        invariants.announced(prepare(*parts))
+
+
+def test_a_generation_of_others_than_its_record_names_is_caught() -> None:
+    stranger = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address="")
+    fence = NewGeneration(
+        epoch=Epoch(1), generation=Generation(1), job=JOB, members=(stranger,), last_commit=None
+    )
+    with pytest.raises(Violated, match="other members"):
+        followed().announced(fence)
+
+
+def test_computing_before_the_generation_has_assigned_anything_is_caught() -> None:
+    machine = worker()
+    op = LossOp(
+        phase=Phase.TRAIN,
+        step=Step(0),
+        microbatch=MicrobatchId(0),
+        hop=0,
+        path=grid_plan(stages=1, replicas=1).paths[0],
+    )
+    invariants = followed()
+    with pytest.raises(Violated, match="computes under 1"):
+        invariants.begins(machine, op)
+    invariants.built(machine, Generation(1))
+    invariants.begins(machine, op)
+
+
+def test_a_cursor_that_skips_samples_is_caught() -> None:
+    with pytest.raises(Violated, match="cursor"):
+        followed(committed(replace(FIRST, samples_after=7)))
+
+
+def test_a_state_that_the_log_does_not_tell_is_caught() -> None:
+    invariants = followed(committed(FIRST))
+    live = History()
+    submitted = JobSubmitted(job=JOB, key="k", spec=small_job().canonical_json(), wall_s=0.0)
+    for entry in (epoch(1), submitted, generation(1), committed(FIRST)):
+        live.apply(entry)
+    invariants.replays(live)
+    live.jobs[JOB].num_tokens += 1
+    with pytest.raises(Violated, match="other jobs"):
+        invariants.replays(live)
+
+
+def test_an_op_without_its_operand_is_caught() -> None:
+    executor = executor_of()
+    op = BackwardOp(
+        step=Step(0),
+        microbatch=MicrobatchId(0),
+        hop=0,
+        path=grid_plan(stages=1, replicas=1).paths[0],
+    )
+    with pytest.raises(Violated, match="without its operand"):
+        executor.begins(op, Generation(1))
