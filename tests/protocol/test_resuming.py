@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from skein.plan.order import PlacedOp, ops_of
+from skein.plan.order import ops_of
 from skein.plan.plan import Plan
 from skein.plan.reroute import rerouted
 from skein.protocol.messages import Ack, ChunkProgress, Direction, HopTensor, Phase
@@ -15,6 +15,7 @@ from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, Worker
 from tests.support.drawn import random_plan
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, words_of
+from tests.support.resent import op_of
 
 PAIRS = plan_of(
     [chunk(stage, f"w{stage}{side}") for stage in (0, 1) for side in "ab"],
@@ -39,16 +40,6 @@ def resumed(plan: Plan, halfway: Halfway) -> Resumed:
     return found
 
 
-def again(header: HopTensor) -> PlacedOp:
-    """The op that takes a tensor which is sent again."""
-    [op] = [
-        x
-        for x in ops_of(header.microbatch, header.path)
-        if x.hop == header.hop and (x.op.kind == "backward") is (header.direction is Direction.BACKWARD)
-    ]
-    return op
-
-
 def go_on(halfway: Halfway, found: Resumed, *, most: int | None = None) -> None:
     """Every worker does as its resumption says."""
     for worker, told in found.resumptions.items():
@@ -61,7 +52,7 @@ def go_on(halfway: Halfway, found: Resumed, *, most: int | None = None) -> None:
     )
     begin = {(o.microbatch, o.path) for told in found.resumptions.values() for o in told.origins}
     assert all(found.plan.paths[m] == way for m, way in begin)
-    given = [again(header) for told in found.resumptions.values() for header in told.repeats]
+    given = [op_of(header) for told in found.resumptions.values() for header in told.repeats]
     stuck = halfway.run(
         found.plan.paths,
         [told.schedule for told in found.resumptions.values()],
