@@ -2,7 +2,8 @@
 
 Rules of this file
 - It is a cache: what it lacks is computed again. So it never refuses, and never grows beyond its budgets: above the one
-  for memory the oldest entries go to an unnamed file, above the one for the disk they are forgotten.
+  for memory the oldest entries go to an unnamed file, above the one for the disk they are forgotten. Where the disk is
+  slower than what is to go there, as much again as the budget for memory waits for it, and what is more is forgotten.
 - Entries are written by a thread of their own; what is being written is still read from memory.
 """
 
@@ -142,10 +143,13 @@ class BoundaryLog:
     # --- the disk ---
 
     def _spill(self, key: HopKey) -> bool:
-        """Send an entry to the disk; False if there is no room."""
+        """Send an entry to the disk; False if there is no room, or too much waits for it."""
         bundle = self._in_memory[key]
         num_bytes = num_bytes_of(bundle)
         if self.num_spilled_bytes + num_bytes > self._disk_bytes:
+            return False
+        num_waiting = sum(num_bytes_of(waiting) for waiting, _ in self._writing.values())
+        if self._writing and num_waiting + num_bytes > self._memory_bytes:
             return False
         if self._disk is None:
             self._disk = TemporaryFile()

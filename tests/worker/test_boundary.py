@@ -11,7 +11,7 @@ from skein.types import GroupId, MicrobatchId, Step
 from skein.wire.extra import DType
 from tests.support.plans import chunk
 from tests.support.reports import attempt
-from worker.boundary import BoundaryLog, Disk, TemporaryFile, is_logged
+from worker.boundary import BoundaryLog, TemporaryFile, is_logged
 from worker.bundle import Bundle, WireTensor, num_bytes_of, to_torch, to_wire
 
 SHARD = ShardTensor(
@@ -62,12 +62,18 @@ def bytes_of(found: Bundle | None) -> list[bytes] | None:
 
 
 def log_of(
-    num_entries: int, *, memory: int = 250, disk_bytes: int = 10_000, disk: Disk | None = None
+    num_entries: int,
+    *,
+    memory: int = 250,
+    disk_bytes: int = 10_000,
+    disk: FakeDisk | None = None,
 ) -> BoundaryLog:
-    """Entries of 100 bytes each, numbered."""
+    """Entries of 100 bytes each, numbered; each is on the disk before the next comes, unless that is halted."""
     log = BoundaryLog(memory_bytes=memory, disk_bytes=disk_bytes, disk=disk)
     for number in range(num_entries):
         log.put(key(number), bundle(number))
+        if disk is not None and disk.may_write.is_set() and log.num_spilled_bytes:
+            written(log)
     return log
 
 
@@ -155,6 +161,20 @@ def test_above_both_budgets_the_oldest_in_memory_are_forgotten_and_named() -> No
     log.close()
 
 
+def test_what_a_slow_disk_cannot_take_is_forgotten_before_it_fills_the_memory() -> None:
+    disk = FakeDisk()
+    disk.may_write.clear()
+    log = BoundaryLog(memory_bytes=250, disk=disk)
+    forgotten = [log.put(key(n), bundle(n)) for n in range(6)]
+    # Two in memory, two that wait for the disk.
+    assert forgotten == [(), (), (), (), (key(2),), (key(3),)]
+    disk.may_write.set()
+    written(log)
+    assert log.put(key(6), bundle(6)) == ()
+    assert [log.get(key(n)) is not None for n in range(7)] == [True, True, False, False, True, True, True]
+    log.close()
+
+
 def test_one_large_entry_makes_many_small_ones_go() -> None:
     log = log_of(2, disk_bytes=0)
     assert log.put(key(2), bundle(2, num_bytes=240)) == (key(0), key(1))
@@ -201,8 +221,9 @@ def test_a_real_file_gives_tensors_back_aligned_writable_and_equal_to_the_bit() 
     }
     kept = tuple(to_wire(name, tensor) for name, tensor in tensors.items())
     log = BoundaryLog(memory_bytes=0)
-    log.put(key(0), bundle(0))
+    log.put(key(0), bundle(0, num_bytes=1))
     log.put(key(1), kept)
+    written(log)
     log.put(key(2), bundle(2))
     written(log)
     log.put(key(3), bundle(3))
@@ -241,7 +262,8 @@ def test_a_committed_step_goes_and_the_next_one_stays_wherever_it_lies() -> None
     log = BoundaryLog(memory_bytes=250, disk=FakeDisk())
     for step, number in ((0, 0), (1, 1), (0, 2), (1, 3), (0, 4)):
         log.put(key(number, step=step), bundle(number))
-    written(log)
+        if log.num_spilled_bytes:
+            written(log)
     log.drop_steps(Step(0))
     assert log.num_bytes + log.num_spilled_bytes == 200
     found = [
