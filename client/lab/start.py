@@ -201,7 +201,14 @@ def _check(folder: Folder) -> None:
     assert status is not None
     for endpoint in status.endpoints:
         if endpoint.process is None:
-            raise NotStarted(f"{endpoint.name} has ended: see {endpoint.log}")
+            raise NotStarted(
+                f"{endpoint.name} has ended: {_last_line(endpoint.log)} (all of it in {endpoint.log})"
+            )
+
+
+def _last_line(log: str | None) -> str:
+    lines = [] if log is None else Path(log).read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def _joined(client: Client) -> set[str]:

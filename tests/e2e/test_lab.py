@@ -12,6 +12,7 @@ from client.lab import namespaces
 from client.lab.control import Cut, Heal, ask
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode
+from client.local import NotStarted
 from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
@@ -73,3 +74,15 @@ def test_a_site_that_is_cut_off_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert {x.worker for x in client.workers() if x.state is not WorkerState.LOST} == {"north-1"}
         ask(lab.folder.path, Heal(a="south", b="all"))
         wait_for_state(client, "south-1", {WorkerState.IDLE})
+
+
+def test_a_service_that_ends_is_told_of_with_its_last_words(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "lab")
+    folder.path.mkdir()
+    folder.coordinator_state.write_text("a file where a folder should be")
+    try:
+        lab = start_lab(folder, LabOptions(preset="two-sites", num_workers=1, mode="proxy"))
+        with pytest.raises(NotStarted, match=r"coordinator has ended: error: .*coordinator"):
+            wait_for_workers(lab, lambda _joined, _of: None)
+    finally:
+        stop_lab(folder)
