@@ -5,6 +5,7 @@ Rules of this file
   it live after all, it is refused, or the two would take the name from each other for ever.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
 - A peer's word alone loses nobody: a doubted worker is lost at once if it has been silent here too.
+- While this process stood still nobody was heard, and that is nobody's fault: whoever would be lost is given time.
 - Who is lost for silence alone and speaks again on the stream that it still has, joins again.
 - Who is leaving stays so, however often it is lost and comes back; each time it is told again.
 - Only `handle` changes anything, and every change is told.
@@ -30,6 +31,8 @@ BEATS_PER_LEASE = 5
 """Four lost beats in a row are no death, and the fifth comes in time unless nothing does."""
 DOUBT_BEATS = 2.5
 """So many periods of silence bear a peer's doubt out: two beats are missing then."""
+LATE_S = 1.0
+"""A lease that is looked at so late was not looked after: this process stood still meanwhile."""
 
 # --- events ---
 
@@ -326,6 +329,10 @@ class Membership:
 
     def _expire(self, *, now: float) -> list[MembershipChange]:
         changes: list[MembershipChange] = []
+        due = self.deadline()
+        if due is not None and now - due > LATE_S:
+            self._forgive(now=now)
+            return changes
         for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= now):
             entry = self._entries[worker]
             how = "lease" if entry.is_connected else "stream broke"
@@ -334,6 +341,13 @@ class Membership:
                 reason = LEFT
             changes += self._lose_silent(entry, reason, now=now)
         return changes
+
+    def _forgive(self, *, now: float) -> None:
+        """Let everybody be heard first: what they said meanwhile is still to be read."""
+        for worker, entry in sorted(self._entries.items()):
+            if entry.lease_until <= now:
+                entry.lease_until = now + (DOUBT_BEATS * self.beat_s if entry.is_connected else self.grace_s)
+                self._story.tell(worker, "was not listened to", now=now)
 
     def _doubt(self, event: Doubted, *, now: float) -> list[MembershipChange]:
         entry = self._entries.get(event.worker)

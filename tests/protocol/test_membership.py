@@ -263,7 +263,20 @@ def test_those_who_are_late_together_are_lost_in_order() -> None:
     machine = membership()
     for name in ("c", "a", "b"):
         machine.handle(HelloHeard(hello=hello(name)), now=0.0)
-    assert lost(machine.handle(LeaseTime(), now=9.0)) == ["a", "b", "c"]
+    assert lost(machine.handle(LeaseTime(), now=LEASE_S + 0.5)) == ["a", "b", "c"]
+
+
+def test_time_in_which_nobody_listened_loses_nobody_who_speaks_at_once() -> None:
+    machine = membership()
+    for name in ("a", "b"):
+        machine.handle(HelloHeard(hello=hello(name)), now=0.0)
+    assert machine.handle(LeaseTime(), now=60.0) == []
+    deadline = machine.deadline()
+    assert deadline is not None
+    assert 60.0 < deadline < 60.0 + LEASE_S
+    machine.handle(heard("a"), now=60.1)
+    assert lost(machine.handle(LeaseTime(), now=deadline)) == ["b"]
+    assert machine.deadline() == 60.1 + LEASE_S
 
 
 def test_a_worker_tells_its_story() -> None:
@@ -300,10 +313,13 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.9, 3.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        changes = self.machine.handle(LeaseTime(), now=self.now)
+        until_s = self.now + seconds
+        gone: list[str] = []
+        while (deadline := self.machine.deadline()) is not None and deadline <= until_s:
+            gone += lost(self.machine.handle(LeaseTime(), now=deadline))
+        self.now = until_s
         expired = sorted(name for name, (_, until, _) in self.leases.items() if until <= self.now)
-        assert lost(changes) == expired
+        assert sorted(gone) == expired
         for name in expired:
             incarnation, _, is_connected = self.leases.pop(name)
             if is_connected:

@@ -56,6 +56,7 @@ _MAX_CORRUPT = 4
 _MAX_BARREN = 4
 """Streams in a row on which the peer gave signs of life, but no answer to any tensor."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+_LATE_S = 0.5
 _LEAST_REFUSED = 2
 """Dials in vain, at least, before a peer counts as gone."""
 
@@ -223,6 +224,7 @@ class Outbox:
                     finally:
                         writing.cancel()
         except TimeoutError:
+            self._forgive_own_stall()
             silent_s = self._now() - self._heard_s
             return _Break(reason=f"{self.to.address}: silent for {silent_s:.1f} s", is_final=False)
         finally:
@@ -383,6 +385,12 @@ class Outbox:
         left_s = max(bound_s - silent_before_s, bound_s / 3)
         last_s = max(self._heard_s, self._began_s)
         self._silence.reschedule(last_s + min(2 * bound_s / 3, left_s) if self._unanswered else None)
+
+    def _forgive_own_stall(self) -> None:
+        """A timer that fires long after its time means that this process stood still: the peer may have answered."""
+        due_s = None if self._silence is None else self._silence.when()
+        if due_s is not None and self._now() - due_s > _LATE_S:
+            self._heard_s = self._now()
 
     def _bound_s(self) -> float:
         """How long the peer may be silent now."""

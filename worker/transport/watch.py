@@ -23,6 +23,8 @@ from worker.transport.pace import Pace, Patience
 _SILENCE = ("ping timeout", "keepalive", "timed out")
 """What gRPC and the system say of connections on which nothing was answered."""
 _PAUSE_S = 0.5
+_CONFIRM_S = 0.4
+"""For one more call, before silence is told: after a standstill of this process all its pings look unanswered."""
 
 
 class Watch:
@@ -48,7 +50,8 @@ class Watch:
         while True:
             reason = await self._until_broken()
             unheard_s = asyncio.get_running_loop().time() - self._pace.heard_at
-            if reason is not None and unheard_s > self._bound_s() / 2 and not self._is_told:
+            is_silent = reason is not None and unheard_s > self._bound_s() / 2
+            if is_silent and not self._is_told and not await self._answers():
                 self._is_told = True
                 self._on_silent(f"{self._peer.address}: {reason}")
             await asyncio.sleep(_PAUSE_S)
@@ -75,6 +78,18 @@ class Watch:
         finally:
             await channel.close(None)
         return None
+
+    async def _answers(self) -> bool:
+        """Whether one more call is answered at once."""
+        channel = self._dial(self._peer.address, Lane.WATCH)
+        try:
+            async with asyncio.timeout(_CONFIRM_S):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        except (TimeoutError, aio.AioRpcError):
+            return False
+        finally:
+            await channel.close(None)
+        return True
 
     def _bound_s(self) -> float:
         return self._patience.bound_s(self._pace.usual_s(0, now=asyncio.get_running_loop().time()))

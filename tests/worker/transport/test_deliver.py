@@ -236,6 +236,12 @@ class LosingTheAnswer(Flaky):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
 
 
+class SilentAtFirst(Flaky):
+    async def may_pass(self, reply: PartReply, context: Context) -> None:
+        if isinstance(reply, TensorAccepted):
+            await asyncio.Event().wait()
+
+
 async def test_a_tensor_that_was_spoilt_on_the_way_is_sent_again() -> None:
     receiver = Receiver()
     async with serving(receiver.service_of(BitFlipping)) as member, sending() as sender:
@@ -359,6 +365,21 @@ async def test_a_peer_given_up_is_tried_again_for_the_next_tensor() -> None:
         await sender.failed.get()
         sender.peers.send(member, hop_envelope(1), ())
         assert (await sender.failed.get())[:2] == (B, 1)
+
+
+async def test_a_peer_is_not_blamed_for_a_standstill_of_ones_own() -> None:
+    receiver, loop = Receiver(), asyncio.get_running_loop()
+    patient = Patience(least_s=1.0, most_s=1.0)
+    async with serving(receiver.service_of(SilentAtFirst)) as member, sending(patience=patient) as sender:
+        sender.peers.send(member, hop_envelope(), (tensor_of(10),))
+        await receiver.arrived.get()
+        until_s = loop.time() + 1.7  # all patience, and so late that it shows
+        while loop.time() < until_s:
+            pass
+        sender.peers.send(member, hop_envelope(1), (tensor_of(10),))
+        assert (await sender.taken.get())[1] == hop_envelope(1)
+        assert sender.failed.empty()
+        assert sender.statistics.accepted[Lane.FORWARD] == 2
 
 
 async def test_a_wrong_token_is_no_reason_to_try_again() -> None:
