@@ -4,7 +4,7 @@ As elsewhere in the simulator a lineage stands for state. Bytes go over the mode
 these with training as real streams do; donors take pieces off one list, each as fast as its link.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ from skein.types import Generation, GroupId, Incarnation, JobId, StageSpec, Step
 
 NUM_PIECES = 16
 """That a state travels in."""
+NUM_STREAMS = 2
+"""Pieces on their way from one donor at a time."""
 RETRY_S = 0.2
 NUM_RETRIES = 50
 """Fruitless looks for a donor before a copy is given up."""
@@ -50,7 +52,7 @@ class _Copy:
     pieces: int = NUM_PIECES
     """Not asked for yet."""
     arrived: int = 0
-    busy: set[WorkerId] = field(default_factory=set)
+    busy: Counter[WorkerId] = field(default_factory=Counter)
     retries: int = 0
     is_dropped: bool = False
     is_applying: bool = False
@@ -230,13 +232,13 @@ class SimCopies:
         for donor in self._donors(copy):
             name = donor.machine.identity.worker
             lineage = self.fixed(donor, copy.prefetch.stage, copy.version)
-            if lineage is None or not copy.pieces or name in copy.busy:
-                continue
-            if copy.lineage not in (None, lineage):
-                raise Violated(f"donors of {copy.prefetch.stage} at {copy.version} differ")
-            copy.lineage = lineage
-            self._ask(worker, copy, donor)
-        if not copy.busy:
+            while lineage is not None and copy.pieces and copy.busy[name] < NUM_STREAMS:
+                if copy.lineage not in (None, lineage):
+                    raise Violated(f"donors of {copy.prefetch.stage} at {copy.version} differ")
+                copy.lineage = lineage
+                if not self._ask(worker, copy, donor):
+                    break
+        if not copy.busy.total():
             self._look_again(worker, copy)
 
     def _donors(self, copy: _Copy) -> list[SimWorker]:
@@ -250,19 +252,21 @@ class SimCopies:
             and not donor.is_frozen
         ]
 
-    def _ask(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> None:
+    def _ask(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> bool:
+        """Whether a piece is on its way."""
         name = donor.machine.identity.worker
         num_bytes = 3 * self._times_of(copy.prefetch.stage).parameter_bytes // NUM_PIECES
         me = worker.machine.identity.worker
         arrival_s = self._network.arrival_s(name, me, num_bytes, now=self._clock.now)
         if arrival_s is None:
-            return
+            return False
         copy.pieces -= 1
-        copy.busy.add(name)
+        copy.busy[name] += 1
         self._clock.at(arrival_s, partial(worker.when_running, partial(self._arrived, worker, copy, donor)))
+        return True
 
     def _arrived(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> None:
-        copy.busy.discard(donor.machine.identity.worker)
+        copy.busy[donor.machine.identity.worker] -= 1
         if copy.is_dropped:
             return
         if donor.is_alive:

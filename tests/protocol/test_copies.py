@@ -252,11 +252,12 @@ def test_a_copy_that_nobody_tells_of_commits_is_dropped() -> None:
 def test_backups_are_kept_and_listed_as_they_are() -> None:
     spare = Spare()
     spare.take(prefetch(2, is_backup=True))
-    spare.take(prefetch(4, is_backup=True))
     assert not spare.copies.held
     assert spare.hear(ended(2, CopyKind.BACKUP)) == [prefetched(2)]
     assert spare.take(follow(2)) == []
     assert spare.copies.held == (ChunkVersion(stage=STAGE, version=Step(2)),)
+    spare.take(prefetch(4, is_backup=True))
+    spare.take(follow(3))
     spare.hear(ended(4, CopyKind.BACKUP))
     assert [copy.version for copy in spare.copies.held] == [2, 4]
 
@@ -294,6 +295,14 @@ def test_going_back_takes_every_copy_above() -> None:
     assert isinstance(above, DropCopies)
     assert above.above == 3
     assert [copy.version for copy in spare.copies.held] == [2]
+
+
+def test_going_back_takes_what_has_come_of_a_copy_too() -> None:
+    spare = Spare()
+    spare.take(prefetch(4, is_backup=True))
+    assert only(spare.built(STAGE, version=3), DropCopies).above == 3
+    assert spare.hear(ended(4, CopyKind.BACKUP)) == []
+    assert only(spare.take(prefetch(4, is_backup=True)), StartPrefetch).prefetch.version == 4
 
 
 def test_a_commit_below_a_copy_tells_that_the_job_went_back() -> None:

@@ -16,6 +16,8 @@ LEAST_BATCH_BYTES = 1 << 20
 """Smaller ones cost more in round trips than they gain."""
 BATCHES_PER_DONOR = 8
 """Raise it if donors of unequal speed end far apart."""
+STREAMS_PER_DONOR = 2
+"""So that one is full while the next batch is asked for, far away."""
 _MOST_AT_A_BATCH = 2
 _PAUSE_S = 0.25
 
@@ -36,7 +38,7 @@ class Gathering:
         self._num_bytes = dict(num_bytes_by_name)
         self._patience_s = patience_s
         self._todo: list[Batch] = []
-        self._running: list[Batch] = []
+        self._running: list[tuple[Batch, Member]] = []
         self._changed = asyncio.Event()
 
     @property
@@ -54,7 +56,8 @@ class Gathering:
             RemoteError: nobody is left that could give the rest; what came stays here.
         """
         self._todo = self._batches(len(donors))
-        serving = [asyncio.create_task(self._take_from(donor)) for donor in donors]
+        streams = [donor for _ in range(STREAMS_PER_DONOR) for donor in donors]
+        serving = [asyncio.create_task(self._take_from(donor)) for donor in streams]
         reasons: list[str] = []
         try:
             for ended in asyncio.as_completed(serving):
@@ -89,7 +92,7 @@ class Gathering:
         loop = asyncio.get_running_loop()
         gives_up_at = loop.time() + self._patience_s
         while self.missing:
-            batch = self._next()
+            batch = self._next(donor)
             if batch is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -105,21 +108,25 @@ class Gathering:
                 self._todo.append(batch)
                 return str(error)
             finally:
-                self._running.remove(batch)
+                self._running.remove((batch, donor))
                 self._changed.set()
             if batch & self.missing:
                 await asyncio.sleep(_PAUSE_S)
         return ""
 
-    def _next(self) -> Batch | None:
-        """The next batch to ask for: one that nobody is at, else one that somebody slow may be at."""
+    def _next(self, donor: Member) -> Batch | None:
+        """The next batch to ask `donor` for: one that nobody is at, else one that another, who is slow, may be at."""
         batch = self._pop(self._todo)
         if batch is None:
-            alone = [x for x in self._running if self._running.count(x) < _MOST_AT_A_BATCH]
-            batch = self._pop(alone)
+            batch = self._pop(
+                [x for x, by in self._running if by != donor and self._at(x) < _MOST_AT_A_BATCH]
+            )
         if batch is not None:
-            self._running.append(batch)
+            self._running.append((batch, donor))
         return batch
+
+    def _at(self, batch: Batch) -> int:
+        return sum(x == batch for x, _ in self._running)
 
     def _pop(self, batches: list[Batch]) -> Batch | None:
         """The last of `batches` of which anything is missing."""

@@ -231,8 +231,12 @@ class Copies:
     # --- small things ---
 
     def _drop_above(self, version: Step) -> None:
-        """The job is at `version`: a copy that is further on is of steps that do not count any more."""
-        if all(copy.version <= version for copy in self.held):
+        """The job is at `version`: a copy that is further on, or a part of one, is of steps that do not count any more.
+
+        A copy of a step that is still to come goes too: of that there is nothing here yet, and it is asked for again.
+        """
+        here = (*(at for _, at in self._backups), *(copy.version for copy in self._snapshots))
+        if all(at <= version for at in here):
             return
         self._backups = {key: is_whole for key, is_whole in self._backups.items() if key[1] <= version}
         self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)

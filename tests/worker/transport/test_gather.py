@@ -17,7 +17,7 @@ from tests.worker.transport.loopback import JOB, Receiver, Sender, sending, serv
 from worker.bundle import WireTensor
 from worker.service import PeerService
 from worker.transport import gather
-from worker.transport.gather import BATCHES_PER_DONOR, LEAST_BATCH_BYTES, Gathering
+from worker.transport.gather import BATCHES_PER_DONOR, LEAST_BATCH_BYTES, STREAMS_PER_DONOR, Gathering
 
 STAGE, VERSION = StageIndex(1), Step(7)
 STATE = {f"t{i:02d}": tensor_of(LEAST_BATCH_BYTES // 2 + i, name=f"t{i:02d}") for i in range(24)}
@@ -33,6 +33,7 @@ class Donor(PeerService):
     def __init__(self, **callbacks: object) -> None:
         super().__init__(**callbacks)  # type: ignore[arg-type]
         self.given: list[str] = []
+        self.asked: list[set[str]] = []
         self.num_streams = 0
         self.dies_after: int | None = None
         self.spoils = False
@@ -41,6 +42,7 @@ class Donor(PeerService):
 
     async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
         self.num_streams += 1
+        self.asked.append(set(request.names))
         await self.goes_on.wait()
         async for part in super().FetchState(request, context):
             if self.dies_after is not None and self.num_streams > self.dies_after:
@@ -94,9 +96,12 @@ async def test_the_largest_come_first_in_batches_of_about_equal_size() -> None:
     async with donors(service) as members, sending() as sender:
         gathered = gathering(sender)
         await gathered.run(members)
-    assert service.num_streams <= BATCHES_PER_DONOR + 1
-    first = service.given[: len(STATE) // service.num_streams]
-    assert set(first) == set(sorted(STATE, reverse=True)[: len(first)])
+    assert BATCHES_PER_DONOR // 2 < len(service.asked) <= BATCHES_PER_DONOR
+    first = min(service.asked, key=lambda names: -max(SIZES[name] for name in names))
+    assert first == set(sorted(STATE, reverse=True)[: len(first)])
+    assert sorted(name for names in service.asked for name in names) == sorted(STATE)
+    assert {len(names) for names in service.asked} <= {3, 4}  # of 24 tensors
+    assert first in service.asked[:STREAMS_PER_DONOR]
 
 
 async def test_a_slow_donor_does_not_hold_up_the_rest() -> None:
