@@ -1,0 +1,152 @@
+"""A standby on real Ray takes over from a leader that is frozen, or killed, while a job trains; no step is lost."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from client.api import Client, Job
+from client.local import free_port
+from client.tether import start_tethered
+from skein.types import JobState
+from skein.wire.views import StepFinished, WentBack, WorkerState
+from tests.e2e.jobs import text_job, write_text
+from tests.e2e.test_recovery import losses_of, wait_for_step
+
+START_S = 120.0
+"""Two coordinators start their own Ray, on a busy machine."""
+NUM_STEPS = 40
+_POLL_S = 0.05
+
+
+@dataclass
+class Coordinator:
+    """One of two on the same state directory."""
+
+    port: int
+    log: Path
+    process: "subprocess.Popen[bytes]"
+
+    def said(self, line: str) -> bool:
+        return line in self.log.read_text(errors="replace")
+
+    def until_said(self, line: str) -> None:
+        until_s = time.monotonic() + START_S
+        while not self.said(line):
+            assert time.monotonic() < until_s, self.log.read_text(errors="replace")
+            time.sleep(_POLL_S)
+
+    def actor(self) -> psutil.Process:
+        """The process that serves."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        (found,) = [process for process in below if process.cmdline()[:1] == ["ray::Host"]]
+        return found
+
+
+class Pair:
+    """A leader, a standby and workers that know both."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self.leader = self._coordinator("leader")
+        self.leader.until_said("ready on")
+        self.standby = self._coordinator("standby", "--standby")
+        self.standby.until_said("stands by on")
+        self.target = f"127.0.0.1:{self.leader.port},127.0.0.1:{self.standby.port}"
+        for index in range(4):
+            self._start("worker", ["--join", self.target, "--name", f"w{index}"], f"w{index}")
+
+    def client(self) -> Client:
+        return Client(self.target, patience_s=START_S)
+
+    def wait_for_workers(self) -> None:
+        until_s = time.monotonic() + START_S
+        with self.client() as client:
+            while sum(worker.state is not WorkerState.LOST for worker in client.workers()) < 4:
+                assert time.monotonic() < until_s
+                time.sleep(_POLL_S)
+
+    def _coordinator(self, name: str, *options: str) -> Coordinator:
+        port = free_port()
+        arguments = ["--port", str(port), "--metrics-port", "0", *options]
+        process = self._start(
+            "coordinator", [*arguments, "--state-dir", f"file://{self._directory}/state"], name
+        )
+        return Coordinator(port, self._directory / f"{name}.log", process)
+
+    def _start(self, module: str, arguments: Sequence[str], name: str) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        process = start_tethered(
+            module, arguments, log=self._directory / f"{name}.log", environment=environment
+        )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+
+@contextmanager
+def pair(directory: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        both = Pair(directory, stack)
+        both.wait_for_workers()
+        yield both
+
+
+def finished(job: Job) -> dict[int, float]:
+    """The losses of a job that lost no step."""
+    status = job.wait()
+    events = job.history()
+    assert status.state is JobState.FINISHED, status.reason
+    assert not [event for event in events if isinstance(event.body, WentBack)]
+    steps = [event.body.record.step for event in events if isinstance(event.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    return losses_of(events)
+
+
+def epochs_in(state: Path) -> list[int]:
+    """Epochs of the entries, in order."""
+    (newest,) = [path for path in state.glob("run*.sqlite3") if not (state / f"{path.name}-sealed").exists()]
+    with sqlite3.connect(newest) as connection:
+        return [epoch for (epoch,) in connection.execute("SELECT epoch FROM entries ORDER BY number")]
+
+
+def test_a_frozen_leader_is_replaced_and_ends_itself_when_it_wakes(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text")
+    with pair(tmp_path) as both, both.client() as client:
+        undisturbed = finished(client.submit(text_job("calm", text, steps=NUM_STEPS)))
+        job = client.submit(text_job("frozen", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        frozen = both.leader.actor()
+        frozen.send_signal(signal.SIGSTOP)
+        try:
+            both.standby.until_said("ready on")
+            # The same client goes on with whoever leads.
+            assert finished(job) == pytest.approx(undisturbed, rel=1e-5)  # another plan sums in another order
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+        assert both.leader.process.wait(START_S) == 1
+        assert both.leader.said("epoch 1 is over, another coordinator has opened the log")
+        assert client.version().epoch == 2
+        epochs = epochs_in(tmp_path / "state")
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {1, 2}
+
+
+def test_a_standby_replaces_a_leader_whose_machine_is_gone(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text")
+    with pair(tmp_path) as both, both.client() as client:
+        job = client.submit(text_job("killed", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        both.leader.process.kill()
+        both.standby.until_said("ready on")
+        _ = finished(job)
+        assert client.version().epoch == 2
