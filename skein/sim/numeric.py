@@ -1,0 +1,364 @@
+"""A real model in the cost model's place: float64 numbers travel, are summed, and update parameters.
+
+A stack of small layers with residuals, embedding and head at its ends, tied or not; squared error, AdamW. The ops,
+their times and all that the cost model checks stay as they are, so losses and norms of a disturbed run can be compared
+with those of an undisturbed one. Layers take any cut into stages.
+
+Shapes: B samples of a microbatch, D features.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skein import rng
+from skein.config.job import JobSpec, LlamaModel
+from skein.model.layers import layers_of
+from skein.protocol.messages import (
+    Assign,
+    Decision,
+    Direction,
+    Envelope,
+    HopTensor,
+    Phase,
+    ShardKind,
+    ShardTensor,
+    StepRecord,
+)
+from skein.protocol.ops import (
+    ApplyOp,
+    BackwardOp,
+    ForwardOp,
+    HopKey,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SumOp,
+    hop_key,
+)
+from skein.sim.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
+from skein.sim.invariants import INITIAL, Violated, Visits
+from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
+
+F64 = NDArray[np.float64]
+TIED_GROUP = GroupId("tied")
+_TIED = "tied"
+_B, _D = 2, 3
+_BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One parameter and what AdamW keeps of it, each (D, D)."""
+
+    theta: F64
+    mean: F64
+    square: F64
+
+
+class NumericModel:
+    """The model of one simulated job, and its states by the history of commits that made them.
+
+    Whoever makes a state that another has made, must make the same: replicas are bit-equal.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+        self.num_layers = len(layers)
+        self.is_tied = isinstance(job.model, LlamaModel) and bool(layers[-1].num_tied_parameters)
+        self._seed = job.seed
+        self._states: dict[tuple[str, str], State] = {}
+
+    def executor(self, worker: WorkerId, flops_per_s: float) -> "NumericExecutor":
+        """What a worker process computes with."""
+        return NumericExecutor(self, worker, flops_per_s)
+
+    def name(self, layer: int) -> str:
+        """The parameter of a layer."""
+        is_end = layer in (0, self.num_layers - 1)
+        return _TIED if self.is_tied and is_end else f"layer{layer}"
+
+    def names(self, stage: StageSpec) -> tuple[str, ...]:
+        """Parameters of a stage, each once."""
+        return tuple(dict.fromkeys(self.name(layer) for layer in range(stage.first, stage.stop)))
+
+    def state(self, lineage: str, name: str) -> State:
+        """A parameter after a history of commits; drawn from the seed at its beginning."""
+        if lineage == INITIAL:
+            theta = rng.stream(self._seed, "numeric", name).normal(size=(_D, _D)) / _D
+            return State(theta, np.zeros((_D, _D)), np.zeros((_D, _D)))
+        return self._states[lineage, name]
+
+    def keep(self, lineage: str, name: str, state: State) -> None:
+        """A worker has made this.
+
+        Raises:
+            Violated: another has made something else of the same history.
+        """
+        known = self._states.setdefault((lineage, name), state)
+        if not all(
+            np.array_equal(a, b)
+            for a, b in (
+                (known.theta, state.theta),
+                (known.mean, state.mean),
+                (known.square, state.square),
+            )
+        ):
+            raise Violated(f"replicas of {name} differ after {lineage}")
+
+    def sample(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> tuple[F64, F64]:
+        """Inputs and targets of a microbatch, each (B, D)."""
+        at = step if phase is Phase.TRAIN else 0
+        drawn = rng.stream(self._seed, "sample", phase.value, at, microbatch).normal(size=(2, _B, _D))
+        return drawn[0], drawn[1]
+
+    # --- layers ---
+
+    def forward(self, layer: int, theta: F64, x_BD: F64) -> F64:
+        """Output of a layer."""
+        if layer == 0:
+            return x_BD @ theta
+        if layer == self.num_layers - 1:
+            return x_BD @ (theta.T if self.is_tied else theta)
+        return x_BD + np.tanh(x_BD @ theta)
+
+    def backward(self, layer: int, theta: F64, x_BD: F64, dy_BD: F64) -> tuple[F64, F64]:
+        """Gradients of a layer's input and parameter."""
+        if layer == 0:
+            return dy_BD @ theta.T, x_BD.T @ dy_BD
+        if layer == self.num_layers - 1:
+            if self.is_tied:
+                return dy_BD @ theta, dy_BD.T @ x_BD
+            return dy_BD @ theta.T, x_BD.T @ dy_BD
+        inner_BD = dy_BD * (1 - np.tanh(x_BD @ theta) ** 2)
+        return dy_BD + inner_BD @ theta.T, x_BD.T @ inner_BD
+
+
+def updated(state: State, gradient: F64, record: StepRecord) -> State:
+    """AdamW, with the numbers of the record. Source: Loshchilov and Hutter 2019, Algorithm 2."""
+    first, second = _BETAS
+    mean = first * state.mean + (1 - first) * gradient
+    square = second * state.square + (1 - second) * gradient**2
+    count = record.step + 1
+    direction = (mean / (1 - first**count)) / (np.sqrt(square / (1 - second**count)) + _EPSILON)
+    theta = state.theta - record.learning_rate * (direction + _DECAY * state.theta)
+    return State(theta, mean, square)
+
+
+class NumericExecutor(SimExecutor):
+    """Computes what the cost model only counts."""
+
+    def __init__(self, model: NumericModel, worker: WorkerId, flops_per_s: float) -> None:
+        super().__init__(worker, flops_per_s)
+        self._model = model
+        self._params: dict[StageIndex, dict[str, State]] = {}
+        self._sums: dict[StageIndex, dict[str, F64]] = {}
+        self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
+        """Of forwards whose gradient has not come."""
+        self._made_here: dict[HopKey, F64] = {}
+        self._received: dict[tuple[Generation, HopKey], F64] = {}
+        self._operand: F64 | None = None
+        self._parts: dict[ShardTensor, F64] = {}
+        self._results: dict[tuple[GroupId, Attempt], F64] = {}
+        self._is_tied_apart = False
+
+    def build(
+        self,
+        assign: Assign,
+        given: Mapping[StageIndex, str],
+        times: Mapping[StageIndex, StageTimes],
+        visits: Visits,
+    ) -> None:
+        """As the cost model; sums stay where the ledger does."""
+        super().build(assign, given, times, visits)
+        model, before = self._model, self._sums
+        self._is_tied_apart = any(group.group == TIED_GROUP for group in assign.groups)
+        self._params, self._sums = {}, {}
+        for chunk in assign.chunks:
+            stage, names = chunk.stage.index, model.names(chunk.stage)
+            self._params[stage] = {name: model.state(given[stage], name) for name in names}
+            is_carried = bool(self.chunks[stage].accumulated)
+            self._sums[stage] = before[stage] if is_carried else {name: np.zeros((_D, _D)) for name in names}
+        self._parts.clear()
+        self._results.clear()
+
+    # --- tensors ---
+
+    def receive(self, envelope: Envelope, payload: Payload) -> None:
+        """File a peer's numbers."""
+        super().receive(envelope, payload)
+        header, values = envelope.header, payload.values
+        if isinstance(header, ShardTensor):
+            assert values is not None
+            self._parts[header] = values
+        elif values is not None:
+            self._received[envelope.generation, hop_key(header)] = values
+
+    def payload(self, envelope: Envelope) -> Payload | None:
+        """Numbers go with what is sent, but for an evaluation's release."""
+        payload, header = super().payload(envelope), envelope.header
+        if payload is None:
+            return None
+        if isinstance(header, HopTensor):
+            return replace(payload, values=self._made_here.get(hop_key(header)))
+        return replace(payload, values=self._parts[header])
+
+    def begins(self, op: Op, generation: Generation) -> None:
+        """Take the operand, as a driver does when it hands an op to its executor."""
+        super().begins(op, generation)
+        if not isinstance(op, ForwardOp | LossOp | BackwardOp):
+            return
+        if op.hop == 0 and not isinstance(op, BackwardOp):
+            self._operand = self._model.sample(op.phase, op.step, op.microbatch)[0]
+            return
+        is_backward = isinstance(op, BackwardOp)
+        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
+        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
+        key = HopKey(direction, phase, op.step, op.microbatch, op.hop)
+        found = self._received.get((generation, key))
+        self._operand = self._made_here[key] if found is None else found
+
+    # --- ops ---
+
+    def run(self, op: Op, generation: Generation = NO_GENERATION) -> OpOutcome:
+        """Carry an op out, at its end."""
+        if isinstance(op, ApplyOp):
+            return self._update(op, generation)
+        outcome = super().run(op, generation)
+        match op:
+            case LossOp():
+                return self._loss(op)
+            case ForwardOp():
+                self._forward(op)
+            case BackwardOp():
+                assert self._operand is not None
+                x_BD = self._inputs.pop((op.microbatch, op.chunk.stage))
+                self._backward(op, x_BD, self._operand)
+            case PackOp():
+                self._pack_values(op)
+            case SumOp():
+                self._sum_values(op)
+            case JoinOp():
+                return self._join_values(op)
+            case _:
+                pass
+        return outcome
+
+    def _layers(self, stage: StageIndex) -> list[tuple[int, F64]]:
+        """Layers of a stage that is here and their parameters, in order."""
+        spec, params = self.chunks[stage].stage, self._params[stage]
+        return [(layer, params[self._model.name(layer)].theta) for layer in range(spec.first, spec.stop)]
+
+    def _through(self, stage: StageIndex, x_BD: F64) -> list[F64]:
+        """The input of each layer, and the output of the last."""
+        values = [x_BD]
+        for layer, theta in self._layers(stage):
+            values.append(self._model.forward(layer, theta, values[-1]))
+        return values
+
+    def _forward(self, op: ForwardOp) -> None:
+        assert self._operand is not None
+        if op.phase is Phase.TRAIN:
+            self._inputs[op.microbatch, op.chunk.stage] = self._operand
+        key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
+        self._made_here[key] = self._through(op.chunk.stage, self._operand)[-1]
+
+    def _loss(self, op: LossOp) -> Loss:
+        assert self._operand is not None
+        y_BD = self._through(op.chunk.stage, self._operand)[-1]
+        error_BD = y_BD - self._model.sample(op.phase, op.step, op.microbatch)[1]
+        if op.phase is Phase.TRAIN:
+            self._backward(op, self._operand, error_BD)
+        return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
+
+    def _backward(self, op: LossOp | BackwardOp, x_BD: F64, dy_BD: F64) -> None:
+        stage = op.chunk.stage
+        inputs, sums = self._through(stage, x_BD), self._sums[stage]
+        for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):
+            dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
+            name = self._model.name(layer)
+            sums[name] = sums[name] + gradient
+        self._made_here[HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop - 1)] = dy_BD
+
+    # --- reductions ---
+
+    def _names(self, group: GroupId, stage: StageIndex) -> tuple[str, ...]:
+        """What a stage contributes to a group."""
+        names = self._model.names(self.chunks[stage].stage)
+        is_of_tied = [name == _TIED and self._is_tied_apart for name in names]
+        wanted = group == TIED_GROUP
+        return tuple(name for name, is_tied in zip(names, is_of_tied, strict=True) if is_tied == wanted)
+
+    def _vector(self, group: GroupId, stage: StageIndex) -> F64:
+        parts = [self._sums[stage][name].ravel() for name in self._names(group, stage)]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _pack_values(self, op: PackOp) -> None:
+        for member in op.group.members:
+            if member.worker == self.worker:
+                split = np.array_split(self._vector(op.group.group, member.stage), op.group.num_shards)
+                for shard, values in enumerate(split):
+                    self._parts[self._tensor(ShardKind.PART, op, shard, member)] = values
+
+    def _sum_values(self, op: SumOp) -> None:
+        parts = [
+            self._parts.pop(self._tensor(ShardKind.PART, op, op.shard, member)) for member in op.group.members
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        self._parts[self._tensor(ShardKind.RESULT, op, op.shard, op.group.owner(op.shard))] = total
+
+    def _join_values(self, op: JoinOp) -> Joined:
+        group = op.group
+        if len(group.members) == 1:
+            result = self._vector(group.group, group.members[0].stage)
+        else:
+            shards = range(group.num_shards)
+            result = np.concatenate(
+                [self._parts[self._tensor(ShardKind.RESULT, op, s, group.owner(s))] for s in shards]
+            )
+        self._results[group.group, op.attempt] = result
+        return Joined(
+            group=group.group,
+            digest=result.tobytes().hex(),
+            squared_norm=float(np.sum(result**2)),
+            is_finite=bool(np.all(np.isfinite(result))),
+        )
+
+    def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
+        record = op.record
+        after = {stage: self._updated(stage, record) for stage in self.chunks}
+        self._results.clear()
+        self._parts.clear()
+        outcome = super().run(op, generation)
+        for stage, chunk in self.chunks.items():
+            self._params[stage] = after[stage]
+            self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
+            for name, state in after[stage].items():
+                self._model.keep(chunk.lineage, name, state)
+        self._inputs.clear()
+        self._made_here = {key: x for key, x in self._made_here.items() if key.step > record.step}
+        self._received = {at: x for at, x in self._received.items() if at[1].step > record.step}
+        return outcome
+
+    def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
+        before = self._params[stage]
+        if record.decision is not Decision.APPLY:
+            return before
+        after = dict(before)
+        for result in record.results:
+            is_ours = result.group == TIED_GROUP or result.group == GroupId(f"s{stage}")
+            names = self._names(result.group, stage) if is_ours and result.weight else ()
+            if names:
+                factor = result.weight * record.clip
+                values = self._results[result.group, result.attempt].reshape(len(names), _D, _D)
+                for name, gradient in zip(names, values, strict=True):
+                    after[name] = updated(before[name], factor * gradient, record)
+        return after

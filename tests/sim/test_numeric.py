@@ -1,0 +1,90 @@
+"""Real numbers under the same faults: losses, norms and parameters are those of the undisturbed run, to rounding."""
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from skein.protocol.messages import StepRecord
+from skein.sim.numeric import NumericModel, State
+from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
+from skein.sim.shapes import shape_of
+from skein.sim.world import World
+
+SHAPES = ("line 2x2", "line 3x2", "loop 2x2", "loop 3x2 tied", "line 3x2 tied", "line 1x3", "line 4x1")
+STEPS = 6
+RTOL = 1e-9
+"""Sums of some tens of float64 numbers of like size differ by their order in the last few of 52 bits."""
+
+
+def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...], dict[str, State]]:
+    """The curve, and the parameters at its end."""
+    shape = shape_of(text)
+    model = NumericModel(shape.job(steps=STEPS))
+    new_world = partial(World, new_executor=model.executor)
+    world = disturbed(shape, seed=seed, num_faults=num_faults, steps=STEPS, new_world=new_world)
+    try:
+        run_to_end(world, limit_s=LIMIT_S)
+    except Exception as error:
+        raise AssertionError(f"{text} seed={seed}: {error!r}\n" + "\n".join(world.lines[-30:])) from error
+    held = [chunk for w in world.workers.values() for chunk in w.executor.chunks.values()]
+    newest = {
+        name: model.state(chunk.lineage, name)
+        for chunk in held
+        if chunk.version == STEPS
+        for name in model.names(chunk.stage)
+    }
+    return curve_of(world.log), newest
+
+
+@cache
+def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, State]]:
+    return run(text, seed=0, num_faults=0)
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_the_model_learns(text: str) -> None:
+    curve, states = undisturbed(text)
+    assert all(np.any(state.mean) for state in states.values())
+    assert all(record.loss > 0 and record.gradient_norm > 0 for record in curve)
+    assert len({record.loss for record in curve}) == STEPS
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_faults_change_neither_loss_nor_tokens_nor_norm(text: str) -> None:
+    expected, parameters = undisturbed(text)
+    for seed in range(6):
+        curve, states = run(text, seed=seed, num_faults=6)
+        for name, state in states.items():
+            about = f"{text} seed={seed}: {name}"
+            np.testing.assert_allclose(state.theta, parameters[name].theta, rtol=RTOL, err_msg=about)
+        assert [record.num_tokens for record in curve] == [record.num_tokens for record in expected], seed
+        np.testing.assert_allclose(
+            numbers(curve), numbers(expected), rtol=RTOL, err_msg=f"{text} seed={seed}"
+        )
+
+
+def numbers(curve: tuple[StepRecord, ...]) -> NDArray[np.float64]:
+    return np.array([(record.loss, record.gradient_norm, record.clip) for record in curve])
+
+
+def test_gradients_are_those_of_differences() -> None:
+    model = NumericModel(shape_of("line 2x2").job(steps=1))
+    for layer in (0, 1, model.num_layers - 1):
+        draw = np.random.default_rng(layer)
+        theta, x_BD, dy_BD = draw.normal(size=(3, 3)), draw.normal(size=(2, 3)), draw.normal(size=(2, 3))
+        dx_BD, dtheta = model.backward(layer, theta, x_BD, dy_BD)
+        small = 1e-6
+        for at in np.ndindex(3, 3):
+            step = np.zeros((3, 3))
+            step[at] = small
+            up = model.forward(layer, theta + step, x_BD)
+            down = model.forward(layer, theta - step, x_BD)
+            # Central differences in float64 are good to about the cube root of its precision, squared.
+            np.testing.assert_allclose(np.sum((up - down) * dy_BD) / (2 * small), dtheta[at], atol=1e-8)
+        for at in np.ndindex(2, 3):
+            nudge = np.zeros((2, 3))
+            nudge[at] = small
+            up, down = model.forward(layer, theta, x_BD + nudge), model.forward(layer, theta, x_BD - nudge)
+            np.testing.assert_allclose(np.sum((up - down) * dy_BD) / (2 * small), dx_BD[at], atol=1e-8)
