@@ -147,7 +147,7 @@ def judge(
         recovery_s=tuple(n.resumed_s - n.struck_s for n in fair if n.resumed_s is not None),
         commit_s=tuple(_until_commit(fair, times)),
         coordinator_recovery_s=tuple(end - begin for begin, end in outages),
-        death_step_ratio=tuple(_death_steps(times, strikes)),
+        death_step_ratio=tuple(_death_steps(times, strikes, notices)),
         num_last_holders=sum(strike.is_last_holder for strike in strikes),
         num_unnoticed=len(deaths) - len(notices),
         incidents=total([r for r in records if isinstance(r, Incident) and r.job == job]),
@@ -284,15 +284,17 @@ def _is_within(begin_s: float, end_s: float, outages: Sequence[tuple[float, floa
     return any(begin_s < end and begin < end_s for begin, end in outages)
 
 
-def _death_steps(times: Sequence[float], strikes: Sequence[Strike]) -> Iterator[float]:
-    """The step in which each worker died, if nothing else befell it."""
+def _death_steps(
+    times: Sequence[float], strikes: Sequence[Strike], notices: Sequence[_Notice]
+) -> Iterator[float]:
+    """The step in which each worker died that was missed, if nothing else befell that step."""
     usual_s = median(after - before for before, after in pairwise(times))
-    for strike in _of(strikes, Fault.KILL):
-        end = bisect_left(times, strike.struck_s)
+    for notice in notices:
+        end = bisect_left(times, notice.struck_s)
         if not 0 < end < len(times):
             continue
-        others = [s for s in strikes if s is not strike and times[end - 1] <= s.struck_s < times[end]]
-        if not others:
+        blows = [strike for strike in strikes if times[end - 1] <= strike.struck_s < times[end]]
+        if len(blows) == 1:
             yield (times[end] - times[end - 1]) / usual_s
 
 

@@ -26,9 +26,9 @@ Holdings = Mapping[str, frozenset[int]]
 
 
 def choose_targets(blow: Blow, holdings: Holdings, struck: Collection[str]) -> tuple[str, ...]:
-    """The first of the blow's targets that may be struck; empty: none, as every one holds some stage alone.
+    """The first of the blow's targets that may be struck; empty: none, as every one holds nothing or some stage alone.
 
-    May be struck who is whole and whose every stage another whole worker holds. A cut has two ends.
+    May be struck who is whole and has stages, each of which another whole worker holds too. A cut has two ends.
 
     >>> blow = Blow(at_s=0.0, fault=Fault.KILL, lasts_s=1.0, targets=("w0", "w1", "w2"))
     >>> choose_targets(blow, {"w0": frozenset({0}), "w1": frozenset({1}), "w2": frozenset({1})}, ())
@@ -40,11 +40,24 @@ def choose_targets(blow: Blow, holdings: Holdings, struck: Collection[str]) -> t
     for target in blow.targets:
         whole = {name: stages for name, stages in holdings.items() if name not in (*struck, *chosen, target)}
         held = frozenset[int]().union(*whole.values())
-        if target not in struck and (target == COORDINATOR or holdings.get(target, frozenset()) <= held):
+        stages = holdings.get(target, frozenset())
+        if target not in struck and (target == COORDINATOR or (stages and stages <= held)):
             chosen.append(target)
         if len(chosen) == num_ends:
             return tuple(chosen)
     return ()
+
+
+def second_choice(blow: Blow, holdings: Holdings, struck: Collection[str]) -> tuple[str, ...]:
+    """Who holds nothing, rather than who holds something alone; nobody that is struck.
+
+    >>> blow = Blow(at_s=0.0, fault=Fault.KILL, lasts_s=1.0, targets=("w0", "w1", "w2"))
+    >>> second_choice(blow, {"w0": frozenset({0}), "w1": frozenset({1})}, ())
+    ('w2',)
+    """
+    whole = [target for target in blow.targets if target not in struck]
+    whole.sort(key=lambda target: bool(holdings.get(target)))
+    return tuple(whole[: 2 if blow.fault is Fault.CUT else 1])
 
 
 @dataclass(order=True)
@@ -119,23 +132,23 @@ class Nemesis:
     def _strike(self, blow: Blow) -> None:
         began_s = time.time()
         targets = self._targets(blow)
-        waited_s = time.time() - began_s
-        if self._is_over.is_set():
+        is_first_choice = bool(targets)
+        targets = targets or second_choice(blow, self._holdings, self._struck())
+        if self._is_over.is_set() or not targets:
             return
-        is_last = not targets
-        targets = targets or self._unstruck(blow)
+        holds_alone = not is_first_choice and any(self._holdings.get(target) for target in targets)
         strike = Strike(
             fault=blow.fault,
             targets=targets,
             struck_s=time.time(),
             healed_s=time.time() + blow.lasts_s,
-            waited_s=waited_s,
-            is_last_holder=is_last,
+            waited_s=time.time() - began_s,
+            is_last_holder=holds_alone,
         )
         self._hit(strike)
         self._strikes.append(strike)
         heappush(self._healings, _Healing(at_s=strike.healed_s, number=len(self._strikes) - 1, strike=strike))
-        self._tell(f"{blow.fault.value} {' '.join(targets)}{' (the last holder)' if is_last else ''}")
+        self._tell(f"{blow.fault.value} {' '.join(targets)}{' (the last holder)' if holds_alone else ''}")
 
     def _targets(self, blow: Blow) -> tuple[str, ...]:
         until_s = time.time() + _SPARE_S
@@ -145,10 +158,6 @@ class Nemesis:
             if targets or time.time() >= until_s or self._is_over.is_set():
                 return targets
             self._wait_until(time.time() + _SPARE_POLL_S)
-
-    def _unstruck(self, blow: Blow) -> tuple[str, ...]:
-        struck = self._struck()
-        return tuple(t for t in blow.targets if t not in struck)[: 2 if blow.fault is Fault.CUT else 1]
 
     def _struck(self) -> set[str]:
         return {target for healing in self._healings for target in healing.strike.targets}

@@ -19,7 +19,7 @@ from bench.chaosing.blows import (
     load_strikes,
     save_strikes,
 )
-from bench.chaosing.nemesis import choose_targets
+from bench.chaosing.nemesis import choose_targets, second_choice
 from bench.chaosing.wires import Wires
 from skein.wire.channel import split_address
 
@@ -83,8 +83,13 @@ def test_the_last_holder_of_a_dead_workers_stage_is_spared_until_somebody_holds_
     assert choose_targets(blow(Fault.FREEZE, "w3"), {**dead, "w1": frozenset({0, 1})}, ()) == ("w3",)
 
 
-def test_who_holds_nothing_may_always_be_struck() -> None:
-    assert choose_targets(blow(Fault.KILL, "w6"), HOLDINGS, ()) == ("w6",)
+def test_who_holds_nothing_is_struck_only_if_nobody_else_may_be() -> None:
+    assert choose_targets(blow(Fault.KILL, "w6", "w0"), HOLDINGS, ()) == ("w0",)
+    assert choose_targets(blow(Fault.KILL, "w6"), HOLDINGS, ()) == ()
+    alone = {"w0": frozenset({0}), "w1": frozenset({1})}
+    assert second_choice(blow(Fault.KILL, "w0", "w1", "w6"), alone, ()) == ("w6",)
+    assert second_choice(blow(Fault.KILL, "w0", "w1", "w6"), alone, {"w6"}) == ("w0",)
+    assert second_choice(blow(Fault.KILL, "w0"), alone, {"w0"}) == ()
 
 
 def test_a_cut_never_has_both_holders_of_a_stage_for_its_ends() -> None:
