@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from coordinator import store
-from coordinator.logfile import LOG_FILE, Holder, Lease, LogFull, current, journal_mode, move_on
+from coordinator import logfile, store
+from coordinator.logfile import LOG_FILE, Holder, Lease, LogBusy, LogFull, current, journal_mode, move_on
 from coordinator.store import LOCK_FILE, Fenced, LogHeld, Lookout, RunLog, state_path
 from skein.errors import UserError
 from skein.protocol.records import EpochOpened, JobSubmitted, Record
@@ -167,6 +167,75 @@ def test_shared_memory_is_used_where_all_who_open_the_file_are_on_one_machine(ki
     assert journal_mode(Path("/home"), mounts) == "wal"
 
 
+# --- a file system that several machines share ---
+
+
+def on_a_shared_disk(_directory: Path, _mounts: str) -> str:
+    return "delete"
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All directories are on one."""
+    monkeypatch.setattr(logfile, "journal_mode", on_a_shared_disk)
+
+
+def journal_of(directory: Path) -> str:
+    connection = sqlite3.connect(current(directory))
+    ((mode,),) = connection.execute("PRAGMA journal_mode").fetchall()
+    connection.close()
+    return str(mode)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_standby_takes_over_where_no_memory_is_shared(tmp_path: Path) -> None:
+    with RunLog.open(tmp_path, wall_s=1.0, holder=FIRST) as old:
+        lookout = Lookout(tmp_path)
+        old.append([submitted("a")])
+        reading = old.read()
+        assert next(reading) == opened(1)
+        # Whoever reads a long log in pieces holds up nobody.
+        old.renew(FIRST.address)
+        assert all_of(lookout) == [opened(1), submitted("a")]
+        with taken(lookout) as new:
+            assert journal_of(tmp_path) == "delete"
+            with pytest.raises(Fenced):
+                old.append([submitted("late")])
+            with pytest.raises(Fenced):
+                old.renew(FIRST.address)
+            new.append([submitted("kept")])
+            assert list(new.read()) == [opened(1), submitted("a"), opened(2), submitted("kept")]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_writer_that_is_frozen_there_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_BLOCKED_MS", 20)
+    with RunLog.open(tmp_path, wall_s=1.0, holder=FIRST) as old:
+        lookout = Lookout(tmp_path)
+        frozen = sqlite3.connect(tmp_path / LOG_FILE, isolation_level=None)
+        frozen.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LogBusy):
+            taken(lookout)
+        frozen.close()
+        # Nobody has taken it, and nobody has sealed it.
+        old.append([submitted("a")])
+        taken(lookout).close()
+
+
+def test_a_log_moves_to_a_shared_file_system_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunLog.open(tmp_path, wall_s=1.0) as log:
+        log.append([submitted("a")])
+    monkeypatch.setattr(logfile, "journal_mode", on_a_shared_disk)
+    RunLog.open(tmp_path, wall_s=2.0).close()
+    assert journal_of(tmp_path) == "delete"
+    monkeypatch.undo()
+    with RunLog.open(tmp_path, wall_s=3.0) as log:
+        assert list(log.read()) == [opened(1), submitted("a"), opened(2), opened(3)]
+    assert journal_of(tmp_path) == "wal"
+
+
 # --- a frozen owner ---
 
 OWNER = """
@@ -204,12 +273,12 @@ def test_an_owner_frozen_at_any_moment_appends_nothing_after_the_takeover(
 ) -> None:
     """All that it was told is appended is in its successor's log, and nothing comes after."""
     monkeypatch.setattr(store, "_BLOCKED_MS", 20)
-    for attempt in range(8):
+    for attempt in range(4):
         directory = tmp_path / str(attempt)
         with owner_that_appends(directory) as owner:
             assert owner.stdout is not None
             assert owner.stderr is not None
-            told = [owner.stdout.readline() for _ in range(1 + 3 * attempt)]
+            told = [owner.stdout.readline() for _ in range(1 + 7 * attempt)]
             owner.send_signal(signal.SIGSTOP)
             lookout = Lookout(directory)
             with taken(lookout) as new:
