@@ -295,13 +295,16 @@ def test_a_death_while_nobody_could_notice_is_not_held_against_detection() -> No
 
 
 def test_the_step_of_a_death_is_measured_in_median_steps() -> None:
-    assert judged(delayed(good_log(), 11, 1.5), killed("w3", 1010.2)).death_step_ratio == pytest.approx(
-        (2.5,)
-    )
+    log = [*delayed(good_log(), 11, 1.5), opened("lost w3 (stream broke)", 1010.7)]
+    assert judged(log, killed("w3", 1010.2)).death_step_ratio == pytest.approx((2.5,))
+
+
+def test_the_death_of_a_worker_without_a_place_makes_no_step_of_a_death() -> None:
+    assert judged(good_log(), killed("w3", 1010.2)).death_step_ratio == ()
 
 
 def test_a_step_that_something_else_befell_too_tells_nothing_about_deaths() -> None:
-    log = delayed(good_log(), 11, 1.5)
+    log = [*delayed(good_log(), 11, 1.5), opened("lost w3 (stream broke)", 1010.7)]
     frozen = Strike(fault=Fault.FREEZE, targets=("w1",), struck_s=1010.4, healed_s=1011.0)
     assert judged(log, killed("w3", 1010.2), frozen).death_step_ratio == ()
 
