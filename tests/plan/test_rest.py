@@ -188,15 +188,16 @@ def test_a_lost_forward_is_made_again_though_its_loss_is_there() -> None:
 
 
 def test_the_youngest_activation_makes_way_where_all_slots_hold_what_must_wait() -> None:
-    """Both go through `b` and `c` in opposite order; microbatch 0 lost its place at `c`, where 1 has the only slot."""
+    """0 goes through `b`, then `c`, 1 and 2 the other way; 0 has the slot of `b`, and 1 and 2 both of `c`."""
     first, b, c, last = chunk(0, "a"), chunk(1, "b"), chunk(2, "c"), chunk(3, "d")
-    plan = plan_of([first, b, c, last], [path(first, b, c, last), path(first, c, b, last)], slots=1)
-    slots = slots_of(plan) | {first: 2}
-    held = contributions(0, 0, 1) | contributions(1, 0) | contributions(2, 1)
+    there, back = path(first, b, c, last), path(first, c, b, last)
+    plan = plan_of([first, b, c, last], [there, back, back], slots=1)
+    slots = {first: 3, b: 1, c: 2, last: 1}
+    held = contributions(0, 0, 1, 2) | contributions(1, 0) | contributions(2, 1, 2)
     rest = rest_of(plan.paths, slots, plan.workers, ledger=frozenset(), forwards=frozenset(held))
-    assert rest.forwards == held - contributions(2, 1)
-    assert rest_words(plan, rest)["c"] == "F2.0 B2.0 F2.1 B2.1"
-    assert [words_of([x.op.op]) for x in rest.needs] == ["F2.0", "F2.1"]
+    assert rest.forwards == held - contributions(2, 2)
+    assert rest_words(plan, rest)["c"] == "F2.0 B2.0 F2.2 B2.1 B2.2"
+    assert [words_of([x.op.op]) for x in rest.needs] == ["F2.0", "F1.1", "F2.2"]
 
 
 def test_an_order_does_not_depend_on_how_sets_are_walked() -> None:

@@ -149,6 +149,15 @@ def test_an_op_that_ends_names_the_tensor_that_goes_on() -> None:
     assert machine.end(op, None) == backward(0, 0, way)
 
 
+def test_a_gradient_waits_for_the_activation_that_it_is_for() -> None:
+    way = path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))
+    machine = machine_of("b", "F1.0 B1.0")
+    machine.arrive(backward(0, 1, way))
+    assert machine.next_op() is None
+    machine.arrive(forward(0, 1, way))
+    assert run_ready(machine) == ["F0", "B0"]
+
+
 def test_nothing_leaves_the_first_hop_backwards() -> None:
     machine = first_stage(num_microbatches=1)
     run_ready(machine)
