@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from client.lab.control import Cut, Heal, ask
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode
 from client.local import NotStarted
+from skein.topology.fleet import Link
 from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
@@ -41,39 +43,55 @@ def wait_for_state(client: Client, worker: str, states: set[WorkerState]) -> Non
         time.sleep(POLL_S)
 
 
-def losses_over(lab: RunningLab, text: Path) -> dict[int, float]:
+@dataclass(frozen=True)
+class Trained:
+    """The loss of each step, and the links as workers measured them."""
+
+    losses: dict[int, float]
+    links: tuple[Link, ...]
+
+
+def trained_over(lab: RunningLab, folder: Path) -> Trained:
     with lab.client() as client:
-        job = client.submit(text_job("over-the-sea", text, steps=4, replicas=1))
+        job = client.submit(text_job("over-the-sea", write_text(folder), steps=4, replicas=1))
         status = job.wait()
         assert status.state is JobState.FINISHED, status.reason
-        return {
-            e.body.record.step: e.body.record.loss for e in job.history() if isinstance(e.body, StepFinished)
-        }
+        steps = (e.body.record for e in job.history() if isinstance(e.body, StepFinished))
+        return Trained({record.step: record.loss for record in steps}, tuple(client.links()))
 
 
-def test_a_job_trains_the_same_whatever_carries_it(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text")
-    modes: list[Mode] = ["proxy"] if namespaces.why_not() else ["proxy", "namespaces"]
-    losses = []
-    for mode in modes:
-        with two_sites(tmp_path, mode) as lab:
-            losses.append(losses_over(lab, text))
-            with lab.client() as client:
-                assert all(link.latency_s >= LATENCY_S for link in client.links())
-                assert len(client.links()) == 2
-    assert len(losses[0]) == 4
-    # The same ops in the same order on the same machine; only who waits how long differs.
-    assert losses[-1] == pytest.approx(losses[0], rel=1e-5)
+@pytest.fixture(scope="module")
+def over_proxies(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("proxies")
+    with two_sites(folder, "proxy") as lab:
+        return trained_over(lab, folder / "text")
 
 
-def test_a_site_that_is_cut_off_is_lost_and_comes_back(tmp_path: Path) -> None:
+def test_a_job_trains_over_proxies(over_proxies: Trained) -> None:
+    assert len(over_proxies.losses) == 4
+    assert over_proxies.losses[3] < over_proxies.losses[0]
+    assert {(x.sender, x.receiver) for x in over_proxies.links} == {
+        ("north-1", "south-1"),
+        ("south-1", "north-1"),
+    }
+    assert all(link.latency_s >= LATENCY_S for link in over_proxies.links)
+
+
+def test_a_job_trains_the_same_over_namespaces_and_a_site_that_is_cut_off_comes_back(
+    tmp_path: Path, over_proxies: Trained
+) -> None:
     mode: Mode = "proxy" if namespaces.why_not() else "namespaces"
-    with two_sites(tmp_path, mode) as lab, lab.client() as client:
-        assert ask(lab.folder.path, Cut(a="south", b="all")).num_links == 4
-        wait_for_state(client, "south-1", {WorkerState.LOST})
-        assert {x.worker for x in client.workers() if x.state is not WorkerState.LOST} == {"north-1"}
-        ask(lab.folder.path, Heal(a="south", b="all"))
-        wait_for_state(client, "south-1", {WorkerState.IDLE})
+    with two_sites(tmp_path, mode) as lab:
+        trained = trained_over(lab, tmp_path / "text")
+        # The same ops in the same order on the same machine; only who waits how long differs.
+        assert trained.losses == pytest.approx(over_proxies.losses, rel=1e-5)
+        assert all(link.latency_s >= LATENCY_S for link in trained.links)
+        with lab.client() as client:
+            assert ask(lab.folder.path, Cut(a="south", b="all")).num_links == 4
+            wait_for_state(client, "south-1", {WorkerState.LOST})
+            assert {x.worker for x in client.workers() if x.state is not WorkerState.LOST} == {"north-1"}
+            ask(lab.folder.path, Heal(a="south", b="all"))
+            wait_for_state(client, "south-1", {WorkerState.IDLE})
 
 
 def test_a_service_that_ends_is_told_of_with_its_last_words(tmp_path: Path) -> None:
