@@ -138,7 +138,9 @@ class LocalFleet:
 
     def _run(self, name: str, module: str, arguments: Sequence[str]) -> None:
         log = self.logs / f"{name}.log"
-        process = start_tethered(module, arguments, log=log, environment=service_environment(self.num_workers))
+        process = start_tethered(
+            module, arguments, log=log, environment=service_environment(self.num_workers)
+        )
         self.services.append(Service(name=name, process=process, log=log))
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
