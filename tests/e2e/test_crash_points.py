@@ -1,0 +1,222 @@
+"""Workers that die, or stand still for a while, at the places where a protocol like this one breaks."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.chaosing.watch import watched
+from bench.cluster import Cluster
+from bench.emulated.fleet import write_whole
+from bench.recovering.fate import Orders
+from client.api import Client, Job
+from skein.config.job import BackupSpec, JobSpec
+from skein.protocol.records import Incident, Remedy
+from skein.types import JobState
+from skein.wire.views import IncidentEnded, StepFinished, WentBack
+from tests.e2e.jobs import text_job, write_text
+from tests.e2e.test_recovery import losses_of, wait_for_step
+
+NUM_STEPS = 24
+NAMES = ("w0", "w1", "w2", "w3", "w4")
+"""Four hold two stages twice, and one is spare."""
+FIRST, LAST = 0, 1
+_POLL_S = 0.05
+RESUMED = "after DirectiveArrived Assign resumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Where a holder of `stage` ends (None: the spare, when it gets a place), and who has to die before that.
+
+    `companion`: a holder of this stage is killed first, with its share of the step nearly done.
+    """
+
+    name: str
+    at: tuple[str, ...]
+    stage: int | None
+    nth: int = 1
+    turns: int = 0
+    companion: int | None = None
+    replicas: int = 2
+
+    def orders(self, *, freezes: bool) -> Orders:
+        return Orders(at=self.at, nth=self.nth, turns=self.turns, how="freeze" if freezes else "kill")
+
+
+POINTS = (
+    Point(name="x-received", at=("after TensorArrived forward",), stage=LAST, nth=2),
+    Point(name="inside-forward", at=("inside Forward",), stage=FIRST, nth=2),
+    Point(name="forward-done", at=("before SendTensor forward",), stage=FIRST, nth=2),
+    Point(name="x-leaving", at=("after SendTensor forward",), stage=FIRST, nth=2, turns=2),
+    Point(name="inside-last-hop", at=("inside Loss",), stage=LAST, nth=2),
+    Point(name="inside-backward", at=("inside Backward",), stage=FIRST, nth=2),
+    Point(name="accumulated", at=("ended Loss",), stage=LAST, nth=2),
+    Point(name="dy-leaving", at=("after SendTensor backward",), stage=LAST, nth=2, turns=2),
+    Point(name="before-done", at=("before SendReport StageDone",), stage=LAST),
+    Point(name="adopted", at=("before SendReport Ack",), stage=FIRST, companion=LAST),
+    Point(name="acknowledged", at=("after SendReport Ack",), stage=LAST, turns=3, companion=FIRST),
+    Point(name="assigned-again", at=(RESUMED,), stage=FIRST, companion=LAST),
+    Point(name="serving-x", at=(RESUMED, "before SendTensor forward"), stage=FIRST, companion=LAST),
+    Point(name="serving-dy", at=(RESUMED, "before SendTensor backward"), stage=LAST, companion=FIRST),
+    Point(name="first-replayed", at=(RESUMED, "ended op"), stage=FIRST, companion=FIRST, replicas=3),
+    Point(
+        name="replayed",
+        at=(RESUMED, "before SendReport StageDone"),
+        stage=FIRST,
+        companion=FIRST,
+        replicas=3,
+    ),
+    Point(name="prepared", at=("after DirectiveArrived Prepare",), stage=FIRST),
+    Point(name="parts-leaving", at=("after SendTensor part",), stage=LAST, turns=2),
+    Point(name="result-leaving", at=("after SendTensor result",), stage=FIRST, turns=2),
+    Point(name="before-vote", at=("before SendReport Vote",), stage=LAST),
+    Point(name="voted", at=("after SendReport Vote",), stage=FIRST, turns=3),
+    Point(name="commit-known", at=("after DirectiveArrived Commit",), stage=LAST),
+    Point(name="inside-apply", at=("inside Apply",), stage=FIRST),
+    Point(name="applied", at=("after OpEnded Apply",), stage=LAST),
+    Point(name="donor", at=("before Give state",), stage=FIRST),
+    Point(name="silent-asked", at=("before StartPrefetch followed",), stage=None, companion=FIRST),
+    Point(name="silent-current", at=("after PrefetchEnded followed",), stage=None, companion=LAST),
+    Point(name="silent-following", at=("before FollowCommit",), stage=None, companion=FIRST),
+    Point(name="let-in", at=("before Build",), stage=None, companion=LAST),
+)
+FROZEN = ("inside-backward", "adopted", "before-vote", "inside-apply")
+
+
+class CrashCluster(Cluster):
+    """Workers that take orders."""
+
+    def start_worker(self, name: str) -> None:
+        arguments = ["--join", self.target, "--name", name, "--orders", str(self._orders_of(name))]
+        self.workers[name] = self._start("tests.e2e.dying_worker", arguments, log=name)
+
+    def order(self, name: str, orders: Orders) -> None:
+        write_whole(self._orders_of(name), orders.model_dump_json())
+
+    def wait_for_end(self, name: str, is_over: threading.Event) -> bool:
+        """Until it has carried out its orders, which must be before the job is over; whether it is dead, not frozen."""
+        wanted = os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG
+        while (changed := os.waitid(os.P_PID, self.workers[name].pid, wanted)) is None:
+            if is_over.wait(_POLL_S):
+                self._orders_of(name).unlink(missing_ok=True)
+                raise AssertionError(f"{name} did not come there: {self.log_of('coordinator')[-2000:]}")
+        return changed.si_code != os.CLD_STOPPED
+
+    def restart(self, name: str) -> None:
+        """Nobody is there; somebody new comes under the name, at once."""
+        self.kill_worker(name)
+        self.start_worker(name)
+
+    def _orders_of(self, name: str) -> Path:
+        return self.directory / f"{name}.orders"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashCluster]:
+    with CrashCluster(tmp_path_factory.mktemp("crashes")) as cluster:
+        cluster.start_coordinator()
+        for name in NAMES:
+            cluster.start_worker(name)
+        cluster.wait_for_workers(len(NAMES))
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: CrashCluster, text: Path) -> dict[int, float]:
+    """Loss per step of a run that nobody disturbs."""
+    with cluster.client() as client:
+        job = client.submit(job_of("calm", text))
+        losses = losses_of(job.events())
+        assert job.status().state is JobState.FINISHED, job.status().reason
+    return losses
+
+
+def job_of(name: str, text: Path, *, replicas: int = 2) -> JobSpec:
+    job = text_job(name, text, steps=NUM_STEPS, replicas=replicas)
+    return job.model_copy(update={"backup": BackupSpec(every_steps=4)})
+
+
+def holders(client: Client, stage: int | None) -> list[str]:
+    """Who holds a stage; who holds none."""
+    return [w.worker for w in client.workers() if (stage in w.stages if stage is not None else not w.stages)]
+
+
+def wait_for_incident(job: Job, *, names: str) -> Incident:
+    for event in job.events():
+        if isinstance(event.body, IncidentEnded) and names in event.body.incident.workers:
+            return event.body.incident
+    raise AssertionError(f"{job.id} ended, and nothing told of {names}")
+
+
+def assert_exact(job: Job, undisturbed: dict[int, float]) -> None:
+    """Every step once, with the losses of the undisturbed job, and nothing done twice but what was lost."""
+    status, events = job.wait(), job.history()
+    assert status.state is JobState.FINISHED, status.reason
+    incidents = [e.body.incident for e in events if isinstance(e.body, IncidentEnded)]
+    assert incidents
+    assert {incident.remedy for incident in incidents} <= {Remedy.RESUMED, Remedy.UNTOUCHED}, incidents
+    assert not [e for e in events if isinstance(e.body, WentBack)]
+    steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    # Another plan sums in another order: float32 rounding, grown over the steps.
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def doom(cluster: CrashCluster, client: Client, point: Point, *, freezes: bool) -> tuple[str, str | None]:
+    """Give the orders; who is to end, and who before."""
+    placed = {stage: holders(client, stage) for stage in (None, FIRST, LAST)}
+    stage = point.stage
+    if point.replicas > 2:  # the spare makes one of the stages have three holders: that one
+        stage = max((FIRST, LAST), key=lambda s: len(placed[s]))
+    victim = placed[stage][0]
+    companion = None
+    if point.companion is not None:
+        companion = placed[stage if point.replicas > 2 else point.companion][-1]
+        cluster.order(companion, Orders(at=("before SendReport StageDone",)))
+    cluster.order(victim, point.orders(freezes=freezes))
+    return victim, companion
+
+
+@pytest.mark.parametrize("point", POINTS, ids=[point.name for point in POINTS])
+def test_a_worker_that_dies_costs_no_step_wherever_it_was(
+    cluster: CrashCluster, text: Path, undisturbed: dict[int, float], point: Point
+) -> None:
+    cluster.wait_for_workers(len(NAMES))
+    with cluster.client() as client:
+        job = client.submit(job_of(f"dies-{point.name}", text, replicas=point.replicas))
+        wait_for_step(job, 1)
+        with watched(job) as is_over:
+            doomed = doom(cluster, client, point, freezes=False)
+            for name in filter(None, reversed(doomed)):
+                assert cluster.wait_for_end(name, is_over)
+                cluster.restart(name)
+        assert_exact(job, undisturbed)
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.name in FROZEN], ids=FROZEN)
+def test_a_worker_that_stands_still_and_comes_back_costs_no_step(
+    cluster: CrashCluster, text: Path, undisturbed: dict[int, float], point: Point
+) -> None:
+    cluster.wait_for_workers(len(NAMES))
+    with cluster.client() as client:
+        job = client.submit(job_of(f"freezes-{point.name}", text, replicas=point.replicas))
+        wait_for_step(job, 1)
+        with watched(job) as is_over:
+            victim, companion = doom(cluster, client, point, freezes=True)
+            if companion is not None:
+                assert cluster.wait_for_end(companion, is_over)
+                cluster.restart(companion)
+            assert not cluster.wait_for_end(victim, is_over)
+        wait_for_incident(job, names=victim)
+        cluster.workers[victim].send_signal(signal.SIGCONT)
+        assert_exact(job, undisturbed)
