@@ -1,54 +1,191 @@
-"""With two holders of each stage, any worker may die at any moment: the loss curve is the undisturbed one."""
+"""With two holders of each stage, anything may die at any moment, alone or in the pairs that the protocol names: no
+step is lost, none begins anew, only what the dead had done is done again, and the curve is the undisturbed one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import pytest
 
-from skein.config.job import JobSpec
+from skein.protocol.records import Incident, Remedy
+from skein.sim.faults import FAILING
 from skein.sim.scenario import make_world
-from skein.types import Layout
+from skein.sim.shapes import Shape, shape_of
+from skein.sim.world import World
+from skein.types import MicrobatchId, StageIndex, WorkerId
 from tests.support.jobs import small_job
-from tests.support.worlds import finish, fleet_of, plan_of, run_events, undisturbed, worker
+from tests.support.worlds import (
+    Run,
+    finish,
+    fleet_of,
+    of_kind,
+    plan_of,
+    run_events,
+    simulate,
+    undisturbed,
+    worker,
+)
 
-JOBS = {
-    "line": small_job(steps=3, evaluate_every=2, save_every=2),
-    "loop": small_job(steps=3, layout=Layout.LOOP, save_every=2),
-    "tied": small_job(steps=3, is_tied=True, evaluate_every=2),
-}
-STRIDE = 3
-"""Events between two deaths that are tried; coprime to the number of workers, so that each dies in every phase."""
+SHAPES = {text: shape_of(text) for text in ("line 2x2", "loop 2x2", "line 3x2 tied", "loop 4x2 skip 1/4")}
+STEPS, EVERY = 3, 2
+POINTS = 31
+"""Moments that are tried in each job, spread evenly over its events; coprime to the numbers of workers."""
+AT_ONCE_S, BEYOND_LEASE_S, WITHIN_LEASE_S = 0.5, 3.5, 1.0
+
+Strike = Callable[[World, int], set[WorkerId]]
+"""Does something to a world after so many events; gives whose work may be lost."""
 
 
-@pytest.mark.parametrize("spec", JOBS.values(), ids=JOBS)
-def test_no_death_of_one_worker_costs_a_step(spec: JobSpec) -> None:
-    expected = undisturbed(spec, 4)
-    for num_events in range(1, expected.outcome.num_events, STRIDE):
-        name = worker(num_events % 4)
-        world = make_world(spec, fleet_of(4), seed=0)
-        run_events(world, num_events)
+def kill(world: World, number: int) -> set[WorkerId]:
+    name = worker(number % len(world.workers))
+    world.kill_worker(name)
+    return {name}
+
+
+def restart(world: World, number: int) -> set[WorkerId]:
+    name = worker(number % len(world.workers))
+    world.restart_worker(name)
+    return {name}
+
+
+def freeze(world: World, number: int) -> set[WorkerId]:
+    name = worker(number % len(world.workers))
+    world.freeze_worker(name, BEYOND_LEASE_S)
+    return {name}
+
+
+def blink(world: World, number: int) -> set[WorkerId]:
+    world.freeze_worker(worker(number % len(world.workers)), WITHIN_LEASE_S)
+    return set()
+
+
+def crash(world: World, _: int) -> set[WorkerId]:
+    world.crash_coordinator(restarts_after_s=AT_ONCE_S)
+    return set()
+
+
+def both(world: World, number: int) -> set[WorkerId]:
+    return kill(world, number) | crash(world, number)
+
+
+def neighbours(world: World, number: int) -> set[WorkerId]:
+    """Two who pass tensors to each other."""
+    run = None if world.coordinator is None else world.coordinator.run
+    if run is None or run.plan is None:
+        return set()
+    hops = run.plan.paths[number % len(run.plan.paths)].hops
+    found = list(dict.fromkeys(hop.worker for hop in hops))
+    start = number % (len(found) - 1)
+    for name in found[start : start + 2]:
         world.kill_worker(name)
-        run = finish(world, about=f"seed=0, {name} killed after {num_events} events")
-        assert run.num_rollbacks == 0, (num_events, name)
-        assert run.curve == expected.curve, (num_events, name)
+    return set(found[start : start + 2])
 
 
-@pytest.mark.parametrize("spec", JOBS.values(), ids=JOBS)
-def test_a_process_that_starts_again_at_once_costs_no_step(spec: JobSpec) -> None:
-    expected = undisturbed(spec, 4)
-    for num_events in range(7, expected.outcome.num_events, 3 * STRIDE):
-        name = worker(num_events % 4)
-        world = make_world(spec, fleet_of(4), seed=0)
+def fail(world: World, number: int) -> set[WorkerId]:
+    """The next op of some kind fails halfway."""
+    name, kind = worker(number % len(world.workers)), FAILING[number % len(FAILING)]
+    world.workers[name].to_fail = lambda op: isinstance(op, kind)
+    return {name}
+
+
+STRIKES: Mapping[str, Strike] = {
+    "dies": kill,
+    "starts again at once": restart,
+    "is frozen and wakes": freeze,
+    "blinks": blink,
+    "coordinator dies": crash,
+    "dies with the coordinator": both,
+    "dies with a neighbour": neighbours,
+    "has an op fail": fail,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A job that something happened to, and whose it was to do what, by the plan of that moment."""
+
+    run: Run
+    owned: frozenset[tuple[MicrobatchId, StageIndex]]
+    about: str
+
+    def check(self, expected: Run) -> None:
+        """Nothing is lost but work of the dead, and that is done again."""
+        assert self.run.num_rollbacks == 0, self.about
+        assert self.run.curve == expected.curve, self.about
+        for incident in of_kind(self.run.world.log, Incident):
+            assert incident.remedy in (Remedy.RESUMED, Remedy.UNTOUCHED), (self.about, incident)
+            assert (incident.num_steps_lost, incident.num_retried) == (0, 0), (self.about, incident)
+            again = {(m, part.stage) for part in incident.replayed for m in part.microbatches}
+            assert again <= self.owned, (self.about, incident)
+
+
+def struck(shape: Shape, strike: Strike, num_events: int) -> Struck:
+    world = make_world(shape.job(steps=STEPS, every=EVERY), fleet_of(shape.num_workers), seed=0)
+    run_events(world, num_events)
+    run = None if world.coordinator is None else world.coordinator.run
+    held = {} if run is None or run.plan is None else run.plan.microbatches_by_chunk()
+    dead = strike(world, num_events)
+    about = f"seed=0, {shape.text}: {sorted(dead)} struck after {num_events} events"
+    owned = frozenset((m, chunk.stage) for chunk, ids in held.items() if chunk.worker in dead for m in ids)
+    return Struck(finish(world, about=about), owned, about)
+
+
+@pytest.mark.parametrize("strike", STRIKES.values(), ids=STRIKES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_no_moment_is_a_wrong_one(shape: Shape, strike: Strike) -> None:
+    expected = undisturbed(shape.job(steps=STEPS, every=EVERY), shape.num_workers)
+    num_events = expected.outcome.num_events
+    for moment in range(POINTS):
+        struck(shape, strike, 1 + moment * num_events // POINTS).check(expected)
+
+
+@pytest.mark.parametrize("num_events", [120, 150, 180])
+@pytest.mark.parametrize("second", ["dies", "coordinator dies", "is frozen and wakes"])
+def test_a_second_death_while_the_first_is_made_up_for_costs_no_more(num_events: int, second: str) -> None:
+    """Three holders of each stage; the second strike comes later by ever more events, a replay's first to its last."""
+    shape = shape_of("line 2x3")
+    expected = undisturbed(shape.job(steps=STEPS, every=EVERY), shape.num_workers)
+
+    def strike_twice(later: int) -> Strike:
+        def strike(world: World, _: int) -> set[WorkerId]:
+            dead = kill(world, 0)
+            run_events(world, later)
+            return dead | STRIKES[second](world, 1)
+
+        return strike
+
+    for later in range(1, 100, 7):
+        struck(shape, strike_twice(later), num_events).check(expected)
+
+
+def test_a_death_after_the_boundary_log_has_forgotten_costs_no_step() -> None:
+    """It is a cache: what it lacks costs time. Here the step may begin anew."""
+    shape = SHAPES["line 3x2 tied"]
+    job = shape.job(steps=STEPS, every=EVERY)
+    expected = undisturbed(job, shape.num_workers)
+    remedies = set()
+    for moment in range(POINTS):
+        num_events = 1 + moment * expected.outcome.num_events // POINTS
+        world = make_world(job, fleet_of(shape.num_workers), seed=0)
         run_events(world, num_events)
-        world.restart_worker(name)
-        run = finish(world, about=f"seed=0, {name} restarted after {num_events} events")
-        assert run.num_rollbacks == 0, (num_events, name)
-        assert run.curve == expected.curve, (num_events, name)
+        for name in sorted(world.workers):
+            world.shorten_log(name, num_kept=moment % 3)
+        world.kill_worker(worker(moment % shape.num_workers))
+        run = finish(world, about=f"seed=0, log shortened after {num_events} events")
+        assert run.num_rollbacks == 0, num_events
+        assert run.curve == expected.curve, num_events
+        remedies |= {incident.remedy for incident in of_kind(world.log, Incident)}
+    assert Remedy.RETRIED in remedies
 
 
 def test_one_worker_after_the_other_dies_and_comes_back() -> None:
     spec = small_job(steps=8)
-    world = make_world(spec, fleet_of(4), seed=0)
-    for turn in range(4):
-        world.clock.at(1.0 + 2.5 * turn, lambda turn=turn: world.restart_worker(worker(turn)))  # type: ignore[misc]
-    run = finish(world, about="seed=0")
+
+    def strike(world: World) -> None:
+        for turn in range(4):
+            world.clock.at(1.0 + 2.5 * turn, lambda turn=turn: world.restart_worker(worker(turn)))  # type: ignore[misc]
+
+    run = simulate(spec, 4, disturb=strike)
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(spec, 4).curve
 
