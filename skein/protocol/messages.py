@@ -370,11 +370,12 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
-    """A copy of a stage's state is here whole, and at `version` by now."""
+    """A copy of a stage's state is here whole, and at `version` by now; or, with an `error`, cannot be had."""
 
     job: JobId
     stage: StageSpec
     version: Step
+    error: str
 
 
 Report = (

@@ -106,7 +106,7 @@ def only(commands: list[WorkerCommand], kind: type[C]) -> C:
 
 
 def prefetched(version: int, *, stage: StageSpec = STAGE) -> Prefetched:
-    return Prefetched(job=JOB, stage=stage, version=Step(version))
+    return Prefetched(job=JOB, stage=stage, version=Step(version), error="")
 
 
 # --- a copy that follows the commits ---

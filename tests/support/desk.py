@@ -272,7 +272,7 @@ class Desk:
         for command in self.found(Send):
             asked = command.directive
             if isinstance(asked, Prefetch):
-                here = Prefetched(job=asked.job, stage=asked.stage, version=asked.version)
+                here = Prefetched(job=asked.job, stage=asked.stage, version=asked.version, error="")
                 commands += self.report(command.worker, here)
         self.commands = commands
         return commands

@@ -226,7 +226,9 @@ async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(tm
         for record in records[:3]:
             newcomer.say(Follow(epoch=WELCOME.epoch, job=JOB, record=record))
         for version in (1, 2, 3):
-            assert await newcomer.heard(Prefetched) == Prefetched(job=JOB, stage=STAGE, version=Step(version))
+            assert await newcomer.heard(Prefetched) == Prefetched(
+                job=JOB, stage=STAGE, version=Step(version), error=""
+            )
 
         for session in (holder, newcomer):
             session.say(new_generation(2, holder, newcomer, last_commit=records[3]))

@@ -2,8 +2,8 @@
 
 Rules of this file
 - All stages are copied at the same versions, for the job can only go back to a version that it has of every stage.
-- Whoever keeps a copy holds another stage, in another place if there is one. The copies before the newest whole set
-  may go, and not before it is whole.
+- Whoever keeps a copy is a member, so that it hears of roll-backs, and holds another stage, far away if it can be.
+- The copies before the newest whole set may go, and not before it is whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +18,9 @@ from skein.protocol.messages import Ack, Prefetch, Prefetched, Snapshot
 from skein.protocol.runs.members import Members
 from skein.topology.fleet import Link
 from skein.types import StageIndex, StageSpec, Step, WorkerId
+
+_PATIENCE = 5
+"""Rounds that a copy may take."""
 
 
 class Backups:
@@ -42,7 +45,10 @@ class Backups:
     def is_due(self) -> bool:
         """Whether the step in progress ends at a version that is to be copied."""
         version, every = self._job.version + 1, self._job.spec.backup.every_steps
-        return every > 0 and version % every == 0 and version >= self._asked + self._every
+        if every == 0 or version % every or version < self._asked + self._every:
+            return False
+        # A donor keeps few snapshots: a round is given the time to end before the next one begins.
+        return not self._missing or version >= self._asked + _PATIENCE * self._every
 
     def ask(self, plan: Plan, candidates: Iterable[Entry], *, step_s: float | None) -> None:
         """Have the coming version copied: each stage by one of its holders, to one who does not hold it.
@@ -53,7 +59,7 @@ class Backups:
             step_s: what a step takes, if that is known: copies are made so seldom that links bear them.
         """
         version = Step(self._job.version + 1)
-        keepers = _keepers(plan, list(candidates))
+        keepers = _keepers(plan, [entry for entry in candidates if self._members.is_this(entry)])
         if len(keepers) < len(plan.stages):
             return  # Everybody holds everything: there is no elsewhere.
         self._keep_to_budget(plan, keepers, step_s)
@@ -103,14 +109,22 @@ class Backups:
         self._every = every
 
     def prefetched(self, report: Prefetched) -> None:
-        """A copy is whole."""
+        """A copy is whole, or cannot be had: then this version will never be whole."""
         missing = self._missing.get(report.version)
         if missing is None or report.job != self._job.job:
+            return
+        if report.error:
+            self._out.log(f"job={self._job.job} stage={report.stage.index} was not copied: {report.error}")
+            self._missing.clear()
             return
         missing.discard(report.stage)
         if not missing:
             self._whole = max(self._whole, report.version)
             del self._missing[report.version]
+
+    def fenced(self) -> None:
+        """A new generation: who was to take a snapshot has been told to forget it."""
+        self._missing.clear()
 
     def rolled_back(self) -> None:
         """What was asked for is of a history that does not count."""

@@ -10,7 +10,7 @@ Rules of this file
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
@@ -24,11 +24,17 @@ PATIENCE_S = 600.0
 """A plan whose copies are not here after so long is given up: something keeps them from coming."""
 
 
+MAX_FAILURES = 5
+"""Of one copy, after which the plan is given up."""
+
+
 @dataclass(slots=True)
 class _Transfer:
     """A copy on its way: the version that it was asked for at, and the one that it is at by now."""
 
     asked: Step
+    num_failures: int = 0
+    has_failed: bool = False
     reached: Step | None = None
 
 
@@ -48,15 +54,31 @@ class Joining:
         self._until = now + PATIENCE_S
         self._wanted = set(_to_fetch(present, coming))
         self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
+        for worker, stage in self._in_order():
+            known = self._transfers.get((worker, stage))
+            if known is not None:
+                self._ask(worker, stage, known.asked, present)
+        self._ask_anew([at for at in self._in_order() if at not in self._transfers], present)
+
+    def try_again(self, present: Plan) -> None:
+        """Ask again for what could not be had: who gave it may be gone, or has no snapshot any more."""
+        failed = [at for at in self._in_order() if at in self._transfers and self._transfers[at].has_failed]
+        self._ask_anew(failed, present)
+
+    def _in_order(self) -> list[tuple[WorkerId, StageSpec]]:
+        return sorted(self._wanted, key=lambda at: (at[0], at[1].index))
+
+    def _ask_anew(self, wanted: Iterable[tuple[WorkerId, StageSpec]], present: Plan) -> None:
+        """Have the version that comes next copied, and fetched."""
+        version, history = Step(self._job.version + 1), self._out.history
         stages_by_donor: defaultdict[WorkerId, set[StageIndex]] = defaultdict(set)
-        version = Step(self._job.version + 1)
-        for worker, stage in sorted(self._wanted, key=lambda at: (at[0], at[1].index)):
-            transfer = self._transfers.setdefault((worker, stage), _Transfer(asked=version))
-            if transfer.asked == version:
-                for donor in present.holders(stage.index):
-                    stages_by_donor[donor].add(stage.index)
-            self._ask(worker, stage, transfer.asked, present)
-        history = self._out.history
+        for worker, stage in wanted:
+            before = self._transfers.get((worker, stage))
+            num_failures = 0 if before is None else before.num_failures
+            self._transfers[worker, stage] = _Transfer(asked=version, num_failures=num_failures)
+            for donor in present.holders(stage.index):
+                stages_by_donor[donor].add(stage.index)
+            self._ask(worker, stage, version, present)
         for donor, stages in sorted(stages_by_donor.items()):
             snapshot = Snapshot(
                 epoch=history.epoch,
@@ -88,10 +110,21 @@ class Joining:
             self._members.tell(worker, follow)
 
     def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
-        """A copy is whole, at a version."""
-        transfer = self._transfers.get((worker, report.stage))
-        if transfer is not None and report.job == self._job.job:
+        """A copy is whole, at a version, or cannot be had."""
+        at = worker, report.stage
+        transfer = self._transfers.get(at)
+        if transfer is None or report.job != self._job.job:
+            return
+        if not report.error:
             transfer.reached = report.version
+            return
+        transfer.reached, transfer.has_failed = None, True
+        transfer.num_failures += 1
+        self._out.log(
+            f"job={self._job.job} worker={worker} could not fetch stage {report.stage.index}: {report.error}"
+        )
+        if transfer.num_failures >= MAX_FAILURES:
+            del self._transfers[at]
 
     def lose(self, worker: WorkerId) -> bool:
         """A worker is gone; True if something was on its way to it."""

@@ -443,6 +443,7 @@ class Run:
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
+        self._backups.fenced()
         self._revision.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
         self._story.tell("generation", f"{generation}: {reason}", now=now)
@@ -525,6 +526,8 @@ class Run:
         if revision.wish is not None and self._joining.is_hopeless(now=now):
             revision.give_up("what it needs did not come")
             self._joining.over()
+        if revision.wish is not None and self.plan is not None:
+            self._joining.try_again(self.plan)
         if revision.wish is None and self._placement.awaited is None:
             restored = self._placement.restored(candidates)
             if restored is not None:

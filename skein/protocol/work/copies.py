@@ -193,11 +193,13 @@ class Copies:
                     copy.version = event.version
                     self._tell(event.stage, event.version)
             case PrefetchFailed(kind=CopyKind.BACKUP):
-                self._backups.pop((event.stage, event.version), None)
+                if self._backups.pop((event.stage, event.version), None) is not None:
+                    self._tell(event.stage, event.version, error=event.reason)
             case PrefetchFailed():
                 copy = self._followed.get(event.stage)
                 if copy is not None and copy.version is None and copy.wanted == event.version:
                     del self._followed[event.stage]
+                    self._tell(event.stage, event.version, error=event.reason)
 
     def built(self, stages: Iterable[StageSpec], version: Step) -> None:
         """Chunks of these stages are here at `version`: what followed them has served, what nobody tells lags for ever.
@@ -242,9 +244,9 @@ class Copies:
         self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)
         self._drop(above=version)
 
-    def _tell(self, stage: StageSpec, version: Step) -> None:
+    def _tell(self, stage: StageSpec, version: Step, *, error: str = "") -> None:
         assert self.job is not None
-        self._standing.tell(Prefetched(job=self.job, stage=stage, version=version))
+        self._standing.tell(Prefetched(job=self.job, stage=stage, version=version, error=error))
 
     def _drop(
         self,

@@ -862,15 +862,17 @@ Global___TimesMeasured: _TypeAlias = TimesMeasured  # noqa: Y015
 
 @_typing.final
 class Prefetched(_message.Message):
-    """A copy of a stage's state is here whole, and at `version` by now."""
+    """A copy of a stage's state is here whole, and at `version` by now; or, with an `error`, cannot be had."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
+    error: _builtins.str
     @_builtins.property
     def stage(self) -> _ids_pb2.StageSpec: ...
     def __init__(
@@ -879,10 +881,11 @@ class Prefetched(_message.Message):
         job: _builtins.str = ...,
         stage: _ids_pb2.StageSpec | None = ...,
         version: _builtins.int = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job", "stage", b"stage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
