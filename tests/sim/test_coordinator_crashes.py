@@ -7,13 +7,14 @@ import pytest
 
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.history import History
-from skein.protocol.records import EpochOpened, StepCommitted
+from skein.protocol.records import EpochOpened, Incident, IncidentKind, StepCommitted
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from tests.support.jobs import small_job
 from tests.support.worlds import Run, finish, fleet_of, of_kind, simulate, undisturbed, worker
 
 JOB = small_job(steps=3, evaluate_every=2, save_every=2)
+FULL_S = 5.0
 NUM_RECORDS = len(undisturbed(JOB, 4).world.log)
 
 
@@ -88,3 +89,57 @@ def test_every_prefix_of_the_log_replays_to_the_state_that_was() -> None:
 
 def state_of(history: History) -> str:
     return repr((history.epoch, history.generation, history.jobs, history.job_by_key))
+
+
+@pytest.mark.parametrize("num_durable", range(3))
+@pytest.mark.parametrize("turn", range(1, NUM_RECORDS, 3))
+def test_a_crash_in_the_middle_of_an_append_loses_no_announced_step(turn: int, num_durable: int) -> None:
+    """A turn's records are torn: the first of them may be in the log, and nothing of the turn was said to anybody."""
+
+    def disturb(world: World) -> None:
+        def tear(num_held: int) -> None:
+            if num_held == turn + 1:
+                world.tear_append(restarts_after_s=0.5, num_durable=num_durable)
+
+        world.after_append = tear
+
+    run = simulate(JOB, 4, disturb=disturb)
+    assert len(of_kind(run.world.log, EpochOpened)) == 2
+    check(run)
+
+
+@pytest.mark.parametrize("num_records", range(2, NUM_RECORDS - 1, 3))
+def test_a_disk_without_room_holds_back_what_depends_on_it(num_records: int) -> None:
+    def disturb(world: World) -> None:
+        def fill(num_held: int) -> None:
+            if num_held == num_records:
+                world.fill_disk(FULL_S)
+
+        world.after_append = fill
+
+    run = simulate(JOB, 4, disturb=disturb)
+    # What needs no record goes on meanwhile, which takes less than a second here.
+    assert run.outcome.seconds > undisturbed(JOB, 4).outcome.seconds + FULL_S - 1.0
+    check(run)
+
+
+@pytest.mark.parametrize("skews_s", [(0.0, -3600.0), (90_000.0, 0.0), (0.0, 90_000.0)])
+def test_a_wall_clock_that_steps_between_two_coordinators_costs_nothing(skews_s: tuple[float, float]) -> None:
+    before_s, after_s = skews_s
+
+    def disturb(world: World) -> None:
+        world.skew_s = 1e6 + before_s
+        world.crash_coordinator(restarts_after_s=0.1)
+
+        def step(num_held: int) -> None:
+            if num_held == NUM_RECORDS // 2 and world.skew_s == 1e6 + before_s:
+                world.skew_s = 1e6 + after_s
+                world.crash_coordinator(restarts_after_s=0.1)
+
+        world.after_append = step
+
+    run = simulate(JOB, 4, disturb=disturb)
+    [incident] = of_kind(run.world.log, Incident)
+    assert incident.kind is IncidentKind.COORDINATOR_LOST
+    assert incident.silent_s >= 0.0
+    check(run)
