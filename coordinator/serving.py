@@ -245,6 +245,8 @@ class Serving:
         self.driver.stop()
         await self._doors.service.stop()
         await asyncio.wait({self._running})
+        if self._running.exception() is not None:
+            _log.warning("stops with what could not be recorded: %s", self._running.exception())
         await self._close()
 
     async def _close(self) -> None:
