@@ -15,7 +15,9 @@ from itertools import takewhile
 from typing import assert_never
 
 from skein.protocol.records import (
+    Averaged,
     CheckpointCommitted,
+    Drained,
     EpochOpened,
     Evaluated,
     GenerationOpened,
@@ -79,7 +81,7 @@ class Fold:
 
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
-            case EpochOpened() | PlanAdopted():
+            case EpochOpened() | PlanAdopted() | Drained() | Averaged():  # An incident tells of the last.
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s
@@ -169,7 +171,7 @@ def _from(entries: deque[_Entry], position: int) -> Iterator[_Entry]:
 
 def job_of(record: Record) -> JobId | None:
     """Whose record it is; None for one of the coordinator itself."""
-    return None if isinstance(record, EpochOpened) else record.job
+    return None if isinstance(record, EpochOpened | Drained) else record.job
 
 
 class Journal:

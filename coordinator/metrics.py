@@ -26,7 +26,9 @@ from skein.protocol.coordinator import Coordinator
 from skein.protocol.incident import num_replayed
 from skein.protocol.messages import Beat, Count, Decision, Report
 from skein.protocol.records import (
+    Averaged,
     CheckpointCommitted,
+    Drained,
     EpochOpened,
     Evaluated,
     GenerationOpened,
@@ -355,7 +357,7 @@ class Metrics:
             case JobEnded():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)
-            case EpochOpened() | JobSubmitted():
+            case EpochOpened() | JobSubmitted() | Drained() | Averaged():
                 pass
 
     def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:

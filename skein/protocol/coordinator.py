@@ -36,6 +36,7 @@ from skein.protocol.membership import (
     Joined,
     LeaseTime,
     LeaveHeard,
+    LeaveRemembered,
     Lost,
     Membership,
     MembershipChange,
@@ -65,7 +66,7 @@ from skein.protocol.messages import (
     Vote,
     Welcome,
 )
-from skein.protocol.records import JobEnded, JobSubmitted, Record
+from skein.protocol.records import Drained, JobEnded, JobSubmitted, Record
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.run import Run, RunPhase
 from skein.protocol.story import Story
@@ -98,6 +99,8 @@ class Coordinator:
         """Take the run log, before the first event. The last record opens this coordinator's own epoch."""
         for record in records:
             self.history.apply(record)
+            if isinstance(record, Drained):
+                self.membership.handle(LeaveRemembered(incarnation=record.incarnation), now=record.wall_s)
 
     # --- the way in ---
 
@@ -114,7 +117,7 @@ class Coordinator:
             case CancelAsked():
                 self._cancel(event.job, event.reason, now=now)
             case DrainAsked():
-                self._changed(self.membership.handle(LeaveHeard(worker=event.worker), now=now), now=now)
+                self._drain(event.worker, now=now)
             case PlanMade():
                 if self.run is not None:
                     self.run.planned(event, now=now)
@@ -307,6 +310,16 @@ class Coordinator:
         others = [self.membership.live[w].member for w in sorted(self.membership.live) if w != worker]
         if others:
             self._send(worker, incarnation, Probe(peers=tuple(others[:NUM_PROBED_PEERS])))
+
+    def _drain(self, worker: WorkerId, *, now: float) -> None:
+        """Record it: the worker would not tell the next coordinator."""
+        entry = self.membership.live.get(worker)
+        if entry is None:
+            return
+        incarnation = entry.hello.incarnation
+        if incarnation not in self.history.drained:
+            self._outbox.record(Drained(worker=worker, incarnation=incarnation, wall_s=now))
+        self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
 
     def _dismiss(self, worker: WorkerId) -> None:
         incarnation = self.membership.live[worker].hello.incarnation

@@ -6,7 +6,9 @@ from typing import assert_never
 from skein.config.job import JobSpec
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import (
+    Averaged,
     CheckpointCommitted,
+    Drained,
     EpochOpened,
     Evaluated,
     GenerationMember,
@@ -19,7 +21,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step
+from skein.types import Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,9 +43,11 @@ class JobHistory:
     followers: set[Incarnation] = field(default_factory=set)
     """Everybody who was ever a member."""
     outdated: set[Incarnation] = field(default_factory=set)
-    """Followers whose chunks may be of a history that was rolled back; a commit clears who computed it."""
+    """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
     plan: PlanAdopted | None = None
     rollbacks: list[RolledBack] = field(default_factory=list)
+    averaged: dict[StageSpec, Step] = field(default_factory=dict)
+    """At which version a stage was last made of its neighbours."""
     incidents: list[Incident] = field(default_factory=list)
     end: JobEnded | None = None
 
@@ -60,6 +64,8 @@ class History:
         self.generation = Generation(0)
         self.jobs: dict[JobId, JobHistory] = {}
         self.job_by_key: dict[str, JobId] = {}
+        self.drained: set[Incarnation] = set()
+        """Processes that an operator wants to go."""
 
     def apply(self, record: Record) -> None:
         """Take one record, in log order."""
@@ -77,6 +83,8 @@ class History:
                     last_wall_s=record.wall_s,
                 )
                 self.job_by_key[record.key] = record.job
+            case Drained():
+                self.drained.add(record.incarnation)
             case _:
                 self._of_job(self.jobs[record.job], record)
                 if not isinstance(record, PlanAdopted):
@@ -91,6 +99,7 @@ class History:
         | Evaluated
         | CheckpointCommitted
         | RolledBack
+        | Averaged
         | Incident
         | JobEnded,
     ) -> None:
@@ -125,6 +134,10 @@ class History:
                 if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
                     job.last_evaluation = None
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
+            case Averaged():
+                assert record.version == job.version
+                job.averaged.update(dict.fromkeys(record.stages, record.version))
+                job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():
                 job.incidents.append(record)
             case JobEnded():

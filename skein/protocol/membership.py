@@ -78,6 +78,13 @@ class LeaveHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveRemembered:
+    """An operator asked this process to go, and an earlier coordinator recorded it."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
     """The coordinator wants no more of this incarnation, now or later."""
 
@@ -90,7 +97,9 @@ class LeaseTime:
     """The deadline may have come."""
 
 
-MembershipEvent = HelloHeard | Heard | StreamBroke | Doubted | LeaveHeard | Evicted | LeaseTime
+MembershipEvent = (
+    HelloHeard | Heard | StreamBroke | Doubted | LeaveHeard | LeaveRemembered | Evicted | LeaseTime
+)
 
 # --- changes ---
 
@@ -210,6 +219,9 @@ class Membership:
                 return self._doubt(event, now=now)
             case LeaveHeard():
                 return self._leave(event.worker, now=now)
+            case LeaveRemembered():
+                self._leaving.add(event.incarnation)
+                return []
             case Evicted():
                 return self._refuse(event.worker, event.reason, now=now)
             case LeaseTime():

@@ -16,6 +16,7 @@ from skein.types import (
     JobState,
     MicrobatchId,
     StageIndex,
+    StageSpec,
     Step,
     WorkerId,
 )
@@ -126,6 +127,28 @@ class RolledBack:
     wall_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged:
+    """Nobody had these stages at `version` any more: from here on they are averages of their neighbours there.
+
+    Who was not there when it was decided may hold them as they were before, which does not count any more.
+    """
+
+    job: JobId
+    version: Step
+    stages: tuple[StageSpec, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """An operator asked that this process be given no more work. It does not know that itself."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    wall_s: float
+
+
 class IncidentKind(StrEnum):
     """What failed: a process, a link between two, an op, progress itself, or the coordinator."""
 
@@ -140,12 +163,14 @@ class Remedy(StrEnum):
     """What became of the step in progress.
 
     RESUMED: it went on, only what was lost was computed again. RETRIED: it began anew. ROLLED_BACK: committed steps
-    were lost with the last holder of a stage. UNTOUCHED: no step was in progress.
+    were lost with the last holder of a stage. AVERAGED: it began anew, on a stage that was made of its neighbours
+    because its last holder was lost. UNTOUCHED: no step was in progress.
     """
 
     RESUMED = "resumed"
     RETRIED = "retried"
     ROLLED_BACK = "rolled_back"
+    AVERAGED = "averaged"
     UNTOUCHED = "untouched"
 
 
@@ -206,6 +231,8 @@ Record = (
     | Evaluated
     | CheckpointCommitted
     | RolledBack
+    | Averaged
     | Incident
     | JobEnded
+    | Drained
 )

@@ -193,6 +193,8 @@ class Invariants:
         replayed = self._replayed
         if (replayed.epoch, replayed.generation) != (live.epoch, live.generation):
             raise Violated("replaying the log gives another epoch or generation")
+        if replayed.drained != live.drained:
+            raise Violated("replaying the log gives other drained workers")
         if (replayed.jobs, replayed.job_by_key) != (live.jobs, live.job_by_key):
             raise Violated("replaying the log gives other jobs")
 

@@ -47,6 +47,7 @@ from skein.protocol.messages import (
 )
 from skein.protocol.records import (
     CheckpointCommitted,
+    Drained,
     Evaluated,
     GenerationOpened,
     JobEnded,
@@ -717,6 +718,29 @@ def test_a_drained_worker_that_did_not_hear_it_is_told_again_when_it_returns() -
     desk.give(DrainAsked(worker=WorkerId("a")))
     desk.join("a")
     assert desk.told(Dismiss)["a"].may_exit
+
+
+def test_a_restarted_coordinator_remembers_whom_an_operator_wants_to_go() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.give(DrainAsked(worker=WorkerId("w1b")))
+    [drained] = desk.recorded(Drained)
+    assert (drained.worker, drained.incarnation) == ("w1b", "w1b-1")
+    again = Desk(desk.log)
+    again.join(*PAIRS.workers)
+    assert [w for w, entry in again.machine.membership.live.items() if entry.is_leaving] == ["w1b"]
+
+
+def test_a_drain_is_recorded_once_and_is_of_one_process() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.give(DrainAsked(worker=WorkerId("stranger")))
+    assert desk.commands == []
+    desk.give(DrainAsked(worker=WorkerId("a")))
+    desk.give(DrainAsked(worker=WorkerId("a")))
+    assert not desk.recorded(Drained)
+    again = Desk(desk.log)
+    again.join("a", incarnation=2)
+    assert not again.machine.membership.live[WorkerId("a")].is_leaving
 
 
 def test_a_process_that_was_silent_while_another_took_its_name_is_told_so() -> None:

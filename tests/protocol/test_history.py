@@ -6,6 +6,8 @@ import pytest
 
 from skein.protocol.history import History, JobHistory
 from skein.protocol.records import (
+    Averaged,
+    Drained,
     EpochOpened,
     Evaluated,
     GenerationMember,
@@ -21,7 +23,7 @@ from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step, W
 from tests.support.desk import checkpoint
 from tests.support.hands import record
 from tests.support.jobs import small_job
-from tests.support.plans import chunk, grid_plan, path, plan_of
+from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
 
 JOB = JobId("small-1")
 SPEC = small_job(keep=2)
@@ -142,6 +144,22 @@ def test_after_a_roll_back_followers_are_outdated_until_they_take_part_in_a_comm
 def test_a_member_without_a_place_stays_outdated_for_it_may_not_have_heard_that_it_is_free() -> None:
     before = (opened(1, "a-1", "b-1"), committed(0), opened(2, "a-1", "b-1"), rolled_back(1, 0))
     assert job_after(*before, adopted(2, "a"), committed(0)).outdated == {"b-1"}
+
+
+def test_after_an_average_only_those_are_outdated_who_were_not_there() -> None:
+    stage = stage_spec(1)
+    averaged = Averaged(job=JOB, version=Step(1), stages=(stage,), wall_s=4.0)
+    before = (opened(1, "a-1", "b-1"), committed(0), opened(2, "a-1", "c-1"), averaged)
+    job = job_after(*before)
+    assert (job.version, job.last_commit, job.averaged) == (1, record(0), {stage: 1})
+    assert job.outdated == {"b-1"}
+    with pytest.raises(AssertionError):
+        job_after(committed(0), committed(1), averaged)
+
+
+def test_a_drain_is_of_a_process_and_of_no_job() -> None:
+    drained = Drained(worker=WorkerId("a"), incarnation=Incarnation("a-1"), wall_s=7.0)
+    assert history_of(drained).drained == {"a-1"}
 
 
 def test_a_roll_back_takes_the_evaluations_after_it_away() -> None:

@@ -74,6 +74,8 @@ class _RemedyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Remedy.ValueTy
     """Committed steps were lost with the last holder of a stage."""
     REMEDY_UNTOUCHED: _Remedy.ValueType  # 4
     """There was none."""
+    REMEDY_AVERAGED: _Remedy.ValueType  # 5
+    """It began anew, on a stage that was made of its neighbours."""
 
 class Remedy(_Remedy, metaclass=_RemedyEnumTypeWrapper):
     """What became of the step in progress."""
@@ -88,6 +90,8 @@ REMEDY_ROLLED_BACK: Remedy.ValueType  # 3
 """Committed steps were lost with the last holder of a stage."""
 REMEDY_UNTOUCHED: Remedy.ValueType  # 4
 """There was none."""
+REMEDY_AVERAGED: Remedy.ValueType  # 5
+"""It began anew, on a stage that was made of its neighbours."""
 Global___Remedy: _TypeAlias = Remedy  # noqa: Y015
 
 @_typing.final
@@ -104,6 +108,8 @@ class Record(_message.Message):
     ROLLED_BACK_FIELD_NUMBER: _builtins.int
     JOB_ENDED_FIELD_NUMBER: _builtins.int
     INCIDENT_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
+    AVERAGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -124,6 +130,10 @@ class Record(_message.Message):
     def job_ended(self) -> Global___JobEnded: ...
     @_builtins.property
     def incident(self) -> Global___Incident: ...
+    @_builtins.property
+    def drained(self) -> Global___Drained: ...
+    @_builtins.property
+    def averaged(self) -> Global___Averaged: ...
     def __init__(
         self,
         *,
@@ -137,12 +147,14 @@ class Record(_message.Message):
         rolled_back: Global___RolledBack | None = ...,
         job_ended: Global___JobEnded | None = ...,
         incident: Global___Incident | None = ...,
+        drained: Global___Drained | None = ...,
+        averaged: Global___Averaged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_committed", b"checkpoint_committed", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -401,6 +413,60 @@ class RolledBack(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RolledBack: _TypeAlias = RolledBack  # noqa: Y015
+
+@_typing.final
+class Averaged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    wall_s: _builtins.float
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.StageSpec]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        stages: _abc.Iterable[_ids_pb2.StageSpec] | None = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "stages", b"stages", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Averaged: _TypeAlias = Averaged  # noqa: Y015
+
+@_typing.final
+class Drained(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "wall_s", b"wall_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drained: _TypeAlias = Drained  # noqa: Y015
 
 @_typing.final
 class Replayed(_message.Message):
