@@ -10,6 +10,7 @@ NAMES = (
     "detect",
     "overhead",
     "plan",
+    "recovery",
     "replan",
     "routes",
     "scale",
