@@ -17,20 +17,23 @@ Owners = Mapping[tuple[MicrobatchId, StageIndex], WorkerId]
 """Who has accumulated a microbatch's contribution to a stage."""
 
 
-def rerouted(plan: Plan, holders: Collection[ChunkRef], owners: Owners) -> Plan | None:
+def rerouted(
+    plan: Plan, holders: Collection[ChunkRef], owners: Owners, *, preferred: Owners | None = None
+) -> Plan | None:
     """`plan` on those of its chunks that are in `holders`; None if a stage has none of them left.
 
     Args:
         plan: complete, with paths and schedules.
         holders: chunks that are alive.
         owners: each holds the stage, and in the `loop` layout the same worker has what both ends of a path did.
+        preferred: who is best placed for what nobody owns, where they hold the stage.
     """
     held = [x.chunk for x in plan.chunks if x.chunk in holders]
     if plan.layout is Layout.LOOP:
         held = _with_both_ends(held, plan.stages[-1].index)
     if {chunk.stage for chunk in held} != {stage.index for stage in plan.stages}:
         return None
-    choice = _Choice(plan, held)
+    choice = _Choice(plan, held, preferred or {})
     paths = tuple(choice.path(MicrobatchId(m), path, owners) for m, path in enumerate(plan.paths))
     chunks = tuple(x for x in plan.chunks if x.chunk in choice.held)
     workers = sorted({chunk.worker for chunk in held})
@@ -120,8 +123,9 @@ def _seconds(times: Sequence[ChunkTime]) -> dict[ChunkRef, float]:
 class _Choice:
     """Gives each hop its worker, and remembers who has how much to do."""
 
-    def __init__(self, plan: Plan, held: Sequence[ChunkRef]) -> None:
+    def __init__(self, plan: Plan, held: Sequence[ChunkRef], preferred: Owners) -> None:
         self.held = frozenset(held)
+        self._preferred = preferred
         self._is_loop = plan.layout is Layout.LOOP
         self._seconds = _seconds(plan.chunk_times)
         self._holders: defaultdict[StageIndex, list[ChunkRef]] = defaultdict(list)
@@ -148,6 +152,10 @@ class _Choice:
         owner = None if microbatch is None else owners.get((microbatch, hop.stage))
         if owner is not None:
             return ChunkRef(stage=hop.stage, worker=owner)
+        if microbatch is not None and (microbatch, hop.stage) in self._preferred:
+            best = ChunkRef(stage=hop.stage, worker=self._preferred[microbatch, hop.stage])
+            if best in self.held:
+                return best
         if hop in self.held:
             return hop
         chosen = min(self._holders[hop.stage], key=lambda x: (self._load[x.worker], x.worker))

@@ -50,6 +50,7 @@ class Placement:
         """What the plan goes on with, until the step in progress is over."""
         self._whole: Plan | None = None
         """The plan as it was before workers were lost."""
+        self._restored: Plan | None = None
         self._tried: tuple[tuple[ChunkPlan, ...], list[WorkerId]] | None = None
         self._job = job
         self._spec_json = job.spec.canonical_json()
@@ -59,13 +60,20 @@ class Placement:
         self.links = links
         self._measured = measured
 
-    def ask(self, candidates: Iterable[Entry]) -> Plan | None:
-        """The chosen or the recorded plan if it fits those members that are candidates; else a plan is asked for."""
-        members = [entry for entry in candidates if self._members.is_this(entry)]
-        fleet = fleet_of(members, self.links, self._measured)
+    def take_chosen(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The chosen plan, if there is one and it fits those members that are candidates."""
         chosen, self.chosen = self.chosen, None
-        if chosen is not None and not violations(chosen, self._job.spec, fleet):
-            return chosen
+        if chosen is None or violations(chosen, self._job.spec, self._fleet(candidates)):
+            return None
+        return chosen
+
+    def _fleet(self, candidates: Iterable[Entry]) -> Fleet:
+        members = [entry for entry in candidates if self._members.is_this(entry)]
+        return fleet_of(members, self.links, self._measured)
+
+    def ask(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The recorded plan if it fits those members that are candidates; else a plan is asked for."""
+        fleet = self._fleet(candidates)
         recorded = recorded_plan(self._job, fleet)
         if recorded is None:
             self._ask(fleet, self.held() or self.plan or self._adopted_before())
@@ -108,18 +116,20 @@ class Placement:
 
     def resume(self, entries: Iterable[Entry]) -> Resumed | None:
         """The step in progress, if these members can go on with it by the plan that it was begun with."""
-        plan = self.plan or self._adopted_before()
         members = [entry for entry in entries if self._members.is_this(entry)]
-        if plan is None or self._job.version >= self._job.spec.budget.steps:
+        if self._job.version >= self._job.spec.budget.steps:
             return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
         may_drop = self._job.spec.recovery == "best_effort"
-        resumed = resume(plan, acks, version=self._job.version, may_drop=may_drop)
-        if resumed is None or violations(
-            resumed.plan, self._job.spec, fleet_of(members, self.links, self._measured)
-        ):
-            return None
-        return resumed
+        # Who was lost by the plan before may be back, with all that it had done.
+        for plan in (self._whole, self.plan or self._adopted_before()):
+            if plan is None:
+                continue
+            version = self._job.version
+            resumed = resume(plan, acks, version=version, may_drop=may_drop, present=self.plan)
+            if resumed is not None and not violations(resumed.plan, self._job.spec, self._fleet(members)):
+                return resumed
+        return None
 
     def restored(self, candidates: Iterable[Entry]) -> Plan | None:
         """The plan as it was before losses, as far as there are workers for it; None if that is no more than now.
@@ -146,7 +156,8 @@ class Placement:
             return None
         back = sorted(set(plan.workers).difference(present.workers))
         what, _, _ = whole.reason.partition("; with ")
-        return replace(plan, reason=f"{what}; with {', '.join(back)} again")
+        self._restored = replace(plan, reason=f"{what}; with {', '.join(back)} again")
+        return self._restored
 
     def go_on(self, resumed: Resumed) -> None:
         """Record the plan without those who are gone, and have the step in progress go on by it."""
@@ -171,7 +182,9 @@ class Placement:
     def put(self, plan: Plan, *, now: float) -> None:
         """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
         self.resumed = None
-        if self._whole is not None and len(plan.chunks) >= len(self._whole.chunks):
+        if self._whole is not None and (
+            plan is not self._restored or len(plan.chunks) >= len(self._whole.chunks)
+        ):
             self._whole = None
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):

@@ -50,16 +50,29 @@ class Resumed:
 
 
 def resume(
-    plan: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, may_drop: bool = False
+    plan: Plan,
+    acks: Mapping[WorkerId, Ack],
+    *,
+    version: Step,
+    may_drop: bool = False,
+    present: Plan | None = None,
 ) -> Resumed | None:
     """The step that begins at `version`, as far as these workers have come, on the chunks of `plan` that they hold.
 
     None if a stage has no holder left, or if something that is needed is in no boundary log.
+
+    Args:
+        plan: whose chunks may hold something of the step; each microbatch visits the stages that it names.
+        acks: by worker.
+        version: of the parameters.
+        may_drop: give up lost contributions that nobody waits for.
+        present: the plan that was in place, if that is another: hops are compared with it.
     """
     holders = _holders(plan, acks, version)
     progress = _progress(holders, acks)
     owners = _owners(plan, progress)
-    after = rerouted(plan, holders, owners)
+    activated = {(m, chunk.stage): chunk.worker for chunk, done in progress.items() for m in done.forwards}
+    after = rerouted(plan, holders, owners, preferred=activated)
     if after is None:
         return None
     counted = {chunk for chunk in progress if _counts(chunk, progress[chunk], owners)}
@@ -83,7 +96,7 @@ def resume(
         expected=_expected(after, rest, progress, counted),
         replayed=tuple(sorted(lost - dropped)),
         dropped=tuple(sorted(dropped)),
-        num_rerouted=_num_rerouted(plan.paths, after.paths),
+        num_rerouted=_num_rerouted((present or plan).paths, after.paths),
         is_begun=bool(ledger or any(done.forwards for done in progress.values())),
     )
 

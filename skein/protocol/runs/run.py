@@ -45,23 +45,19 @@ from skein.protocol.messages import (
 )
 from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
-from skein.protocol.runs.backups import Backups
-from skein.protocol.runs.detection import OpWatch
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
+from skein.protocol.runs.improving import Improving
 from skein.protocol.runs.incidents import Incidents
-from skein.protocol.runs.joining import Joining
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
-from skein.protocol.runs.replanning import Backoff
 from skein.protocol.runs.resuming import Resumed
-from skein.protocol.runs.revision import Revision
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.stepping import Stepping
 from skein.protocol.runs.strikes import Strikes
-from skein.protocol.runs.watchdog import Watchdog
+from skein.protocol.runs.vigil import Vigil
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import Epoch, JobState, WorkerId
@@ -82,8 +78,6 @@ class RunPhase(StrEnum):
     ENDED = "ended"
 
 
-FLAP_S = 2.0
-"""After its first loss a worker is let in again at once, after the second within a short time not for so long."""
 _COMPUTING = (RunPhase.STEPPING, RunPhase.EVALUATING)
 
 
@@ -113,21 +107,18 @@ class Run:
         self._savings = Savings(job, self._members, outbox)
         self._evaluation = Evaluation(job, self._members, outbox)
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
-        self._revision = Revision(job, self._placement, measured, outbox)
+        self._improving = Improving(job, self._members, self._placement, measured, outbox, links)
+        self._revision = self._improving.revision
         self._stepping = Stepping(job, self._placement, self._members, outbox)
         self._incidents = Incidents(job, outbox)
-        self._joining = Joining(job, self._members, outbox)
-        self._backups = Backups(job, self._members, outbox, links)
-        self._losses: dict[WorkerId, Backoff] = {}
-        """Of members that were lost: who comes and goes is let in less and less often."""
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
         """What is being saved is the last thing before the run waits, for this reason."""
         self._is_to_recut = False
         """What is being saved is then read again by stages that are cut otherwise."""
-        self._watchdog = Watchdog(now=now)
-        self._op_watch = OpWatch(measured.chunk_time)
+        self._vigil = Vigil(self._members, measured, now=now)
+        self._watchdog = self._vigil.watchdog
         self._story = Story()
         if job.members:
             silent_s = max(0.0, now - job.last_wall_s)
@@ -155,10 +146,9 @@ class Run:
                 is_missed = self._depends_on(change.worker)
                 self._members.lose(change.worker)
                 self._measured.lose(change.worker)
-                self._op_watch.lose(change.worker)
-                self._joining.lose(change.worker)
+                self._vigil.lose(change.worker)
+                self._improving.lost(change.worker, is_missed=is_missed, now=now)
                 if is_missed:
-                    self._losses.setdefault(change.worker, Backoff(FLAP_S)).happened(now=now)
                     self._incidents.noticed(
                         IncidentKind.WORKER_LOST,
                         (change.worker,),
@@ -211,8 +201,7 @@ class Run:
         if not self._placement.is_answer(event):
             return
         if self.phase is not RunPhase.FENCING:
-            self._revision.answered(event)
-            self._prepare(now=now)
+            self._improving.answered(event, now=now)
         elif isinstance(event.result, Infeasible):
             self._pause(event.result.reason, now=now)
         elif self._placement.is_recut(event.result) and self._savings.is_behind():
@@ -256,7 +245,11 @@ class Run:
 
     def beat(self, worker: WorkerId, beat: Beat) -> None:
         """A worker lives, and says how long its running op has been at it."""
-        self._op_watch.beat(worker, beat)
+        self._vigil.beat(worker, beat)
+
+    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
+        """A copy of a stage is whole, or cannot be had."""
+        self._improving.prefetched(worker, report)
 
     # --- time ---
 
@@ -276,13 +269,8 @@ class Run:
             self._bump(reason, now=now)
 
     def stuck(self, *, now: float) -> tuple[tuple[WorkerId, str], ...]:
-        """Workers that live and get nowhere, to be turned away, each with the reason: an op of theirs never ends, or
-        they have not acknowledged the generation although nothing moves any more."""
-        found = {stuck.worker: stuck.reason for stuck in self._op_watch.stuck()}
-        if self.phase is RunPhase.FENCING and now >= self._gives_up_at():
-            reason = "it does not answer, though it beats: start it again"
-            found = dict.fromkeys(self._members.unacknowledged(), reason) | found
-        return tuple(sorted(found.items()))
+        """Workers that live and get nowhere, to be turned away, each with the reason."""
+        return self._vigil.stuck(self.plan, is_fencing=self.phase is RunPhase.FENCING, now=now)
 
     def deadline(self) -> float | None:
         """When `tick` is wanted next."""
@@ -292,14 +280,11 @@ class Run:
             return self._gathering.pardons_at
         is_fencing = self.phase is RunPhase.FENCING and not self._members.is_fenced
         if is_fencing:
-            return self._gives_up_at()
+            return self._watchdog.gives_up_at(self.plan)
         return self._stalls_at() if self.phase in _COMPUTING else None
 
     def _stalls_at(self) -> float:
         return self._watchdog.barks_at(self.plan)
-
-    def _gives_up_at(self) -> float:
-        return self._watchdog.gives_up_at(self.plan)
 
     def _gathers_at(self) -> float:
         return self._gathering.ends_at(num_here=len(self._candidates()), num_wanted=self._num_wanted)
@@ -443,8 +428,7 @@ class Run:
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
-        self._backups.fenced()
-        self._revision.fenced(now=now)
+        self._improving.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
         self._story.tell("generation", f"{generation}: {reason}", now=now)
 
@@ -457,10 +441,11 @@ class Run:
             return
         self._incidents.fenced(now=now)
         resumed = self._placement.resume(self._holders())
-        if resumed is not None and (self._may_go_on or resumed.is_begun):
+        chosen = self._placement.take_chosen(self._candidates())
+        if resumed is not None and (resumed.is_begun or (chosen is None and self._may_go_on)):
             self._resume(resumed, now=now)
             return
-        ready = self._placement.ask(self._candidates())
+        ready = chosen or self._placement.ask(self._candidates())
         if ready is not None:
             self._revision.kept(ready)
             self._build(ready, now=now)
@@ -470,6 +455,7 @@ class Run:
         self._incidents.resumed(resumed)
         self._placement.go_on(resumed)
         assert self.plan is not None
+        self._vigil.planned(self.plan)
         self._revision.resumed(self.plan, now=now)
 
     def _build(self, plan: Plan, *, now: float) -> None:
@@ -478,10 +464,10 @@ class Run:
         version = self.job.version
         self._incidents.planned_anew(num_begun=self._members.num_begun())
         self._placement.put(plan, now=now)
-        self._op_watch.planned(plan)
-        self._joining.over()
+        self._vigil.planned(plan)
+        self._improving.placed_anew()
         if self.job.version < version:
-            self._backups.rolled_back()
+            self._improving.rolled_back()
             self._incidents.rolled_back(num_steps=version - self.job.version)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
@@ -516,40 +502,7 @@ class Run:
         leaving = [worker for worker in self._members.placed if self._members.is_leaving(worker)]
         if leaving:
             return f"{', '.join(leaving)} leaving"
-        return self._revision.wish if self._joining.is_ready else None
-
-    def _improve(self, *, now: float) -> None:
-        """Steps go on: look for a plan that is worth having, and have what it needs brought to where it needs it."""
-        revision = self._revision
-        candidates = [x for x in self._candidates() if self._is_steady(x.hello.worker, now=now)]
-        revision.is_short = len(self._members.placed) < self._num_wanted
-        if revision.wish is not None and self._joining.is_hopeless(now=now):
-            revision.give_up("what it needs did not come")
-            self._joining.over()
-        if revision.wish is not None and self.plan is not None:
-            self._joining.try_again(self.plan)
-        if revision.wish is None and self._placement.awaited is None:
-            restored = self._placement.restored(candidates)
-            if restored is not None:
-                revision.restore(restored)
-                self._prepare(now=now)
-        if revision.wish is None:
-            revision.consider(candidates, now=now)
-
-    def _is_steady(self, worker: WorkerId, *, now: float) -> bool:
-        """Whether a worker has a place, or may be given one again."""
-        losses = self._losses.get(worker)
-        return losses is None or worker in self._members.placed or losses.may(now=now)
-
-    def _prepare(self, *, now: float) -> None:
-        """Another plan was chosen: who gets a chunk under it fetches that already."""
-        if self._revision.wish is not None and self.plan is not None and self._placement.chosen is not None:
-            self._joining.begin(self.plan, self._placement.chosen, now=now)
-
-    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
-        """A copy of a stage is whole."""
-        self._joining.prefetched(worker, report)
-        self._backups.prefetched(report)
+        return self._improving.wish
 
     def _go_on(self, *, now: float) -> None:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
@@ -571,7 +524,10 @@ class Run:
             else:
                 self._give_up_or_wait(change or "", now=now)
         elif change is not None:
-            self._change(change, now=now)
+            # Between steps whatever was chosen can be put in place; without that, what is here can go on.
+            self._may_go_on = self._improving.wish == change
+            self.phase = RunPhase.FENCING
+            self._bump(change, now=now)
         else:
             self._start_step(now=now)
 
@@ -584,12 +540,6 @@ class Run:
         step, history = self.job.version, self._out.history
         self._members.send_placed(Start(epoch=history.epoch, generation=history.generation, step=step))
 
-    def _change(self, reason: str, *, now: float) -> None:
-        """No step is in progress: another plan may be put in place."""
-        self.phase = RunPhase.FENCING
-        self._may_go_on = False
-        self._bump(reason, now=now)
-
     def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
         if self.phase is RunPhase.EVALUATING and self._evaluation.is_complete(worker, report, now=now):
             self._go_on(now=now)
@@ -598,10 +548,8 @@ class Run:
 
     def _begin_step(self, *, now: float) -> None:
         self.phase = RunPhase.STEPPING
-        self._revision.step_begins(now=now)
         self._stepping.begin()
-        if self._backups.is_due() and self.plan is not None:
-            self._backups.ask(self.plan, self._candidates(), step_s=self._measured.step_s)
+        self._improving.step_begins(self._candidates(), now=now)
 
     def _drive(self, event: RoundEvent, *, now: float) -> None:
         for end in self._stepping.handle(event, now=now):
@@ -610,6 +558,8 @@ class Run:
                 continue
             for worker in end.blamed:
                 self._strike(worker, end.reason, is_hearsay=False, now=now)
+            kind = IncidentKind.WORKER_FAILED
+            self._incidents.noticed(kind, end.blamed, end.reason, silent_s=0.0, now=now)
             self._bump(end.reason, now=now)
 
     def _commit(self, record: StepRecord, *, now: float) -> None:
@@ -617,15 +567,14 @@ class Run:
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._placement.resumed = None
         self._strikes.committed()
-        self._watchdog.committed(now=now)
-        self._op_watch.committed()
+        self._vigil.committed(now=now)
         self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
         self._revision.step_ended(now=now)
         goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted(now=now) is None
-        self._joining.committed(record)
+        self._improving.committed(record)
         if goes_on:
-            self._improve(now=now)
+            self._improving.look(self._candidates(), now=now)
         history = self._out.history
         self._members.send_placed(
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)

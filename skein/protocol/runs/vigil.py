@@ -1,0 +1,43 @@
+"""Notices that somebody, or everybody, gets nowhere although all of them live."""
+
+from skein.plan.plan import Plan
+from skein.protocol.messages import Beat
+from skein.protocol.runs.detection import OpWatch
+from skein.protocol.runs.measuring import Measured
+from skein.protocol.runs.members import Members
+from skein.protocol.runs.watchdog import Watchdog
+from skein.types import WorkerId
+
+
+class Vigil:
+    """The watch over single ops, and the one over all of them together."""
+
+    def __init__(self, members: Members, measured: Measured, *, now: float) -> None:
+        self.watchdog = Watchdog(now=now)
+        self._ops = OpWatch(measured.chunk_time)
+        self._members = members
+
+    def beat(self, worker: WorkerId, beat: Beat) -> None:
+        """A worker lives, and says how long its running op has been at it."""
+        self._ops.beat(worker, beat)
+
+    def lose(self, worker: WorkerId) -> None:
+        """A worker is gone."""
+        self._ops.lose(worker)
+
+    def planned(self, plan: Plan) -> None:
+        """Another plan is in place."""
+        self._ops.planned(plan)
+
+    def committed(self, *, now: float) -> None:
+        """A step is."""
+        self.watchdog.committed(now=now)
+        self._ops.committed()
+
+    def stuck(self, plan: Plan | None, *, is_fencing: bool, now: float) -> tuple[tuple[WorkerId, str], ...]:
+        """Workers that live and get nowhere, each with the reason: an op never ends, or they do not acknowledge."""
+        found = {stuck.worker: stuck.reason for stuck in self._ops.stuck()}
+        if is_fencing and now >= self.watchdog.gives_up_at(plan):
+            reason = "it does not answer, though it beats: start it again"
+            found = dict.fromkeys(self._members.unacknowledged(), reason) | found
+        return tuple(sorted(found.items()))
