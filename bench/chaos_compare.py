@@ -10,6 +10,7 @@ line; exit code 1 if a goal is missed.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from bench.chaosing.job import MICROBATCH_SAMPLES, NUM_REPLICAS, make_job
 from bench.chaosing.nemesis import Nemesis
 from bench.chaosing.watch import finish_in_peace, give_up_at, wait_for_step, watched
 from bench.comparing.fleet import Fleet, Program
-from bench.comparing.told import Applied, Curve
+from bench.comparing.told import NUM_SMOOTHED, Applied, Curve
 from bench.comparing.torchft import NotToBeHad, lighthouse, make_environment, version
 from bench.report import Row, finish
 from client.api import Job
@@ -176,12 +177,18 @@ def _train(
 
 def rows_of(contest: Contest, ours: Trained, others: Sequence[Trained]) -> list[Row]:
     """For each contestant: samples lost, samples computed in vain, and when it reaches the loss."""
-    smoothed = ours.calm.smoothed()
-    loss = smoothed[min(len(smoothed) - 1, int(AT_SHARE * contest.steps))]
+    loss = loss_at(ours.calm, AT_SHARE)
     ours_s = ours.struck.reaches_s(loss)
     return [
         row for one in (ours, *others) for row in _rows_of(contest, one, loss, ours_s, is_ours=one is ours)
     ]
+
+
+def loss_at(curve: Curve, share: float) -> float:
+    """The smoothed loss after this share of the steps, rounded up: equal curves differ in the last digits."""
+    smoothed = curve.smoothed()
+    index = round(share * len(curve.applied)) - NUM_SMOOTHED
+    return math.ceil(smoothed[min(max(index, 0), len(smoothed) - 1)] * 1000) / 1000
 
 
 def _rows_of(
@@ -232,8 +239,7 @@ def _time_row(trained: Trained, loss: float, ours_s: float | None, *, is_ours: b
 def main() -> int:
     """Let each train in peace and under kills."""
     args = _arguments()
-    if args.workers < NUM_REPLICAS or args.workers % NUM_REPLICAS:
-        error = UserError("--workers", args.workers, f"give a multiple of {NUM_REPLICAS}")
+    if error := _wrong(args):
         print(f"error: {error}", file=sys.stderr)
         return 2
     contest = Contest(
@@ -258,6 +264,14 @@ def main() -> int:
             print(f"{row.what}: {row.value:g} {row.unit} ({row.against})")
     figures = {"seed": contest.seed, "steps": contest.steps, "torchft_missing": why_not}
     return finish("chaos-compare", rows, figures=figures)
+
+
+def _wrong(args: argparse.Namespace) -> UserError | None:
+    if args.workers < NUM_REPLICAS or args.workers % NUM_REPLICAS:
+        return UserError("--workers", args.workers, f"give a multiple of {NUM_REPLICAS}")
+    if args.steps < 2 * NUM_SMOOTHED:
+        return UserError("--steps", args.steps, f"give at least {2 * NUM_SMOOTHED}, for losses are smoothed")
+    return None
 
 
 def _arguments() -> argparse.Namespace:

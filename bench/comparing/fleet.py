@@ -20,8 +20,8 @@ from skein.config.job import JobSpec
 _POLL_S = 0.05
 _GIVE_UP_S = 300.0
 """Without a new step: what is killed more often than it gets anywhere will not get there."""
-_LAST_LINES_S = 1.0
-"""After the first replica has made the last step, for the others to tell of theirs."""
+_LAST_LINES_S = 20.0
+"""At most, after the first replica has made the last step, for the others to tell of theirs and end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,9 @@ class Fleet:
             self._bring_back()
             time.sleep(_POLL_S)
         assert num_steps, self._last_words()
-        time.sleep(_LAST_LINES_S)
+        until_s = time.time() + _LAST_LINES_S
+        while any(process.poll() is None for process in self._processes.values()) and time.time() < until_s:
+            time.sleep(_POLL_S)
         _ = self._news()
         return curve_of(self._told)
 

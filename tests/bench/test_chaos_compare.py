@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.chaos_compare import curve_of_log
+from bench.chaos_compare import curve_of_log, loss_at
 from bench.comparing.replica import Replica
 from bench.comparing.replica_file import Part
 from bench.comparing.told import NUM_SMOOTHED, Applied, Curve, Kind, Told, curve_of, read_told, tell
@@ -97,6 +97,17 @@ def test_a_loss_is_reached_when_the_mean_of_the_last_steps_is_there() -> None:
     curve = falling([3.0] * NUM_SMOOTHED + [1.0] * NUM_SMOOTHED)
     assert curve.reaches_s(2.0) == NUM_SMOOTHED - 1 + NUM_SMOOTHED / 2
     assert curve.reaches_s(0.5) is None
+
+
+def test_the_loss_to_reach_is_that_after_a_share_of_the_steps_and_bears_rounding() -> None:
+    curve = falling([5.0 - step / 10 for step in range(40)])
+    # After 32 steps, the mean of steps 22 to 31.
+    assert loss_at(curve, 0.8) == pytest.approx(2.35, abs=1e-3)
+    assert curve.reaches_s(loss_at(curve, 0.8)) == 31.0
+    farther = Curve(
+        applied=tuple(replace(step, loss=step.loss * (1 + 1e-6)) for step in curve.applied), num_computed=800
+    )
+    assert farther.reaches_s(loss_at(curve, 0.8)) == 31.0
 
 
 def test_one_low_step_reaches_nothing() -> None:
