@@ -74,13 +74,19 @@ def holders(client: Client, stage: int) -> list[str]:
     return [worker.worker for worker in client.workers() if stage in worker.stages]
 
 
-def wait_until_placed(client: Client, names: Sequence[str]) -> None:
-    """Until all of these have work."""
+def wait_until_placed(cluster: RecoveryCluster, client: Client, names: Sequence[str]) -> None:
+    """Until all of these have work.
+
+    Raises:
+        AssertionError: one of them has ended, or they wait for too long.
+    """
     until_s = time.monotonic() + PATIENCE_S
     while True:
         working = {worker.worker for worker in client.workers() if worker.stages}
         if working.issuperset(names):
             return
+        ended = [name for name in names if cluster.workers[name].poll() is not None]
+        assert not ended, [cluster.log_of(name)[-2000:] for name in ended]
         assert time.monotonic() < until_s, f"{sorted(set(names) - working)} got no work"
         time.sleep(POLL_S)
 

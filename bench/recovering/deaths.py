@@ -63,7 +63,7 @@ def one_by_one(
     struck: list[float] = []
     for turn in range(num_deaths):
         name = cluster.names[(turn + int(luck.integers(2)) * 3) % NUM_WORKERS]
-        wait_until_placed(client, cluster.names)
+        wait_until_placed(cluster, client, cluster.names)
         wait_for_steps(job, 2)
         time.sleep(float(luck.random()) * STEP_S)
         struck.append(time.time())
@@ -137,7 +137,7 @@ def third(cluster: RecoveryCluster, client: Client, *, run: int, takes_a_stage: 
     spec = make_job(name, num_workers=NUM_WORKERS, steps=100_000, seed=run)
     every = spec.backup.every_steps
     job = client.submit(spec)
-    wait_until_placed(client, cluster.names)
+    wait_until_placed(cluster, client, cluster.names)
     wait_for_steps(job, every + 3 + 5 * run if takes_a_stage else 4)
     stage = run % NUM_STAGES
     first, second = holders(client, stage), holders(client, (stage + 1) % NUM_STAGES)

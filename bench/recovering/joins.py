@@ -61,7 +61,7 @@ def join(cluster: RecoveryCluster, client: Client, *, run: int, donor_dies: bool
         cluster.order(donors[0], Orders(at=("before Give state",)))
     began_s = time.time()
     cluster.start_worker(newcomer)
-    wait_until_placed(client, [newcomer])
+    wait_until_placed(cluster, client, [newcomer])
     moments = _moments_of(cluster, newcomer, since_s=began_s)
     wait_for_steps(job, 2)
     events = job.history()

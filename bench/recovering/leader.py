@@ -39,7 +39,7 @@ def restarts(cluster: RecoveryCluster, client: Client, *, num_kills: int, seed: 
     """SIGKILL the coordinator at random moments, and start it again at once on its state directory."""
     luck = stream(seed, "coordinator")
     job = client.submit(make_job("leader", num_workers=NUM_WORKERS, steps=100_000, seed=seed))
-    wait_until_placed(client, cluster.names[:NUM_WORKERS])
+    wait_until_placed(cluster, client, cluster.names[:NUM_WORKERS])
     wait_for_steps(job, 3)
     struck: list[float] = []
     for _ in range(num_kills):
