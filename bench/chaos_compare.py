@@ -185,10 +185,10 @@ def rows_of(contest: Contest, ours: Trained, others: Sequence[Trained]) -> list[
 
 
 def loss_at(curve: Curve, share: float) -> float:
-    """The smoothed loss after this share of the steps, rounded up: equal curves differ in the last digits."""
+    """The smoothed loss after this share of the steps, a little above: equal curves differ in the last digits."""
     smoothed = curve.smoothed()
     index = round(share * len(curve.applied)) - NUM_SMOOTHED
-    return math.ceil(smoothed[min(max(index, 0), len(smoothed) - 1)] * 1000) / 1000
+    return (math.floor(smoothed[min(max(index, 0), len(smoothed) - 1)] * 1000) + 1) / 1000
 
 
 def _rows_of(
