@@ -1,4 +1,4 @@
-"""Makes the chunks of an assignment present: kept, drawn, read or fetched, then put in place all at once.
+"""Makes the chunks of an assignment present: kept, drawn, read, fetched or averaged, then put in place all at once.
 
 Rules of this file
 - What is held changes in `hold` alone, at the end. A build that fails or is cancelled before has changed nothing.
@@ -19,13 +19,14 @@ from skein.config.job import JobSpec, LlamaModel
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
-from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, SourceKind
+from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, Neighbour, SourceKind
 from skein.protocol.worker_io import BuildFailed, Built
-from skein.types import JobId, StageIndex, Step, WorkerId
+from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
 from skein.wire.extra import ManifestReply
 from worker.bundle import WireTensor, to_torch
 from worker.checkpoint import Archive, UrlArchive, check_url, read_state
+from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk, state_names
 from worker.compute.ops import Holding
@@ -234,6 +235,9 @@ class Builder:
             case SourceKind.PEER:
                 state = await self._given(assign.job, wanted, members, state_names(job, stage))
                 await self._on_torch(partial(chunk.load_state, state, version=source.version))
+            case SourceKind.NEIGHBOURS:
+                state = await self._averaged(assign.job, job, wanted, members)
+                await self._on_torch(partial(chunk.load_state, state, version=source.version))
             case _:
                 assert_never(source.kind)
         return chunk
@@ -256,17 +260,58 @@ class Builder:
         # The donor first: it is known to have come as far as the version that is wanted.
         nearest = sorted(members, key=lambda member: member.worker != source.peer)
         others = [member for member in nearest if member.worker != self._worker]
-        followed = await self._copies.caught_up(job, wanted.stage, source.version, others)
-        if followed is not None:
-            return followed
-        donor = next((member for member in members if member.worker == source.peer), None)
+        if not source.was_averaged:
+            followed = await self._copies.caught_up(job, wanted.stage, source.version, others)
+            if followed is not None:
+                return followed
+        return await self._fetched(job, wanted.stage, source.version, source.peer, members, names)
+
+    async def _fetched(
+        self,
+        job: JobId,
+        stage: StageSpec,
+        version: Step,
+        peer: WorkerId | None,
+        members: tuple[Member, ...],
+        names: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        donor = next((member for member in members if member.worker == peer), None)
         if donor is None:
-            raise LocalError(f"{source.peer}, which should give stage {wanted.stage.index}, is not a member")
+            raise LocalError(f"{peer}, which should give stage {stage.index}, is not a member")
         try:
-            state = await self._donors.fetch_state(donor, job, wanted.stage.index, source.version, names)
+            state = await self._donors.fetch_state(donor, job, stage.index, version, names)
         except RemoteError as error:
             raise _DonorFailedError(donor.worker, one_line(error)) from error
         return {name: to_torch(tensor) for name, tensor in state.items()}
+
+    async def _averaged(
+        self, job_id: JobId, job: JobSpec, wanted: ChunkAssignment, members: tuple[Member, ...]
+    ) -> Mapping[str, Tensor]:
+        """The chunk's state, made of parameters of the stages beside it."""
+        sides = []
+        for neighbour in wanted.source.neighbours:
+            names = names_wanted(job, wanted.stage, neighbour.stage)
+            tensors = await self._beside(job_id, neighbour, wanted.source.version, members, names)
+            sides.append(Side(stage=neighbour.stage, weight=neighbour.weight, tensors=tensors))
+        return await self._on_torch(partial(averaged_state, job, wanted.stage, sides))
+
+    async def _beside(
+        self,
+        job: JobId,
+        neighbour: Neighbour,
+        version: Step,
+        members: tuple[Member, ...],
+        names: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        """Parameters of a neighbouring stage, which may be held here too."""
+        if neighbour.peer != self._worker:
+            return await self._fetched(job, neighbour.stage, version, neighbour.peer, members, names)
+        held = await self._on_torch(
+            partial(self._executor.compute.copy_state, job, neighbour.stage.index, version, names)
+        )
+        if held is None:
+            raise LocalError(f"{neighbour.stage} at version {version} is not here to make another of it")
+        return held
 
     async def _saved_state(self, assign: Assign, job: JobSpec) -> dict[str, Tensor]:
         """What all chunks that come from the checkpoint need of it, each file read once."""

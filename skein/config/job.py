@@ -201,6 +201,9 @@ class BackupSpec(Spec):
     """As many steps are lost at most, if links allow it. 0: no copies, back to the newest checkpoint."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """What copies may take of a link's time. Where that is too little, copies are made less often, and it is said."""
+    neighbour_average: bool = False
+    """Make a lost inner stage of the average of its neighbours, where no copy of it is as new, rather than go back. No
+    step is lost then, but the stage is another, and its optimizer begins anew: this is not exact."""
 
 
 class SkipSpec(Spec):

@@ -44,12 +44,16 @@ class Decision(StrEnum):
 
 
 class SourceKind(StrEnum):
-    """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it."""
+    """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it.
+
+    NEIGHBOURS: nobody has it, and it is made of the stages beside it.
+    """
 
     KEEP = "keep"
     INITIAL = "initial"
     CHECKPOINT = "checkpoint"
     PEER = "peer"
+    NEIGHBOURS = "neighbours"
 
 
 class Direction(StrEnum):
@@ -92,13 +96,27 @@ class ChunkVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A stage beside a lost one, who gives its parameters, and its weight in their average."""
+
+    stage: StageSpec
+    peer: WorkerId
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateSource:
-    """Where a chunk's state at `version` comes from; `peer` names a worker, `url` a checkpoint."""
+    """Where a chunk's state at `version` comes from; `peer` names a worker, `url` a checkpoint.
+
+    `was_averaged`: this version of the stage was made of its neighbours, so what was copied of it before is another.
+    """
 
     kind: SourceKind
     version: Step
     peer: WorkerId | None = None
     url: str | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+    was_averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from functools import partial
 
 from skein.config.job import JobSpec
 from skein.model.layers import layers_of
-from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, SourceKind
+from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
 from skein.protocol.ops import SaveOp
 from skein.protocol.records import CheckpointCommitted
 from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, WorkerEvent
@@ -73,12 +73,21 @@ class Builds:
 
     def _fetch_s(self, worker: SimWorker, chunk: ChunkAssignment) -> float:
         source = chunk.source
+        if source.neighbours:
+            return sum(self._parameters_s(worker, neighbour) for neighbour in source.neighbours)
         if source.peer is None or source.peer not in self._workers:
             return 0.0
         link = self._network.link(source.peer, worker.machine.identity.worker)
         lag = self.copies.lag(worker, chunk.stage, source.version)
         parameters = 3 if lag is None else lag
         return link.latency_s + parameters * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
+
+    def _parameters_s(self, worker: SimWorker, neighbour: Neighbour) -> float:
+        here = worker.machine.identity.worker
+        if neighbour.peer == here or neighbour.peer not in self._workers:
+            return 0.0
+        link = self._network.link(neighbour.peer, here)
+        return link.latency_s + self.times_of(neighbour.stage).parameter_bytes / link.bytes_per_s
 
     def _built(self, worker: SimWorker, assign: Assign, build: int) -> None:
         if build != worker.build:
@@ -89,7 +98,7 @@ class Builds:
             if lineage is None:
                 self._fail(worker, assign, chunk)
                 return
-            given[chunk.stage.index] = lineage
+            given[chunk.stage.index] = self._invariants.lineage_now(assign.job, chunk.stage, lineage)
         times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
         worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
@@ -124,11 +133,26 @@ class Builds:
             case SourceKind.KEEP:
                 return self.copies.fixed(worker, stage, assign.version)
             case SourceKind.PEER:
-                followed = self.copies.caught_up(worker, stage, assign.version)
+                followed = None
+                if not source.was_averaged:
+                    followed = self.copies.caught_up(worker, stage, assign.version)
                 donor = None if source.peer is None else self._workers.get(source.peer)
                 if followed is not None or donor is None:
                     return followed
                 return self.copies.fixed(donor, stage, assign.version)
+            case SourceKind.NEIGHBOURS:
+                return self._averaged(assign, source.neighbours)
+
+    def _averaged(self, assign: Assign, neighbours: tuple[Neighbour, ...]) -> str | None:
+        """The lineage of an average is that of what it is made of, for the model has another since."""
+        found: set[str] = set()
+        for neighbour in neighbours:
+            donor = self._workers.get(neighbour.peer)
+            held = None if donor is None else self.copies.fixed(donor, neighbour.stage, assign.version)
+            if held is None:
+                return None
+            found.add(self._invariants.lineage_now(assign.job, neighbour.stage, held))
+        return " and ".join(sorted(found))
 
     # --- the disk ---
 

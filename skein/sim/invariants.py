@@ -22,6 +22,7 @@ from skein.protocol.messages import (
 )
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.protocol.records import (
+    Averaged,
     EpochOpened,
     GenerationOpened,
     JobSubmitted,
@@ -39,6 +40,7 @@ from skein.types import (
     JobId,
     MicrobatchId,
     StageIndex,
+    StageSpec,
     Step,
     WorkerId,
 )
@@ -86,6 +88,8 @@ class _Branch:
     records: list[StepRecord] = field(default_factory=list)
     highest: int = 0
     """Versions that were ever recorded, rolled back or not."""
+    averages: dict[str, tuple[str, tuple[StageSpec, ...]]] = field(default_factory=dict)
+    """By the lineage before: the one after, and the stages that were made of others."""
 
 
 class Invariants:
@@ -133,6 +137,8 @@ class Invariants:
                 branch = self._branches[record.job]
                 del branch.records[record.to_version :]
                 del branch.lineages[record.to_version + 1 :]
+            case Averaged():
+                self._averaged(self._branches[record.job], record)
             case _:
                 pass
 
@@ -145,6 +151,23 @@ class Invariants:
         branch.records.append(record)
         branch.lineages.append(lineage_after(branch.lineages[-1], record))
         branch.highest = max(branch.highest, len(branch.records))
+
+    def _averaged(self, branch: _Branch, record: Averaged) -> None:
+        """Some stages are others from here on, so the model has another lineage; the rest of it is as it was."""
+        before = branch.lineages[record.version]
+        text = f"{before} averages {[stage.index for stage in record.stages]}"
+        branch.lineages[-1] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        branch.averages[before] = branch.lineages[-1], record.stages
+
+    def lineage_now(self, job: JobId, stage: StageSpec, lineage: str) -> str:
+        """The lineage of a stage that was held when others were averaged; an average itself is not what was before."""
+        averages = self._branches[job].averages
+        while lineage in averages:
+            after, made = averages[lineage]
+            if any(stage.first < other.stop and other.first < stage.stop for other in made):
+                break
+            lineage = after
+        return lineage
 
     def announced(self, directive: Directive) -> None:
         """A worker hears a directive: whatever it says is decided must be durable."""

@@ -1,11 +1,20 @@
 """Where state comes from, and what each worker is told."""
 
+from dataclasses import replace
+
+import pytest
+
+from skein.config.job import BackupSpec, LlamaModel, LlamaShape
 from skein.plan.plan import Plan
-from skein.protocol.messages import Ack, ChunkVersion, SourceKind
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.history import History, JobHistory
+from skein.protocol.messages import Ack, ChunkVersion, GroupResult, SourceKind
+from skein.protocol.records import CheckpointCommitted, JobSubmitted
+from skein.protocol.runs.averaging import Averaging, averaging_of
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
-from skein.types import Epoch, Generation, JobId, Layout, StageSpec, Step, WorkerId
+from skein.types import Attempt, Epoch, Generation, GroupId, JobId, Layout, StageSpec, Step, WorkerId
 from tests.support.desk import checkpoint
+from tests.support.hands import record
+from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
 
 PLAN = grid_plan(stages=2, replicas=2)
@@ -30,8 +39,9 @@ def sources(
     version: int,
     saved: CheckpointCommitted | None = None,
     plan: Plan = PLAN,
+    averaging: Averaging | None = None,
 ) -> Sources:
-    return choose_sources(plan, acks(held), version=Step(version), checkpoint=saved)
+    return choose_sources(plan, acks(held), version=Step(version), checkpoint=saved, averaging=averaging)
 
 
 def kinds(found: Sources) -> dict[str, SourceKind]:
@@ -143,3 +153,143 @@ def test_evaluation_begins_where_its_own_paths_do() -> None:
     assert origins == {"a": ([0, 1, 2], [1]), "b": ([], [0]), "c": ([], [])}
     assert [x.evaluation_paths for w in "abc" for x in told[WorkerId(w)].chunks] == [(1,), (0,), (0, 1)]
     assert told[WorkerId("b")].schedule.ops == ()
+
+
+# --- averages ---
+
+# Two layers to a stage, and blocks are layers 1 to 8: all but the ends of the first and the last stage.
+DEEP = grid_plan(stages=5, replicas=2)
+EQUAL = tuple(
+    replace(stage, first=first, stop=stop)
+    for stage, (first, stop) in zip(DEEP.stages, ((0, 3), (3, 5), (5, 7), (7, 9), (9, 12)), strict=True)
+)
+DEEP = replace(DEEP, stages=EQUAL)
+MODEL = LlamaModel(
+    shape=LlamaShape(hidden_size=16, intermediate_size=32, num_hidden_layers=10, num_attention_heads=4)
+)
+
+
+def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | None = None) -> Averaging:
+    """Of the last step: squared norms of summed gradients over half a token each."""
+    results = tuple(
+        GroupResult(
+            group=GroupId(f"s{stage}"),
+            attempt=Attempt(epoch=Epoch(1), generation=Generation(1), number=0),
+            digest="",
+            squared_norm=norm,
+            weight=2.0,
+        )
+        for stage, norm in (norms or {}).items()
+    )
+    return Averaging(
+        is_allowed=True,
+        model=MODEL,
+        last_commit=replace(record(2), results=results),
+        made={EQUAL[stage]: Step(version) for stage, version in (made or {}).items()},
+    )
+
+
+def without(*lost: int, version: int = 3) -> dict[str, list[tuple[StageSpec, int]]]:
+    kept = [stage for stage in EQUAL if stage.index not in lost]
+    return {f"w{stage.index}{x}": [(stage, version)] for stage in kept for x in "ab"}
+
+
+def averaged(
+    lost: tuple[int, ...], *, saved: int | None = None, averaging: Averaging | None = None
+) -> Sources:
+    kept = None if saved is None else checkpoint(JOB, saved, num_stages=5)
+    return sources(
+        without(*lost),
+        version=3,
+        saved=kept,
+        plan=DEEP,
+        averaging=averaging or average(norms={1: 1.0, 3: 3.0}),
+    )
+
+
+def test_a_lost_inner_stage_is_made_of_its_neighbours_at_the_present_version() -> None:
+    found = averaged((2,), saved=2)
+    assert (found.version, found.averaged) == (3, (EQUAL[2],))
+    first, second = (found.by_chunk[chunk(2, worker)] for worker in ("w2a", "w2b"))
+    assert first.kind is second.kind is SourceKind.NEIGHBOURS
+    # Squared norms of mean gradients: the weight of a sum enters squared.
+    assert [(x.stage, x.peer, x.weight) for x in first.neighbours] == [
+        (EQUAL[1], "w1a", 4.0),
+        (EQUAL[3], "w3a", 12.0),
+    ]
+    assert [x.peer for x in second.neighbours] == ["w1b", "w3b"]
+    others = {source.kind for at, source in found.by_chunk.items() if at.stage != 2}
+    assert others == {SourceKind.KEEP}
+
+
+@pytest.mark.parametrize("lost", [(1,), (1, 3)])
+def test_ends_of_the_model_do_not_count_in_a_neighbour(lost: tuple[int, ...]) -> None:
+    assert averaged(lost).averaged == tuple(EQUAL[stage] for stage in lost)
+
+
+@pytest.mark.parametrize("lost", [(0,), (4,), (1, 2), (0, 2), (0, 1, 2, 3, 4)])
+def test_ends_and_neighbours_of_each_other_are_not_averaged(lost: tuple[int, ...]) -> None:
+    found = averaged(lost, saved=2)
+    assert (found.version, found.averaged) == (2, ())
+    assert found.by_chunk[chunk(lost[0], f"w{lost[0]}a")].kind is SourceKind.CHECKPOINT
+
+
+def test_stages_that_are_not_alike_are_not_averaged() -> None:
+    cut = (*EQUAL[:3], replace(EQUAL[3], stop=8), replace(EQUAL[4], first=8))
+    held = {f"w{stage.index}a": [(stage, 3)] for stage in cut if stage.index != 2}
+    found = sources(held, version=3, plan=replace(DEEP, stages=cut), averaging=average())
+    assert (found.version, found.averaged) == (0, ())
+
+
+@pytest.mark.parametrize("norms", [{}, {1: 1.0}, {1: 1.0, 3: 0.0}, {1: 1.0, 3: float("inf")}])
+def test_where_a_norm_is_unknown_both_neighbours_count_the_same(norms: dict[int, float]) -> None:
+    source = averaged((2,), averaging=average(norms=norms)).by_chunk[chunk(2, "w2a")]
+    assert [neighbour.weight for neighbour in source.neighbours] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("where", "version", "expected"),
+    [
+        ("backup", 3, SourceKind.PEER),
+        ("backup", 2, SourceKind.NEIGHBOURS),
+        ("saved", 3, SourceKind.CHECKPOINT),
+    ],
+)
+def test_what_is_as_new_goes_before_an_average_and_what_is_older_after(
+    where: str, version: int, expected: SourceKind
+) -> None:
+    said = acks(without(2))
+    if where == "backup":
+        copy = tuple(ChunkVersion(stage=stage, version=Step(version)) for stage in EQUAL)
+        said[WorkerId("w0a")] = replace(said[WorkerId("w0a")], backups=copy)
+    saved = checkpoint(JOB, version, num_stages=5) if where == "saved" else None
+    found = choose_sources(DEEP, said, version=Step(3), checkpoint=saved, averaging=average())
+    assert found.version == 3
+    assert found.by_chunk[chunk(2, "w2a")].kind is expected
+
+
+def test_a_job_that_does_not_allow_it_goes_back_to_the_newer_of_backup_and_checkpoint() -> None:
+    held = acks(without(2))
+    copy = tuple(ChunkVersion(stage=stage, version=Step(1)) for stage in EQUAL)
+    held[WorkerId("w0a")] = replace(held[WorkerId("w0a")], backups=copy)
+    never = replace(average(), is_allowed=False)
+    saved = checkpoint(JOB, 2, num_stages=5)
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=never).version == 1
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=saved, averaging=never).version == 2
+
+
+def test_a_peer_is_asked_anew_for_a_version_that_was_averaged() -> None:
+    held = {**without(2), "w2a": [(EQUAL[2], 3)]}
+    for version, expected in ((3, True), (2, False)):
+        found = sources(held, version=3, plan=DEEP, averaging=average(made={2: version}))
+        assert found.by_chunk[chunk(2, "w2b")].was_averaged is expected
+        assert found.by_chunk[chunk(2, "w2b")].kind is SourceKind.PEER
+
+
+def test_what_a_job_allows_comes_from_its_specification_and_its_log() -> None:
+    history = History()
+    spec = small_job().model_copy(update={"backup": BackupSpec(neighbour_average=True)})
+    history.apply(JobSubmitted(job=JOB, key="k", spec=spec.canonical_json(), wall_s=0.0))
+    allowed = averaging_of(history.jobs[JOB])
+    assert (allowed.is_allowed, allowed.last_commit, allowed.model) == (True, None, spec.model)
+    assert not averaging_of(JobHistory(job=JOB, key="k", spec=small_job(), submitted_wall_s=0.0)).is_allowed

@@ -29,6 +29,7 @@ class Incidents:
         """Since the failure: another one before work goes on leads to another."""
         self._retried = 0
         self._steps_lost = 0
+        self._is_averaged = False
 
     def noticed(
         self,
@@ -46,6 +47,7 @@ class Incidents:
             self._silent_s = 0.0
             self._version = self._job.version
             self._steps_lost = 0
+            self._is_averaged = False
         self._workers |= dict.fromkeys(workers)
         self._silent_s = max(self._silent_s, silent_s)
 
@@ -66,6 +68,10 @@ class Incidents:
     def rolled_back(self, *, num_steps: int) -> None:
         """Committed steps are lost."""
         self._steps_lost += num_steps
+
+    def averaged(self) -> None:
+        """A lost stage is made of its neighbours."""
+        self._is_averaged = True
 
     def over(self, *, now: float) -> None:
         """Work goes on."""
@@ -102,6 +108,8 @@ class Incidents:
     def _remedy(self) -> Remedy:
         if self._steps_lost:
             return Remedy.ROLLED_BACK
+        if self._is_averaged:
+            return Remedy.AVERAGED
         if self._retried:
             return Remedy.RETRIED
         is_resumed = any(resumed.is_begun for resumed in self._resumed)

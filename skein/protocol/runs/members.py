@@ -117,6 +117,12 @@ class Members:
             if worker not in self.placed:
                 self._dismiss(entry, may_exit=entry.is_leaving)
 
+    def free_strangers(self) -> None:
+        """Who came after the generation was opened holds nothing that counts: it may forget the job."""
+        for worker, entry in self._membership.live.items():
+            if worker not in self._entries or not self.is_this(entry):
+                self._dismiss(entry, may_exit=entry.is_leaving)
+
     def free_all(self) -> None:
         """The job is over for everybody who is live, member or not."""
         for entry in self._membership.live.values():

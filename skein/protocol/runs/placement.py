@@ -10,7 +10,8 @@ from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import ChunksReady, Resumption
-from skein.protocol.records import PlanAdopted, RolledBack
+from skein.protocol.records import Averaged, PlanAdopted, RolledBack
+from skein.protocol.runs.averaging import averaging_of
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.planning import (
@@ -171,7 +172,13 @@ class Placement:
             if self._whole is None and self.plan is not None:
                 self._whole = self.plan
         self.resumed = resumed
-        sources = choose_sources(resumed.plan, self._members.acks, version=self._job.version, checkpoint=None)
+        sources = choose_sources(
+            resumed.plan,
+            self._members.acks,
+            version=self._job.version,
+            checkpoint=None,
+            averaging=averaging_of(self._job),
+        )
         self._adopt(resumed.plan, sources, resumed.resumptions)
 
     def is_recut(self, plan: Plan) -> bool:
@@ -179,8 +186,8 @@ class Placement:
         held = self.held()
         return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
 
-    def put(self, plan: Plan, *, now: float) -> None:
-        """Record the plan and assign it, after a recorded roll-back if a stage is held by nobody."""
+    def put(self, plan: Plan, *, now: float) -> Sources:
+        """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody."""
         self.resumed = None
         if self._whole is not None and (
             plan is not self._restored or len(plan.chunks) >= len(self._whole.chunks)
@@ -191,10 +198,17 @@ class Placement:
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
         job = self._job
         sources = choose_sources(
-            plan, self._members.acks, version=job.version, checkpoint=job.newest_checkpoint
+            plan,
+            self._members.acks,
+            version=job.version,
+            checkpoint=job.newest_checkpoint,
+            averaging=averaging_of(job),
         )
+        if sources.averaged:
+            self._average(sources, now=now)
         self._roll_back_to(sources, now=now)
         self._adopt(plan, sources, {})
+        return sources
 
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
         history, job = self._out.history, self._job
@@ -212,6 +226,17 @@ class Placement:
             resumptions=resumptions,
         )
         self._members.assign(told)
+
+    def _average(self, sources: Sources, *, now: float) -> None:
+        """From here on these stages are others: what is known of them elsewhere does not count."""
+        job, version, stages = self._job.job, sources.version, sources.averaged
+        self._savings.rolled_back()
+        self._members.free_strangers()
+        self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
+        named = ", ".join(str(stage.index) for stage in stages)
+        self._out.log(
+            f"job={job} version={version} averaged stage {named} of its neighbours: no worker holds it"
+        )
 
     def _roll_back_to(self, sources: Sources, *, now: float) -> None:
         job, version = self._job.job, self._job.version

@@ -463,9 +463,12 @@ class Run:
         self._may_go_on = False
         version = self.job.version
         self._incidents.planned_anew(num_begun=self._members.num_begun())
-        self._placement.put(plan, now=now)
+        sources = self._placement.put(plan, now=now)
         self._vigil.planned(plan)
         self._improving.placed_anew()
+        if sources.averaged:
+            self._improving.rolled_back()
+            self._incidents.averaged()
         if self.job.version < version:
             self._improving.rolled_back()
             self._incidents.rolled_back(num_steps=version - self.job.version)

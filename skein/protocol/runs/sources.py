@@ -5,19 +5,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skein.plan.plan import Path, Plan
-from skein.protocol.messages import Ack, Assign, ChunkAssignment, Origin, Resumption, SourceKind, StateSource
+from skein.protocol.messages import (
+    Ack,
+    Assign,
+    ChunkAssignment,
+    Neighbour,
+    Origin,
+    Resumption,
+    SourceKind,
+    StateSource,
+)
 from skein.protocol.records import CheckpointCommitted
+from skein.protocol.runs.averaging import Averaging, Beside
 from skein.protocol.runs.backups import newest_whole
 from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The version everybody starts from and each chunk's source; `unheld` are stages that nobody had any more."""
+    """The version everybody starts from and each chunk's source.
+
+    `unheld` are stages that nobody had any more, `averaged` those of them that are made of their neighbours: all or
+    none.
+    """
 
     version: Step
     by_chunk: Mapping[ChunkRef, StateSource]
     unheld: tuple[StageSpec, ...]
+    averaged: tuple[StageSpec, ...] = ()
 
 
 def choose_sources(
@@ -26,39 +41,63 @@ def choose_sources(
     *,
     version: Step,
     checkpoint: CheckpointCommitted | None,
+    averaging: Averaging | None = None,
 ) -> Sources:
     """Sources at `version` if each stage is held at it, else at the newest version that can be had.
 
     That is one of which every stage has a copy in somebody's memory, or the newest checkpoint, or what the seed draws.
+    If that is older than `version`, lost stages are made of their neighbours instead, where `averaging` allows it.
     A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
     """
     held = _holders(acks, version)
     unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
+    besides: Mapping[StageSpec, Beside] = {}
     if unheld:
         backup, kept = newest_whole(plan.stages, acks, at_most=version)
-        version = Step(0) if checkpoint is None else checkpoint.version
-        if backup > version:
+        saved = Step(0) if checkpoint is None else checkpoint.version
+        if averaging is not None and max(backup, saved) < version:
+            besides = averaging.besides(plan.stages, held)
+        if not besides and backup > saved:
             version, held = backup, {stage: list(workers) for stage, workers in kept.items()}
-        else:
-            held = _holders(acks, version)
+        elif not besides:
+            version, held = saved, _holders(acks, saved)
     num_given: dict[WorkerId, int] = {}
     by_chunk: dict[ChunkRef, StateSource] = {}
+
+    def donor_of(stage: StageSpec) -> WorkerId:
+        donor = min(held[stage], key=lambda worker: (num_given.get(worker, 0), worker))
+        num_given[donor] = num_given.get(donor, 0) + 1
+        return donor
+
     stages = {stage.index: stage for stage in plan.stages}
     for placed in plan.chunks:
-        holders = held.get(stages[placed.chunk.stage], ())
+        stage = stages[placed.chunk.stage]
+        holders = held.get(stage, ())
         if placed.chunk.worker in holders:
             by_chunk[placed.chunk] = StateSource(kind=SourceKind.KEEP, version=version)
         elif version == 0:
             by_chunk[placed.chunk] = StateSource(kind=SourceKind.INITIAL, version=version)
         elif holders:
-            donor = min(holders, key=lambda worker: (num_given.get(worker, 0), worker))
-            num_given[donor] = num_given.get(donor, 0) + 1
-            by_chunk[placed.chunk] = StateSource(kind=SourceKind.PEER, version=version, peer=donor)
+            by_chunk[placed.chunk] = StateSource(
+                kind=SourceKind.PEER,
+                version=version,
+                peer=donor_of(stage),
+                was_averaged=averaging is not None and averaging.made.get(stage) == version,
+            )
+        elif stage in besides:
+            by_chunk[placed.chunk] = StateSource(
+                kind=SourceKind.NEIGHBOURS,
+                version=version,
+                neighbours=tuple(
+                    Neighbour(stage=beside, peer=donor_of(beside), weight=weight)
+                    for beside, weight in besides[stage]
+                ),
+            )
         else:
             assert checkpoint is not None and checkpoint.version == version
             source = StateSource(kind=SourceKind.CHECKPOINT, version=version, url=checkpoint.url)
             by_chunk[placed.chunk] = source
-    return Sources(version=version, by_chunk=by_chunk, unheld=unheld)
+    return Sources(version=version, by_chunk=by_chunk, unheld=unheld, averaged=tuple(besides))
 
 
 def _holders(acks: Mapping[WorkerId, Ack], version: Step) -> dict[StageSpec, list[WorkerId]]:

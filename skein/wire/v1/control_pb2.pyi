@@ -36,6 +36,8 @@ class _SourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceKind
     """The checkpoint of that version, at `url` or, without one, at the coordinator."""
     SOURCE_KIND_PEER: _SourceKind.ValueType  # 4
     """Fetched from `peer`, which holds it."""
+    SOURCE_KIND_NEIGHBOURS: _SourceKind.ValueType  # 5
+    """Nobody holds it: the weighted average of the stages beside it."""
 
 class SourceKind(_SourceKind, metaclass=_SourceKindEnumTypeWrapper):
     """Where a chunk's state comes from."""
@@ -50,6 +52,8 @@ SOURCE_KIND_CHECKPOINT: SourceKind.ValueType  # 3
 """The checkpoint of that version, at `url` or, without one, at the coordinator."""
 SOURCE_KIND_PEER: SourceKind.ValueType  # 4
 """Fetched from `peer`, which holds it."""
+SOURCE_KIND_NEIGHBOURS: SourceKind.ValueType  # 5
+"""Nobody holds it: the weighted average of the stages beside it."""
 Global___SourceKind: _TypeAlias = SourceKind  # noqa: Y015
 
 class _LogLevel:
@@ -292,6 +296,34 @@ class ChunkVersion(_message.Message):
 Global___ChunkVersion: _TypeAlias = ChunkVersion  # noqa: Y015
 
 @_typing.final
+class Neighbour(_message.Message):
+    """A stage beside a lost one, who gives its parameters, and its weight in their average."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    weight: _builtins.float
+    @_builtins.property
+    def stage(self) -> _ids_pb2.StageSpec: ...
+    def __init__(
+        self,
+        *,
+        stage: _ids_pb2.StageSpec | None = ...,
+        peer: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "stage", b"stage", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
+
+@_typing.final
 class StateSource(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -299,10 +331,16 @@ class StateSource(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     URL_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    WAS_AVERAGED_FIELD_NUMBER: _builtins.int
     kind: Global___SourceKind.ValueType
     version: _builtins.int
     peer: _builtins.str
     url: _builtins.str
+    was_averaged: _builtins.bool
+    """What was copied of this version before is another."""
+    @_builtins.property
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
     def __init__(
         self,
         *,
@@ -310,10 +348,12 @@ class StateSource(_message.Message):
         version: _builtins.int = ...,
         peer: _builtins.str | None = ...,
         url: _builtins.str | None = ...,
+        neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
+        was_averaged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "_url", b"_url", "peer", b"peer", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "_url", b"_url", "kind", b"kind", "peer", b"peer", "url", b"url", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "_url", b"_url", "kind", b"kind", "neighbours", b"neighbours", "peer", b"peer", "url", b"url", "version", b"version", "was_averaged", b"was_averaged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
     _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015

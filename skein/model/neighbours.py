@@ -1,0 +1,39 @@
+"""Which tensors of one stage have the place of another's: blocks of a model are alike, its ends are like nothing."""
+
+from collections.abc import Mapping
+
+from skein.config.job import ModelSpec
+from skein.model.parameters import layer_parameters
+from skein.types import StageSpec
+
+
+def counterparts(model: ModelSpec, stage: StageSpec, neighbour: StageSpec) -> Mapping[str, str] | None:
+    """For every tensor of `stage` the one of `neighbour` at the same place, layer by layer; None if they are not alike.
+
+    The model's first and last layer (embedding, head) do not count in `neighbour`, and a `stage` with one of them is
+    like no other.
+
+    >>> from skein.config.job import DigitsCnnModel
+    >>> from skein.types import StageIndex
+    >>> ends = DigitsCnnModel(family="digits_cnn", num_blocks=4)
+    >>> first, inner = (StageSpec(index=StageIndex(i), first=2 * i, stop=2 * i + 2) for i in range(2))
+    >>> counterparts(ends, inner, first), counterparts(ends, first, inner)
+    (None, None)
+    >>> longer = StageSpec(index=StageIndex(0), first=0, stop=3)
+    >>> found = counterparts(ends, StageSpec(index=StageIndex(1), first=3, stop=5), longer)
+    >>> found["blocks.2.conv.weight"]
+    'blocks.0.conv.weight'
+    """
+    layers = layer_parameters(model)
+    ends = 0, len(layers) - 1
+    if stage.first in ends or stage.stop > ends[1]:
+        return None
+    wanted = layers[stage.first : stage.stop]
+    given = [layers[at] for at in range(neighbour.first, neighbour.stop) if at not in ends]
+    if [tuple(layer.values()) for layer in wanted] != [tuple(layer.values()) for layer in given]:
+        return None
+    return {
+        name: other
+        for layer, like in zip(wanted, given, strict=True)
+        for name, other in zip(layer, like, strict=True)
+    }

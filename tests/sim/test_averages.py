@@ -1,0 +1,86 @@
+"""All holders of a stage die at once, and its neighbours are averaged: no step is lost, and replicas stay equal."""
+
+import pytest
+
+from skein.config.job import BackupSpec, JobSpec
+from skein.protocol.records import Averaged, Incident, Remedy
+from skein.sim.scenario import make_world
+from skein.sim.world import World
+from skein.types import StageIndex, WorkerId
+from tests.support.jobs import small_job
+from tests.support.worlds import Run, finish, fleet_of, of_kind, plan_of, run_events, run_until, version_of
+
+STEPS, AT = 8, 3
+INNER = StageIndex(1)
+
+
+def spec(*, every_steps: int = 0, is_allowed: bool = True, stages: int = 3, save_every: int = 0) -> JobSpec:
+    job = small_job(stages=stages, replicas=2, steps=STEPS, save_every=save_every)
+    backup = BackupSpec(every_steps=every_steps, neighbour_average=is_allowed)
+    return job.model_copy(update={"backup": backup})
+
+
+def holders_of(world: World, stage: StageIndex) -> tuple[WorkerId, ...]:
+    return plan_of(world).holders(stage)
+
+
+def struck(job: JobSpec, *, stage: StageIndex = INNER, seed: int = 0, later: int = 0) -> Run:
+    """A job whose holders of `stage` all die in a step, so many events after it begins; they start again soon."""
+    world = make_world(job, fleet_of(6), seed=seed)
+    run_until(world, lambda it: version_of(it) >= AT)
+    run_events(world, later)
+    for name in holders_of(world, stage):
+        world.restart_worker(name)
+    return finish(world, about=f"seed={seed} later={later}")
+
+
+def remedies(run: Run) -> list[Remedy]:
+    return [incident.remedy for incident in of_kind(run.world.log, Incident)]
+
+
+def test_a_lost_inner_stage_is_averaged_and_no_step_is_lost() -> None:
+    run = struck(spec())
+    [averaged] = of_kind(run.world.log, Averaged)
+    assert [stage.index for stage in averaged.stages] == [INNER]
+    assert run.num_rollbacks == 0
+    assert Remedy.AVERAGED in remedies(run)
+    assert [record.step for record in run.curve] == list(range(STEPS))
+    assert all(incident.num_steps_lost == 0 for incident in of_kind(run.world.log, Incident))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whenever_the_stage_is_lost_its_holders_get_equal_state(seed: int) -> None:
+    run = struck(spec(), seed=seed, later=11 * seed)
+    assert run.num_rollbacks == 0
+    assert of_kind(run.world.log, Averaged)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("frozen_s", [2.46, 2.5, 2.6, 2.7])
+def test_holders_that_come_back_with_the_lost_stage_do_not_bring_it_back(frozen_s: float, seed: int) -> None:
+    world = make_world(spec(), fleet_of(6), seed=seed)
+    run_until(world, lambda it: version_of(it) >= AT)
+    lost = holders_of(world, INNER)
+    for name in lost:
+        world.freeze_worker(name, frozen_s)
+    run_until(world, lambda it: bool(of_kind(it.log, Averaged)))
+    at = version_of(world)
+    run_until(world, lambda it: it.coordinator is not None and lost[0] in it.coordinator.membership.live)
+    assert version_of(world) == at, "the average is not committed yet, so both could count"
+    world.restart_worker(holders_of(world, INNER)[-1])
+    run = finish(world, about=f"seed={seed} frozen_s={frozen_s}")
+    assert run.num_rollbacks == 0
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_first_and_the_last_stage_go_back_instead(stage: int) -> None:
+    run = struck(spec(save_every=2), stage=StageIndex(stage))
+    assert not of_kind(run.world.log, Averaged)
+    assert run.num_rollbacks == 1
+
+
+def test_a_job_that_does_not_ask_for_it_goes_back() -> None:
+    run = struck(spec(save_every=2, is_allowed=False))
+    assert not of_kind(run.world.log, Averaged)
+    assert run.num_rollbacks == 1
+    assert Remedy.ROLLED_BACK in remedies(run)
