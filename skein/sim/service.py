@@ -103,6 +103,8 @@ class Service(ABC):
         self.coordinator.replay(self.log)
         self._wakes_at = None
         self._coordinator_is_up()
+        # As the driver does: so a job that is pending is under way before the first worker says anything.
+        self.tell(TimePassed())
 
     @property
     def _wall_s(self) -> float:
