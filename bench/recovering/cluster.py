@@ -50,10 +50,14 @@ class RecoveryCluster(Cluster):
         split = [line.partition(" ") for line in lines]
         return [(float(at), name) for at, _, name in split]
 
-    def kill_host(self) -> None:
-        """SIGKILL to the coordinator's process, and to the launcher that would bring it back."""
+    def kill_actor(self) -> None:
+        """SIGKILL to the coordinator's process; its launcher lives, and Ray starts it again."""
         with suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int((self.directory / "state" / LOCK_FILE).read_text()), signal.SIGKILL)
+
+    def kill_host(self) -> None:
+        """SIGKILL to the coordinator's process and to its launcher, with which Ray ends."""
+        self.kill_actor()
         self.kill_coordinator()
 
 

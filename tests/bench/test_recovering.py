@@ -101,8 +101,8 @@ def test_rows_hold_within_their_goals_and_not_beyond() -> None:
         turns.medians[mode].extend(found)
     assert [row.holds for row in rows_of(turns)] == [True, False]
     assert [row.holds for row in third_rows([third(0), third(1)], [third(20), third(3)])] == [False, True]
-    waits = Restarts(seconds=(3.0, 11.0), num_lost=0, num_doubled=0, num_commits=9)
-    assert [row.holds for row in restart_rows(waits)] == [False, True]
+    waits = Restarts(actor_s=(3.0, 11.0), host_s=(9.0, 5.0), num_lost=0, num_doubled=0, num_commits=9)
+    assert [row.holds for row in restart_rows(waits)] == [False, True, True]
 
 
 def test_the_step_that_suffers_is_judged_by_its_p95() -> None:
