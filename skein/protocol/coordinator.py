@@ -288,7 +288,8 @@ class Coordinator:
                     self._outbox.log(f"worker={change.worker} {how}")
                 case IsLeaving():
                     self._outbox.log(f"worker={change.worker} leaving")
-                    if self.run is None:
+                    # With a job that is to begin or to go on, what a worker holds may be the last of it.
+                    if self.run is None and not self.history.pending():
                         self._dismiss(change.worker)
                 case _:
                     assert_never(change)
