@@ -94,6 +94,18 @@ def resumed(
 # --- by itself ---
 
 
+def test_a_stage_that_is_averaged_is_the_remedy_and_the_next_failure_has_its_own() -> None:
+    book = Book()
+    book.notice(IncidentKind.WORKER_LOST, "w1a", "w1b")
+    book.incidents.planned_anew(num_begun=4)
+    book.incidents.averaged()
+    found = book.only()
+    assert (found.remedy, found.num_steps_lost, found.num_retried) == (Remedy.AVERAGED, 0, 4)
+    book.notice(IncidentKind.WORKER_LOST, "w0a")
+    book.incidents.planned_anew(num_begun=1)
+    assert book.only().remedy is Remedy.RETRIED
+
+
 def test_where_nothing_failed_nothing_is_recorded() -> None:
     book = Book()
     book.incidents.fenced(now=1.0)

@@ -260,7 +260,14 @@ class NoFiles:
 
 
 async def build(
-    keeper: Keeper, lab: Lab, kind: SourceKind, version: int, holders: list[Keeper], peer: str | None = None
+    keeper: Keeper,
+    lab: Lab,
+    kind: SourceKind,
+    version: int,
+    holders: list[Keeper],
+    peer: str | None = None,
+    *,
+    was_averaged: bool = False,
 ) -> Built | BuildFailed:
     """Build the lab's first stage on `keeper`."""
     builder = Builder(
@@ -272,7 +279,12 @@ async def build(
         device=CPU,
         memory_bytes=1 << 40,
     )
-    source = StateSource(kind=kind, version=Step(version), peer=None if peer is None else WorkerId(peer))
+    source = StateSource(
+        kind=kind,
+        version=Step(version),
+        peer=None if peer is None else WorkerId(peer),
+        was_averaged=was_averaged,
+    )
     chunk = ChunkAssignment(stage=lab.arrangement.stages[0], slots=1, source=source, evaluation_paths=())
     assign = Assign(
         epoch=Epoch(1),
@@ -311,6 +323,19 @@ async def test_a_chunk_is_built_from_the_prefetched_copy_and_the_results_that_it
         assert isinstance(ended, Built)
         assert [holder.service.num_states for holder in holders] == before  # type: ignore[attr-defined]
         assert_is_chunk(built_state(newcomer), lab)
+
+
+async def test_a_copy_of_what_was_averaged_since_is_not_used(lab: Lab) -> None:
+    async with holding(lab, kinds=(Counting, Counting)) as holders, keeping("w9") as newcomer:
+        await snapshot(lab, holders, 1)
+        newcomer.start(prefetch_of(lab, 1, holders))
+        await newcomer.reached(1)
+        before = [holder.service.num_states for holder in holders]  # type: ignore[attr-defined]
+        donor = holders[1].member.worker
+        ended = await build(newcomer, lab, SourceKind.PEER, 1, holders, peer=donor, was_averaged=True)
+        assert isinstance(ended, Built)
+        after = [holder.service.num_states for holder in holders]  # type: ignore[attr-defined]
+        assert after == [before[0], before[1] + 1]
 
 
 async def test_a_copy_that_lags_too_far_is_replaced_by_a_peers_state(lab: Lab) -> None:
