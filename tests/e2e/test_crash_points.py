@@ -85,7 +85,7 @@ POINTS = (
     Point(name="silent-following", at=("before FollowCommit",), stage=None, companion=FIRST),
     Point(name="let-in", at=("before Build",), stage=None, companion=LAST),
 )
-FROZEN = ("inside-backward", "adopted", "before-vote", "inside-apply")
+FROZEN = tuple(p for p in POINTS if p.name in ("inside-backward", "adopted", "before-vote", "inside-apply"))
 
 
 class CrashCluster(Cluster):
@@ -203,7 +203,7 @@ def test_a_worker_that_dies_costs_no_step_wherever_it_was(
         assert_exact(job, undisturbed)
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p.name in FROZEN], ids=FROZEN)
+@pytest.mark.parametrize("point", FROZEN, ids=[point.name for point in FROZEN])
 def test_a_worker_that_stands_still_and_comes_back_costs_no_step(
     cluster: CrashCluster, text: Path, undisturbed: dict[int, float], point: Point
 ) -> None:
