@@ -63,7 +63,7 @@ from skein.protocol.runs.strikes import MAX_STRIKES
 from skein.protocol.runs.watchdog import STALL_S, STUCK_STALLS
 from skein.topology.fleet import Link
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, StageSpec, Step, WorkerId
-from tests.support.desk import Desk, checkpoint
+from tests.support.desk import GRACE_S, Desk, checkpoint
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
 from tests.support.reports import attempt, hello, ledger, stage_done
@@ -351,6 +351,17 @@ def test_a_plan_that_a_newer_generation_overtook_is_ignored() -> None:
     desk.acknowledge(desk.live)
     [asked] = desk.found(MakePlan)
     desk.break_stream("w1a")
+    assert desk.give(PlanMade(request=asked.request, result=PLAN)) == []
+
+
+def test_a_plan_for_workers_who_all_died_meanwhile_is_ignored() -> None:
+    desk = began()
+    desk.acknowledge(desk.live)
+    [asked] = desk.found(MakePlan)
+    for worker, incarnation in desk.incarnations.items():
+        desk.give(StreamBroken(worker=worker, incarnation=incarnation, reason="reset"))
+    desk.wait(GRACE_S)
+    assert phase(desk) is RunPhase.GATHERING
     assert desk.give(PlanMade(request=asked.request, result=PLAN)) == []
 
 

@@ -54,8 +54,10 @@ class _Snapshot:
         """Copy at least so many bytes; None: all that is left."""
         copied = 0
         while self.left and (num_bytes is None or copied < num_bytes):
-            name, tensor = self.left.pop()
+            name, tensor = self.left[-1]
             self.tensors[name] = to_wire(name, tensor.to("cpu", copy=True))
+            # Not before: on another thread, a snapshot with nothing left counts as whole.
+            self.left.pop()
             copied += tensor.nbytes
 
 

@@ -379,6 +379,8 @@ class Run:
         self.phase = RunPhase.GATHERING
         self._may_go_on = False
         self._stepping.round = None
+        # An answer would be about workers who are gone.
+        self._placement.awaited = None
         self._members.let_leaving_go()
         if reason != self.reason:
             self._out.log(f"job={self.job.job} paused: {reason}")
