@@ -31,7 +31,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_server
-from skein.wire.extra import DType, FetchBoundaryRequest, FetchStateRequest
+from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor, allocate
 from worker.service import PeerService
@@ -88,7 +88,6 @@ class Station:
             accepts=lambda _: None,
             on_tensor=lambda envelope, bundle: self.arrived.put_nowait((envelope, bundle)),
             state_of=self.no_state,
-            boundary_of=self.no_boundary,
             statistics=statistics,
         )
 
@@ -96,9 +95,6 @@ class Station:
         raise RuntimeError(f"{to} did not take generation {generation}: {reason}")
 
     async def no_state(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
-        return None
-
-    def no_boundary(self, request: FetchBoundaryRequest) -> tuple[Envelope, Bundle] | None:
         return None
 
 
@@ -135,7 +131,6 @@ async def answer(parent_port: int) -> None:
             accepts=lambda _: None,
             on_tensor=lambda *_: None,
             state_of=station.no_state,
-            boundary_of=station.no_boundary,
             statistics=Statistics(),
         )
         parent = Member(worker=HERE, incarnation=Incarnation("1"), address=f"127.0.0.1:{parent_port}")

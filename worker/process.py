@@ -98,7 +98,6 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
             accepts=inbox.accepts,
             on_tensor=inbox.on_tensor,
             state_of=partial(_give, copies, setting.watch),
-            boundary_of=lambda _: None,
             statistics=statistics,
         )
         service.attach(server)

@@ -9,24 +9,20 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Envelope
 from skein.types import Generation
-from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
-from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest
+from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
+from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
-from worker.bundle import Bundle, Limits, WireTensor
+from worker.bundle import Limits, WireTensor
 from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.links import answer_probe
-from worker.transport.parts import announce, data_parts
 from worker.transport.state import state_parts
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
 
 StateOf = Callable[[FetchStateRequest], Awaitable[Mapping[str, WireTensor] | None]]
 """What is asked for, perhaps with more names; None if it is not here. Awaited, for only the executor copies a chunk."""
-BoundaryOf = Callable[[FetchBoundaryRequest], tuple[Envelope, Bundle] | None]
-"""A boundary tensor that is still filed here."""
 Context = aio.ServicerContext[object, object]
 
 GIVES_WAY = 4.0
@@ -49,7 +45,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         accepts: Accepts,
         on_tensor: OnTensor,
         state_of: StateOf,
-        boundary_of: BoundaryOf,
         statistics: Statistics,
         limits: Limits | None = None,
     ) -> None:
@@ -59,7 +54,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             accepts=accepts, on_tensor=on_tensor, limits=self._limits, statistics=statistics
         )
         self._state_of = state_of
-        self._boundary_of = boundary_of
         self._num_streams = 0
         self._is_closing = False
         self._num_transfers = 0
@@ -121,22 +115,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     began_s = loop.time()
                     yield STATE_PART.encode(part)
                     await self._let_pass(loop.time() - began_s)
-        except (RemoteError, _Overload) as error:
-            await self._refuse(context, error)
-
-    async def FetchBoundary(
-        self, request: peer_pb2.FetchBoundaryRequest, context: Context
-    ) -> AsyncIterator[peer_pb2.TensorPart]:
-        """Streams a boundary tensor; see the proto."""
-        try:
-            with self._transfer():
-                found = self._boundary_of(FETCH_BOUNDARY.decode(request))
-                if found is None:
-                    await context.abort(grpc.StatusCode.NOT_FOUND, "that boundary tensor is not here")
-                envelope, bundle = found
-                yield TENSOR_PART.encode(announce(0, envelope, bundle))
-                for part in data_parts(0, bundle):
-                    yield TENSOR_PART.encode(part)
         except (RemoteError, _Overload) as error:
             await self._refuse(context, error)
 

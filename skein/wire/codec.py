@@ -20,9 +20,6 @@ RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record)
 
 TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)
 PART_REPLY: Codec[extra.PartReply, peer_pb2.PartReply] = Codec(extra.PartReply, peer_pb2.PartReply)
-FETCH_BOUNDARY: Codec[extra.FetchBoundaryRequest, peer_pb2.FetchBoundaryRequest] = Codec(
-    extra.FetchBoundaryRequest, peer_pb2.FetchBoundaryRequest
-)
 FETCH_STATE: Codec[extra.FetchStateRequest, peer_pb2.FetchStateRequest] = Codec(
     extra.FetchStateRequest, peer_pb2.FetchStateRequest
 )

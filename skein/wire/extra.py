@@ -6,9 +6,9 @@ The machines know none of these. Field names are those of protos/skein/wire/v1.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.protocol.messages import Direction, Envelope, Phase
+from skein.protocol.messages import Envelope
 from skein.protocol.records import StageFiles
-from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step
+from skein.types import JobId, StageIndex, Step
 
 # --- control ---
 
@@ -152,20 +152,6 @@ class TensorRefused:
 
 
 PartReply = CreditGranted | TensorAccepted | TensorRefused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchBoundaryRequest:
-    """Asks for the boundary tensor of a hop; answered by `TensorPart`s."""
-
-    job: JobId
-    epoch: Epoch
-    generation: Generation
-    phase: Phase
-    step: Step
-    microbatch: MicrobatchId
-    hop: int
-    direction: Direction
 
 
 # --- state of a chunk ---

@@ -86,7 +86,6 @@ async def keeping(
         accepts=lambda _: None,
         on_tensor=lambda *_: None,
         state_of=copies.give,
-        boundary_of=lambda _: None,
         statistics=statistics,
     )
     async with serving(service) as served, asyncio.TaskGroup() as group:

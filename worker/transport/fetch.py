@@ -1,4 +1,4 @@
-"""Asks peers for what they hold: a chunk's state, a boundary tensor."""
+"""Asks peers for what they hold: a chunk's state, or what a step applied to it."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
@@ -9,18 +9,16 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Envelope, Member
+from skein.protocol.messages import Member
 from skein.wire.channel import Lane
-from skein.wire.codec import FETCH_BOUNDARY, FETCH_STATE, STATE_PART, TENSOR_PART
-from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest, TensorRefused
+from skein.wire.codec import FETCH_STATE, STATE_PART
+from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import describe_rpc_error
 from skein.wire.v1 import peer_pb2_grpc
-from worker.bundle import Bundle, Limits, WireTensor
-from worker.transport.intake import Inbox, Intake
+from worker.bundle import Limits, WireTensor
 from worker.transport.outbox import FINAL, Dial
 from worker.transport.state import StateAssembly
 from worker.transport.statistics import Statistics
-from worker.transport.window import Window
 
 Message = TypeVar("Message")
 
@@ -79,42 +77,6 @@ class Fetcher:
                 num_fruitless = 0 if has_new else num_fruitless + 1
                 await self._pause(member, num_fruitless, reason)
         return tensors
-
-    async def boundary(self, member: Member, request: FetchBoundaryRequest) -> tuple[Envelope, Bundle] | None:
-        """The boundary tensor that `request` names, None if the peer does not hold it.
-
-        Raises:
-            RemoteError: the peer cannot be reached or breaks the protocol.
-        """
-        found: list[tuple[Envelope, Bundle]] = []
-        intake = Intake(
-            accepts=lambda _: None,
-            on_tensor=lambda envelope, bundle: found.append((envelope, bundle)),
-            limits=self._limits,
-            statistics=self._statistics,
-        )
-        limit = self._limits.max_bundle_bytes
-        inbox = Inbox(intake, Window(initial_bytes=limit, max_bytes=limit))
-        inbox.open(now=0.0)
-        channel = self._dial(member.address, Lane.STATE)
-        try:
-            call = peer_pb2_grpc.PeerStub(channel).FetchBoundary(FETCH_BOUNDARY.encode(request))
-            async for message in patiently(call, self._patience_s):
-                for reply in inbox.take(TENSOR_PART.decode(message), now=0.0):
-                    if isinstance(reply, TensorRefused):
-                        raise RemoteError(f"{member.address}: {reply.text}")
-        except aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise RemoteError(describe_rpc_error(error, member.address)) from error
-        except TimeoutError as error:
-            raise RemoteError(f"{member.address}: silent for {self._patience_s} s") from error
-        finally:
-            inbox.close()
-            await channel.close(None)
-        if not found:
-            raise RemoteError(f"{member.address}: the boundary tensor is not complete")
-        return found[0]
 
     async def _receive_state(
         self, member: Member, request: FetchStateRequest, assembly: StateAssembly

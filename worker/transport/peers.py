@@ -7,7 +7,7 @@ from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Tens
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane
-from skein.wire.extra import FetchBoundaryRequest, FetchStateRequest, StateKind
+from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetch import Fetcher
 from worker.transport.links import measure_link
@@ -138,16 +138,6 @@ class Peers:
         """
         request = FetchStateRequest(job=job, stage=stage, version=step, names=(), kind=StateKind.RESULT)
         return await self._fetcher.state(member, request)
-
-    async def fetch_boundary(
-        self, member: Member, request: FetchBoundaryRequest
-    ) -> tuple[Envelope, Bundle] | None:
-        """A boundary tensor that `member` may still hold; None if it does not.
-
-        Raises:
-            RemoteError: the peer cannot be reached, or sends something else.
-        """
-        return await self._fetcher.boundary(member, request)
 
     async def measure_link(self, member: Member) -> tuple[Link, Link]:
         """The links to `member` and from it; they also tell how long to wait for its first answers.

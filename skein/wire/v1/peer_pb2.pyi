@@ -613,48 +613,6 @@ class StateEnd(_message.Message):
 Global___StateEnd: _TypeAlias = StateEnd  # noqa: Y015
 
 @_typing.final
-class FetchBoundaryRequest(_message.Message):
-    """--- FetchBoundary ---"""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    PHASE_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    MICROBATCH_FIELD_NUMBER: _builtins.int
-    HOP_FIELD_NUMBER: _builtins.int
-    DIRECTION_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    epoch: _builtins.int
-    generation: _builtins.int
-    phase: _ids_pb2.Phase.ValueType
-    step: _builtins.int
-    microbatch: _builtins.int
-    hop: _builtins.int
-    direction: _ids_pb2.Direction.ValueType
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-        generation: _builtins.int = ...,
-        phase: _ids_pb2.Phase.ValueType = ...,
-        step: _builtins.int = ...,
-        microbatch: _builtins.int = ...,
-        hop: _builtins.int = ...,
-        direction: _ids_pb2.Direction.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "epoch", b"epoch", "generation", b"generation", "hop", b"hop", "job", b"job", "microbatch", b"microbatch", "phase", b"phase", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchBoundaryRequest: _TypeAlias = FetchBoundaryRequest  # noqa: Y015
-
-@_typing.final
 class ProbePart(_message.Message):
     """--- Probe ---"""
 

@@ -44,11 +44,6 @@ class PeerStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_peer__pb2.FetchStateRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_peer__pb2.StatePart.FromString,
                 _registered_method=True)
-        self.FetchBoundary = channel.unary_stream(
-                '/skein.wire.v1.Peer/FetchBoundary',
-                request_serializer=skein_dot_wire_dot_v1_dot_peer__pb2.FetchBoundaryRequest.SerializeToString,
-                response_deserializer=skein_dot_wire_dot_v1_dot_peer__pb2.TensorPart.FromString,
-                _registered_method=True)
         self.Probe = channel.stream_stream(
                 '/skein.wire.v1.Peer/Probe',
                 request_serializer=skein_dot_wire_dot_v1_dot_peer__pb2.ProbePart.SerializeToString,
@@ -75,13 +70,6 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FetchBoundary(self, request, context):
-        """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Probe(self, request_iterator, context):
         """Latency and bandwidth, both directions.
         """
@@ -101,11 +89,6 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=skein_dot_wire_dot_v1_dot_peer__pb2.FetchStateRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_peer__pb2.StatePart.SerializeToString,
-            ),
-            'FetchBoundary': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchBoundary,
-                    request_deserializer=skein_dot_wire_dot_v1_dot_peer__pb2.FetchBoundaryRequest.FromString,
-                    response_serializer=skein_dot_wire_dot_v1_dot_peer__pb2.TensorPart.SerializeToString,
             ),
             'Probe': grpc.stream_stream_rpc_method_handler(
                     servicer.Probe,
@@ -167,33 +150,6 @@ class Peer:
             '/skein.wire.v1.Peer/FetchState',
             skein_dot_wire_dot_v1_dot_peer__pb2.FetchStateRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_peer__pb2.StatePart.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchBoundary(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/skein.wire.v1.Peer/FetchBoundary',
-            skein_dot_wire_dot_v1_dot_peer__pb2.FetchBoundaryRequest.SerializeToString,
-            skein_dot_wire_dot_v1_dot_peer__pb2.TensorPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,8 +41,6 @@ class PeerStub:
     """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
     applied to it. NOT_FOUND: not here, or not yet.
     """
-    FetchBoundary: _grpc.UnaryStreamMultiCallable[_peer_pb2.FetchBoundaryRequest, _peer_pb2.TensorPart]
-    """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise."""
     Probe: _grpc.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]
     """Latency and bandwidth, both directions."""
 
@@ -57,8 +55,6 @@ class PeerAsyncStub(PeerStub):
     """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
     applied to it. NOT_FOUND: not here, or not yet.
     """
-    FetchBoundary: _aio.UnaryStreamMultiCallable[_peer_pb2.FetchBoundaryRequest, _peer_pb2.TensorPart]  # type: ignore[assignment]
-    """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise."""
     Probe: _aio.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]  # type: ignore[assignment]
     """Latency and bandwidth, both directions."""
 
@@ -82,14 +78,6 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
         applied to it. NOT_FOUND: not here, or not yet.
         """
-
-    @_abc_1.abstractmethod
-    def FetchBoundary(
-        self,
-        request: _peer_pb2.FetchBoundaryRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_peer_pb2.TensorPart], _abc.AsyncIterator[_peer_pb2.TensorPart]]:
-        """A boundary tensor of the running step, from whoever still holds it; NOT_FOUND otherwise."""
 
     @_abc_1.abstractmethod
     def Probe(

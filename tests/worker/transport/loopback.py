@@ -25,7 +25,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import bind, open_channel, open_server
-from skein.wire.extra import DType, FetchBoundaryRequest, FetchStateRequest, Refusal, StateKind
+from skein.wire.extra import DType, FetchStateRequest, Refusal, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
@@ -95,7 +95,6 @@ class Receiver:
     refusal_of: Callable[[Envelope], Refusal | None] = lambda _: None
     state: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
     result: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
-    boundary: Arrived | None = None
 
     def service(self) -> PeerService:
         return self.service_of(PeerService)
@@ -105,7 +104,6 @@ class Receiver:
             accepts=self.refusal_of,
             on_tensor=lambda envelope, bundle: self.arrived.put_nowait((envelope, bundle)),
             state_of=self._state_of,
-            boundary_of=self._boundary_of,
             statistics=self.statistics,
             limits=self.limits,
         )
@@ -113,9 +111,6 @@ class Receiver:
     async def _state_of(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
         given = self.state if request.kind is StateKind.STATE else self.result
         return given(request.stage, request.version)
-
-    def _boundary_of(self, _request: FetchBoundaryRequest) -> Arrived | None:
-        return self.boundary
 
 
 @asynccontextmanager

@@ -7,11 +7,9 @@ import torch
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Direction, Phase
-from skein.types import Epoch, Generation, MicrobatchId, StageIndex, Step
+from skein.types import StageIndex, Step
 from skein.wire.extra import (
     DType,
-    FetchBoundaryRequest,
     StateData,
     StateEnd,
     StatePart,
@@ -20,7 +18,7 @@ from skein.wire.extra import (
     TensorMeta,
 )
 from skein.wire.v1 import peer_pb2
-from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
+from tests.worker.transport.loopback import JOB, Receiver, sending, serving, tensor_of
 from worker.bundle import Limits, WireTensor, to_torch, to_wire
 from worker.service import PeerService
 from worker.transport import fetch
@@ -211,38 +209,3 @@ async def test_state_does_not_give_way_for_ever() -> None:
     async with serving(service) as member, sending() as sender:
         state = await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
     assert bytes_of(state) == bytes_of(STATE)
-
-
-# --- boundary tensors ---
-
-BOUNDARY = FetchBoundaryRequest(
-    job=JOB,
-    epoch=Epoch(1),
-    generation=Generation(1),
-    phase=Phase.TRAIN,
-    step=Step(0),
-    microbatch=MicrobatchId(0),
-    hop=1,
-    direction=Direction.FORWARD,
-)
-
-
-async def test_a_boundary_tensor_that_is_filed_is_fetched() -> None:
-    filed = (hop_envelope(), (tensor_of((5 << 20) + 3),))
-    async with serving(Receiver(boundary=filed).service()) as member, sending() as sender:
-        assert await sender.peers.fetch_boundary(member, BOUNDARY) == filed
-
-
-async def test_a_boundary_tensor_that_is_not_filed_is_none() -> None:
-    async with serving(Receiver().service()) as member, sending() as sender:
-        assert await sender.peers.fetch_boundary(member, BOUNDARY) is None
-
-
-async def test_a_boundary_tensor_that_is_too_large_is_a_remote_error() -> None:
-    filed = (hop_envelope(), (tensor_of(100),))
-    async with (
-        serving(Receiver(boundary=filed).service()) as member,
-        sending(limits=Limits(max_bundle_bytes=99)) as sender,
-    ):
-        with pytest.raises(RemoteError, match="limit is 99"):
-            await sender.peers.fetch_boundary(member, BOUNDARY)
