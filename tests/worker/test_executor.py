@@ -1,6 +1,6 @@
 """What ops compute, against plain torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -223,6 +223,19 @@ def test_labels_travel_only_to_a_loss_elsewhere(
     lab.step(0)
     assert any("labels" in names for _, _, names in lab.sent) is should_travel
     assert lab.sent
+
+
+def test_labels_go_along_where_a_line_comes_back_to_its_origin(text: Path, labs: list[Lab]) -> None:
+    """Should the origin die, whoever computes the loss in its place has them from the hop before."""
+    lab = Lab(tiny_job(text))
+    labs.append(lab)
+    [first, second] = lab.arrangement.paths[0].hops
+    back = ChunkRef(stage=StageIndex(2), worker=first.worker)
+    way = Hops(hops=(first, second, back))
+    op = ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=way)
+    [output] = lab.benches[first.worker].run(op).outputs.values()
+    assert not isinstance(output, Mapping)
+    assert {tensor.name for tensor in output} == {"x", "labels"}
 
 
 def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab]) -> None:

@@ -4,7 +4,7 @@ Rules of this file
 - Everything runs on the torch thread. `run` is a function of what is held and of the op's operands; what it gives back
   is to be filed by the caller.
 - Operands are read in place and outputs are not copied: nobody writes to a tensor that has been handed over.
-- Labels leave this worker only where the loss is computed by another.
+- In `LOOP` labels never leave the worker that the path began on; in `LINE` they go with what leaves a worker.
 """
 
 import math
@@ -43,6 +43,7 @@ from skein.types import (
     Generation,
     GroupId,
     JobId,
+    Layout,
     MicrobatchId,
     StageIndex,
     StageSpec,
@@ -221,12 +222,21 @@ class Compute:
             with torch.no_grad():
                 y = module(x)
         tensors = {HIDDEN: y.detach()}
-        if labels is not None and self._is_mine(op.path.hops[-1]):
+        if labels is not None and self._stay_here(op):
             self._labels[op.phase, op.microbatch] = labels
         elif labels is not None:
             tensors[LABELS] = labels
         key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
         return Done(outputs={key: self._payload(tensors, op.path.hops[op.hop + 1])})
+
+    def _stay_here(self, op: ForwardOp) -> bool:
+        """Whether the labels need not go along.
+
+        In `LOOP` the end is where the path began, and whoever takes that place reads them again. Else they go wherever
+        the path goes, though it may come back: who takes the place of the end may be no origin.
+        """
+        left = op.path.hops[-1:] if self._held.job.parallel.layout is Layout.LOOP else op.path.hops[op.hop :]
+        return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, labels = self._input(op, operands)
