@@ -130,6 +130,7 @@ class History:
                 job.version = record.to_version
                 job.last_commit = None
                 job.rollbacks.append(record)
+                job.averaged = {x: at for x, at in job.averaged.items() if at <= record.to_version}
                 job.outdated |= job.followers
                 if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
                     job.last_evaluation = None

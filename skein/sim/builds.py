@@ -52,7 +52,9 @@ class Builds:
         self._invariants = invariants
         self._checkpoint_of = checkpoint_of
         self._give = give
-        self.copies = SimCopies(clock, network, workers, times_of=self.times_of, give=give)
+        self.copies = SimCopies(
+            clock, network, workers, times_of=self.times_of, give=give, lineage_now=invariants.lineage_now
+        )
         self._times: dict[StageSpec, StageTimes] = {}
         self._disk: dict[str, tuple[StageSpec, str]] = {}
 

@@ -40,6 +40,7 @@ NUM_SNAPSHOTS = 2
 
 Give = Callable[[SimWorker, WorkerEvent], None]
 Place = tuple[StageSpec, Step]
+LineageNow = Callable[[JobId, StageSpec, str], str]
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class SimCopies:
         workers: all processes, by name; the caller changes it.
         times_of: costs of a stage.
         give: hands a worker an event.
+        lineage_now: what a lineage is called since other stages were averaged.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class SimCopies:
         *,
         times_of: Callable[[StageSpec], StageTimes],
         give: Give,
+        lineage_now: LineageNow,
     ) -> None:
+        self._lineage_now = lineage_now
         self._clock = clock
         self._network = network
         self._workers = workers
@@ -233,13 +237,19 @@ class SimCopies:
             name = donor.machine.identity.worker
             lineage = self.fixed(donor, copy.prefetch.stage, copy.version)
             while lineage is not None and copy.pieces and copy.busy[name] < NUM_STREAMS:
-                if copy.lineage not in (None, lineage):
-                    raise Violated(f"donors of {copy.prefetch.stage} at {copy.version} differ")
-                copy.lineage = lineage
+                self._comes_from(copy, lineage)
                 if not self._ask(worker, copy, donor):
                     break
         if not copy.busy.total():
             self._look_again(worker, copy)
+
+    def _comes_from(self, copy: _Copy, lineage: str) -> None:
+        """All pieces are of one state, whatever became of other stages while they came."""
+        job, stage = copy.prefetch.job, copy.prefetch.stage
+        given = self._lineage_now(job, stage, lineage)
+        if copy.lineage is not None and self._lineage_now(job, stage, copy.lineage) != given:
+            raise Violated(f"donors of {stage} at {copy.version} differ")
+        copy.lineage = given
 
     def _donors(self, copy: _Copy) -> list[SimWorker]:
         """Those that live and run, by the incarnation that was named."""

@@ -155,6 +155,8 @@ def test_after_an_average_only_those_are_outdated_who_were_not_there() -> None:
     assert job.outdated == {"b-1"}
     with pytest.raises(AssertionError):
         job_after(committed(0), committed(1), averaged)
+    assert job_after(*before, committed(1), rolled_back(2, 1)).averaged == {stage: 1}
+    assert job_after(*before, rolled_back(1, 0)).averaged == {}
 
 
 def test_a_drain_is_of_a_process_and_of_no_job() -> None:

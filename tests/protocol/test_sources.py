@@ -286,6 +286,18 @@ def test_a_peer_is_asked_anew_for_a_version_that_was_averaged() -> None:
         assert found.by_chunk[chunk(2, "w2b")].kind is SourceKind.PEER
 
 
+def test_copies_at_a_version_that_was_averaged_do_not_count_for_some_may_be_of_before() -> None:
+    held = acks(without(2))
+    for worker, version in (("w0a", 3), ("w1a", 2)):
+        copies = tuple(ChunkVersion(stage=stage, version=Step(version)) for stage in EQUAL)
+        held[WorkerId(worker)] = replace(held[WorkerId(worker)], backups=copies)
+    again = average(made={2: 3})
+    found = choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=again)
+    assert (found.version, found.averaged) == (3, (EQUAL[2],))
+    never = replace(again, is_allowed=False)
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=never).version == 2
+
+
 def test_what_a_job_allows_comes_from_its_specification_and_its_log() -> None:
     history = History()
     spec = small_job().model_copy(update={"backup": BackupSpec(neighbour_average=True)})

@@ -1,10 +1,13 @@
 """All holders of a stage die at once, and its neighbours are averaged: no step is lost, and replicas stay equal."""
 
+from dataclasses import asdict, dataclass
+
 import pytest
 
 from skein.config.job import BackupSpec, JobSpec
 from skein.protocol.records import Averaged, Incident, Remedy
-from skein.sim.scenario import make_world
+from skein.sim.scenario import disturbed, judge, make_world
+from skein.sim.shapes import Shape, shape_of
 from skein.sim.world import World
 from skein.types import StageIndex, WorkerId
 from tests.support.jobs import small_job
@@ -84,3 +87,34 @@ def test_a_job_that_does_not_ask_for_it_goes_back() -> None:
     assert not of_kind(run.world.log, Averaged)
     assert run.num_rollbacks == 1
     assert Remedy.ROLLED_BACK in remedies(run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lenient(Shape):
+    """A shape whose jobs would rather have an average than go back."""
+
+    def job(self, *, steps: int, every: int = 3) -> JobSpec:
+        backup = BackupSpec(every_steps=2, neighbour_average=True)
+        return Shape.job(self, steps=steps, every=every).model_copy(update={"backup": backup})
+
+
+# The last ones: copies half fetched, and whole, of what is averaged meanwhile.
+DRAWN = [
+    *(("line 5x1", seed) for seed in range(10)),
+    ("loop 4x1", 0),
+    ("loop 4x1", 19),
+    ("line 4x2 on 5", 33),
+]
+
+
+def test_under_drawn_faults_and_beside_backups_replicas_stay_equal() -> None:
+    num_averages = 0
+    for text, seed in DRAWN:
+        shape = Lenient(**asdict(shape_of(text)))
+        world = disturbed(shape, seed=seed, num_faults=8)
+        try:
+            judge(shape, world)
+        except Exception as error:
+            raise AssertionError(f"{text} seed={seed}: {error!r}\n" + "\n".join(world.lines[-30:])) from error
+        num_averages += len(of_kind(world.log, Averaged))
+    assert num_averages > 0

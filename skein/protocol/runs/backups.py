@@ -6,7 +6,7 @@ Rules of this file
 - The copies before the newest whole set may go, and not before it is whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import ceil
 
 from skein.plan.load import job_layers, stage_loads
@@ -134,13 +134,20 @@ class Backups:
 
 
 def newest_whole(
-    stages: Iterable[StageSpec], acks: Mapping[WorkerId, Ack], *, at_most: Step
+    stages: Iterable[StageSpec],
+    acks: Mapping[WorkerId, Ack],
+    *,
+    at_most: Step,
+    averaged: Collection[Step] = (),
 ) -> tuple[Step, dict[StageSpec, tuple[WorkerId, ...]]]:
-    """The newest version, not above `at_most`, of which somebody has each stage, chunk or copy; and who; 0: none."""
+    """The newest version, not above `at_most`, of which somebody has each stage, chunk or copy; and who; 0: none.
+
+    At versions that are `averaged`, a stage may be held as it was before and as it is since, so they do not count.
+    """
     who: dict[tuple[Step, StageSpec], list[WorkerId]] = {}
     for worker in sorted(acks):
         for held in (*acks[worker].chunks, *acks[worker].backups):
-            if 0 < held.version <= at_most:
+            if 0 < held.version <= at_most and held.version not in averaged:
                 who.setdefault((held.version, held.stage), []).append(worker)
     wanted = tuple(stages)
     for version in sorted({version for version, _ in who}, reverse=True):

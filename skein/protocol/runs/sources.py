@@ -53,7 +53,8 @@ def choose_sources(
     unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
     besides: Mapping[StageSpec, Beside] = {}
     if unheld:
-        backup, kept = newest_whole(plan.stages, acks, at_most=version)
+        averaged = () if averaging is None else averaging.made.values()
+        backup, kept = newest_whole(plan.stages, acks, at_most=version, averaged=averaged)
         saved = Step(0) if checkpoint is None else checkpoint.version
         if averaging is not None and max(backup, saved) < version:
             besides = averaging.besides(plan.stages, held)
