@@ -136,7 +136,9 @@ def status(job: str, *, is_json: bool) -> int:
 @json_option
 @connection_options
 def logs(job: str, *, is_following: bool, is_json: bool) -> int:
-    """Tell what happened to JOB: states, plans, evaluations, checkpoints, lines of workers, and steps now and then."""
+    """Tell what happened to JOB: states, plans, incidents, evaluations, checkpoints, lines of workers, and steps now
+    and then.
+    """
     with connect() as client:
         found = client.job(job)
         events = found.events() if is_following else iter(found.history())

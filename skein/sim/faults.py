@@ -37,11 +37,6 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.kind} {self.worker} {self.other} {self.seconds:.2f} s, {self.number}"
 
-    @property
-    def over_s(self) -> float:
-        """When nothing of it is left, but for who comes back after it."""
-        return self.at_s + AWAY_S + 4 * self.seconds
-
 
 def draw_faults(
     num_workers: int, *, num_faults: int, horizon_s: float, seed: int, kinds: Sequence[str] | None = None

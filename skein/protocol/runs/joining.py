@@ -22,8 +22,6 @@ from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
 
 PATIENCE_S = 600.0
 """A plan whose copies are not here after so long is given up: something keeps them from coming."""
-
-
 MAX_FAILURES = 5
 """Of one copy, after which the plan is given up."""
 
