@@ -17,6 +17,11 @@ Owners = Mapping[tuple[MicrobatchId, StageIndex], WorkerId]
 """Who has accumulated a microbatch's contribution to a stage."""
 
 
+def ways(plan: Plan) -> tuple[tuple[StageIndex, ...], ...]:
+    """The stages that each microbatch visits, in order: part of the model that is trained."""
+    return tuple(tuple(hop.stage for hop in path.hops) for path in plan.paths)
+
+
 def rerouted(
     plan: Plan, holders: Collection[ChunkRef], owners: Owners, *, preferred: Owners | None = None
 ) -> Plan | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from skein.config.job import JobSpec
+from skein.plan.reroute import ways
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import (
     Averaged,
@@ -45,6 +46,9 @@ class JobHistory:
     outdated: set[Incarnation] = field(default_factory=set)
     """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
     plan: PlanAdopted | None = None
+    turned_at: Step | None = None
+    """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
+    what had been done of that step under an older plan is of another step."""
     rollbacks: list[RolledBack] = field(default_factory=list)
     averaged: dict[StageSpec, Step] = field(default_factory=dict)
     """At which version a stage was last made of its neighbours."""
@@ -110,6 +114,8 @@ class History:
                 job.members = record.members
                 job.followers.update(member.incarnation for member in record.members)
             case PlanAdopted():
+                if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
+                    job.turned_at = job.version
                 job.plan = record
             case StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
@@ -137,6 +143,7 @@ class History:
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
             case Averaged():
                 assert record.version == job.version
+                job.turned_at = job.version
                 job.averaged.update(dict.fromkeys(record.stages, record.version))
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():

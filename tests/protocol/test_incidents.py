@@ -9,6 +9,7 @@ from skein.protocol.coordinator_io import Append, Log, Outbox
 from skein.protocol.history import History
 from skein.protocol.messages import (
     Ack,
+    Assign,
     ChunkProgress,
     ChunkVersion,
     NewGeneration,
@@ -355,3 +356,66 @@ def test_losing_both_holders_of_a_stage_begins_the_step_anew() -> None:
     # Of four microbatches, 0, 1 and 2 had been begun.
     assert (found.num_retried, found.num_samples_repeated) == (3, 6)
     assert (found.replayed, found.num_rerouted, found.num_steps_lost) == ((), 0, 0)
+
+
+def skipping(ways: tuple[tuple[int, ...], tuple[int, ...]], *workers: str) -> Plan:
+    """Four stages on `w0a` to `w3b`, of which each microbatch visits three, on the first who holds each."""
+    chunks = [chunk(int(worker[1]), worker) for worker in workers]
+    holder = {at.stage: at for at in reversed(chunks)}
+    paths = [path(*(holder[StageIndex(stage)] for stage in way)) for way in ways]
+    full = [path(*(holder[StageIndex(stage)] for stage in range(4)))]
+    return plan_of(chunks, paths, full_paths=full, num_shards=1)
+
+
+def retried_another_way() -> tuple[Desk, Plan]:
+    """A log lacked what was needed after a death, so the step begins anew by other stages; nobody has built that."""
+    spec = small_job(stages=4, replicas=1, microbatches=2, skip_ratio=0.25)
+    workers = ("w0a", "w1a", "w2a", "w3a", "w3b")
+    desk = Desk()
+    desk.join(*workers)
+    desk.submit(spec)
+    desk.settle(_cut(skipping(((0, 1, 3), (0, 2, 3)), *workers)))
+    desk.break_stream("w3b")
+    told_of_stages(desk, {"w0a": ((), (1,)), "w3a": ((0,), ())})
+    other = _cut(skipping(((0, 2, 3), (0, 1, 3)), *workers[:-1]))
+    desk.plan(other)
+    assert desk.told(Assign)
+    return desk, other
+
+
+def _cut(plan: Plan) -> Plan:
+    bounds = (0, 3, 5, 7, 10)
+    stages = (StageSpec(index=StageIndex(i), first=bounds[i], stop=bounds[i + 1]) for i in range(4))
+    return replace(plan, stages=tuple(stages))
+
+
+def told_of_stages(desk: Desk, done: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Everybody alive acknowledges: its ledger, with gradients in the log, and what waits for a gradient, with none."""
+    stages = _cut(skipping(((0, 1, 3), (0, 2, 3)), "w0a", "w1a", "w2a", "w3a")).stages
+    for worker in desk.live:
+        ledger, forwards = done.get(worker, ((), ()))
+        stage = stages[int(worker[1])]
+        progress = ChunkProgress(
+            stage=stage.index,
+            ledger=microbatches(*ledger),
+            forwards=microbatches(*forwards),
+            outputs=(),
+            gradients=microbatches(*ledger),
+        )
+        chunks = (ChunkVersion(stage=stage, version=Step(0)),)
+        desk.report(worker, Ack(generation=desk.generation, chunks=chunks, progress=(progress,), backups=()))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_was_done_by_other_ways_is_no_part_of_a_step_that_began_anew(is_restarted: bool) -> None:
+    desk, other = retried_another_way()
+    if is_restarted:
+        desk = Desk(desk.log)
+        desk.join(*other.workers)
+    else:
+        desk.report("w0a", Suspected(generation=desk.generation, peer=WorkerId("w1a"), reason="refused"))
+    # w3a has still what it summed when microbatch 0 came to it from stage 1; now it comes from stage 2.
+    told_of_stages(desk, {"w3a": ((0,), ())})
+    assigned = desk.told(Assign)
+    assert set(assigned) == set(other.workers)
+    assert all(x.resumption is None or not x.resumption.chunks for x in assigned.values())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from skein.plan.check import violations
 from skein.plan.plan import ChunkPlan, Plan
-from skein.plan.reroute import renamed, rerouted
+from skein.plan.reroute import renamed, rerouted, ways
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
@@ -18,7 +18,6 @@ from skein.protocol.runs.planning import (
     fleet_of,
     held_plan,
     recorded_plan,
-    ways,
     who_reads_other_data,
     with_clause,
 )
@@ -49,6 +48,8 @@ class Placement:
         """The question whose answer matters."""
         self.resumed: Resumed | None = None
         """What the plan goes on with, until the step in progress is over."""
+        self._is_begun = False
+        """Everybody has what this plan gave them, and was told to begin a step."""
         self._whole: Plan | None = None
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
@@ -121,6 +122,9 @@ class Placement:
         if self._job.version >= self._job.spec.budget.steps:
             return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
+        if self._job.turned_at == self._job.version and not self._is_begun:
+            # Who has not built what is new tells of the step as it was before.
+            acks = {worker: replace(ack, progress=()) for worker, ack in acks.items()}
         may_drop = self._job.spec.recovery == "best_effort"
         # Who was lost by the plan before may be back, with all that it had done.
         for plan in (self._whole, self.plan or self._adopted_before()):
@@ -160,6 +164,10 @@ class Placement:
         self._restored = replace(plan, reason=f"{what}; with {', '.join(back)} again")
         return self._restored
 
+    def begun(self) -> None:
+        """Everybody has what the plan gave them, and is told to begin a step, or to go on with it."""
+        self._is_begun = True
+
     def go_on(self, resumed: Resumed) -> None:
         """Record the plan without those who are gone, and have the step in progress go on by it."""
         if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
@@ -189,6 +197,7 @@ class Placement:
     def put(self, plan: Plan, *, now: float) -> Sources:
         """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody."""
         self.resumed = None
+        self._is_begun = False
         if self._whole is not None and (
             plan is not self._restored or len(plan.chunks) >= len(self._whole.chunks)
         ):

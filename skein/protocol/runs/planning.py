@@ -12,7 +12,7 @@ from skein.protocol.membership import Entry
 from skein.protocol.messages import Ack, ChunksReady
 from skein.protocol.runs.measuring import Measured
 from skein.topology.fleet import Fleet, Link, rounded
-from skein.types import ChunkRef, Layout, StageIndex, Step, WorkerId
+from skein.types import ChunkRef, Layout, Step, WorkerId
 
 _MOVES = "; moves "
 
@@ -77,11 +77,6 @@ def with_clause(plan: Plan, clause: str) -> Plan:
     """
     what, moves, moved = plan.reason.partition(_MOVES)
     return replace(plan, reason=f"{what}; {clause}{moves}{moved}")
-
-
-def ways(plan: Plan) -> tuple[tuple[StageIndex, ...], ...]:
-    """The stages that each microbatch visits, in order: part of the model that is trained."""
-    return tuple(tuple(hop.stage for hop in path.hops) for path in plan.paths)
 
 
 def who_reads_other_data(

@@ -541,6 +541,7 @@ class Run:
         self._watchdog.moved(now=now)
         if self._savings.is_due() and self.plan is not None:
             self._savings.ask(self.plan)
+        self._placement.begun()
         self._begin_step(now=now)
         step, history = self.job.version, self._out.history
         self._members.send_placed(Start(epoch=history.epoch, generation=history.generation, step=step))
