@@ -34,8 +34,7 @@ def rerouted(
         preferred: who is best placed for what nobody owns, where they hold the stage.
     """
     held = [x.chunk for x in plan.chunks if x.chunk in holders]
-    if plan.layout is Layout.LOOP:
-        held = _with_both_ends(held, plan.stages[-1].index)
+    held = usable(plan, held)
     if {chunk.stage for chunk in held} != {stage.index for stage in plan.stages}:
         return None
     choice = _Choice(plan, held, preferred or {})
@@ -99,8 +98,11 @@ def _by_chunk(time: ChunkTime) -> ChunkRef:
     return time.chunk
 
 
-def _with_both_ends(held: Sequence[ChunkRef], head: StageIndex) -> list[ChunkRef]:
-    """Paths end where they began: who lost one end is of no use for the other."""
+def usable(plan: Plan, held: Sequence[ChunkRef]) -> list[ChunkRef]:
+    """Those of `held` that paths may visit: in `loop` they end where they began, so one end is of no use alone."""
+    if plan.layout is not Layout.LOOP:
+        return list(held)
+    head = plan.stages[-1].index
     ends = [{x.worker for x in held if x.stage == stage} for stage in (0, head)]
     both = ends[0] & ends[1]
     return [x for x in held if x.stage not in (0, head) or x.worker in both]

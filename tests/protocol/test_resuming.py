@@ -320,3 +320,46 @@ def test_what_one_end_of_a_loop_has_done_draws_the_other() -> None:
     assert (found.plan.paths[0].hops[0].worker, found.plan.paths[0].hops[-1].worker) == ("w0a", "w0a")
     go_on(halfway, found)
     assert halfway.ledger().keys() == visits(LOOP)
+
+
+# --- what nobody in its senses tells ---
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nonsense_in_one_acknowledgement_neither_ends_anything_nor_counts_twice(seed: int) -> None:
+    luck = random.Random(seed)
+    plan = random_plan(luck)
+    halfway = Halfway(slots_of(plan), luck)
+    halfway.run(plan.paths, plan.schedules, slots_of(plan), most=luck.randint(0, num_ops(plan)))
+    acks = halfway.acks(plan)
+    worker = luck.choice(sorted(acks))
+    first, *others = acks[worker].progress
+    drawn = tuple(MicrobatchId(luck.randint(-1, len(plan.paths))) for _ in range(luck.randint(0, 5)))
+    nonsense = (
+        replace(first, ledger=drawn),
+        replace(first, forwards=drawn, outputs=drawn),
+        replace(first, stage=StageIndex(luck.randint(-1, len(plan.stages)))),
+    )
+    acks[worker] = replace(
+        acks[worker],
+        progress=(luck.choice(nonsense), *others),
+        chunks=acks[worker].chunks[luck.randint(0, 1) :],
+    )
+    found = resume(plan, acks, version=START)
+    if found is not None:
+        counted = [(m, at.stage) for at, ledger in found.expected.items() for m in ledger]
+        assert sorted(counted) == sorted(visits(plan))
+
+
+def test_who_has_one_end_of_a_loop_alone_does_not_count() -> None:
+    chunks = [chunk(stage, worker) for stage in (0, 2) for worker in ("w0", "w1")]
+    body = chunk(1, "w2")
+    plan = plan_of(
+        [*chunks, body],
+        [path(chunk(0, worker), body, chunk(2, worker)) for worker in ("w0", "w1")],
+        layout=Layout.LOOP,
+    )
+    acks = halfway_of(plan, "F0.0 F1.0 L2.0 B1.0 B0.0").acks(plan)
+    acks[WorkerId("w0")] = replace(acks[WorkerId("w0")], chunks=acks[WorkerId("w0")].chunks[:1])
+    found = resume(plan, acks, version=START)
+    assert found is None or WorkerId("w0") not in found.plan.workers

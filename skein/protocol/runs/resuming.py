@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skein.plan.plan import OpKind, Path, Plan
-from skein.plan.reroute import rerouted
+from skein.plan.reroute import rerouted, usable
 from skein.plan.rest import Contribution, Need, Rest, rest_of
 from skein.protocol.messages import (
     Ack,
@@ -110,7 +110,9 @@ def _holders(plan: Plan, acks: Mapping[WorkerId, Ack], version: Step) -> frozens
         if chunk.version == version
     }
     stages = {stage.index: stage for stage in plan.stages}
-    return frozenset(x.chunk for x in plan.chunks if (x.chunk.worker, stages[x.chunk.stage]) in held)
+    return frozenset(
+        usable(plan, [x.chunk for x in plan.chunks if (x.chunk.worker, stages[x.chunk.stage]) in held])
+    )
 
 
 def _progress(holders: frozenset[ChunkRef], acks: Mapping[WorkerId, Ack]) -> dict[ChunkRef, ChunkProgress]:
@@ -132,6 +134,7 @@ def _owners(plan: Plan, progress: _Progress) -> dict[Contribution, WorkerId]:
         ledger = () if done is None else done.ledger
         contributions = [(m, chunk.stage) for m in ledger]
         is_free = visits.issuperset(contributions) and owners.keys().isdisjoint(contributions)
+        is_free &= len(set(ledger)) == len(ledger)
         if is_free and all(_fits(m, chunk, ends, owners) for m in ledger):
             owners.update(dict.fromkeys(contributions, chunk.worker))
     return owners
