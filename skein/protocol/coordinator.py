@@ -7,6 +7,7 @@ Rules of this file
 """
 
 from collections.abc import Iterable
+from math import inf
 from typing import assert_never
 
 from skein.protocol.coordinator_io import (
@@ -252,7 +253,9 @@ class Coordinator:
 
     def _measured(self, report: LinksMeasured) -> None:
         for link in report.links:
-            self.links[link.sender, link.receiver] = link
+            # What cannot be would end a planner, or this: it is divided by.
+            if 0 <= link.latency_s < inf and link.bytes_per_s > 0:
+                self.links[link.sender, link.receiver] = link
         if len(self.links) > MAX_LINKS:
             live = self.membership.live
             for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:

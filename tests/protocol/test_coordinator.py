@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -277,6 +278,17 @@ def test_measured_links_reach_the_planner() -> None:
     desk.acknowledge(desk.live)
     [asked] = desk.found(MakePlan)
     assert [(x.sender, x.receiver) for x in asked.fleet.links] == [("w0a", "w1a")]
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s"), [(0.1, 0.0), (0.1, nan), (-1.0, 1e6), (inf, 1e6), (nan, 1e6)]
+)
+def test_a_link_that_cannot_be_is_none(latency_s: float, bytes_per_s: float) -> None:
+    desk = Desk()
+    desk.join("a", "b")
+    link = Link(sender=WorkerId("a"), receiver=WorkerId("b"), latency_s=latency_s, bytes_per_s=bytes_per_s)
+    desk.report("a", LinksMeasured(links=(link,)))
+    assert not desk.machine.links
 
 
 def test_links_of_workers_that_are_gone_are_forgotten_when_there_are_many(

@@ -179,6 +179,13 @@ def test_a_transfer_that_cannot_have_been_is_ignored(impossible: TransferTime) -
     assert measured.on(TWO, LINKS).links == Measured(SPEC).on(TWO, LINKS).links
 
 
+@pytest.mark.parametrize("factor", [-1.0, inf, nan])
+def test_a_time_that_cannot_have_been_is_ignored(factor: float) -> None:
+    measured = Measured(SPEC)
+    told(measured, FIRST, factor)
+    assert measured.on(TWO, {}) == TWO
+
+
 def test_who_is_farthest_off_is_named() -> None:
     measured = Measured(SPEC)
     assert measured.blamed(PLAN, LINKS) == "what was measured"

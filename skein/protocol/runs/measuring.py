@@ -50,7 +50,10 @@ class Measured:
         planned = {time.chunk: time.total_s for time in plan.chunk_times}
         visits: list[Visit] = []
         for time in report.chunks:
-            if time.chunk in held and time.chunk.worker == worker:
+            is_possible = all(
+                0 <= seconds < inf for seconds in (time.forward_s, time.backward_s, time.loss_s)
+            )
+            if time.chunk in held and time.chunk.worker == worker and is_possible:
                 stage = stages[time.chunk.stage]
                 own[stage] = time
                 planned_s = planned.get(time.chunk, 0.0)
