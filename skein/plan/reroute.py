@@ -43,8 +43,12 @@ def rerouted(
     workers = sorted({chunk.worker for chunk in held})
     slots = {x.chunk: x.slots for x in chunks}
     predicted_s = plan.predicted_step_s * max(1.0, _busiest_s(plan, paths) / _busiest_s(plan, plan.paths))
+    reason = plan.reason
+    if len(chunks) < len(plan.chunks):
+        reason = f"goes on with {len(workers)} workers, {predicted_s:.3g} s a step; before: {plan.reason}"
     return replace(
         plan,
+        reason=reason,
         chunks=chunks,
         paths=paths,
         evaluation_paths=tuple(choice.path(None, path, {}) for path in plan.evaluation_paths),

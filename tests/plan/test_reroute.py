@@ -82,6 +82,15 @@ def test_with_everybody_alive_nothing_changes(layout: Layout) -> None:
     assert rerouted(plan, survivors(plan, set()), {}) == plan
 
 
+def test_a_plan_without_some_workers_says_how_many_it_has_and_what_it_was() -> None:
+    plan = replace(grid_plan(stages=2, replicas=2), reason="the best of all")
+    after = rerouted(plan, survivors(plan, {plan.workers[0]}), {})
+    assert after is not None
+    assert "3 workers" in after.reason
+    assert f"{after.predicted_step_s:.3g} s" in after.reason
+    assert after.reason.endswith("before: the best of all")
+
+
 def test_what_a_lost_worker_did_goes_where_there_is_least_to_do() -> None:
     a, b, c = (chunk(0, name) for name in "abc")
     last = chunk(1, "z")
