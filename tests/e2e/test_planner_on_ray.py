@@ -49,7 +49,9 @@ def asked(*, budget_s: float) -> MakePlan:
 
 def searching() -> list[psutil.Process]:
     """Processes that run a search now."""
-    return [x for x in psutil.Process().children(recursive=True) if x.cmdline()[:1] == ["ray::_search_behind"]]
+    return [
+        x for x in psutil.Process().children(recursive=True) if x.cmdline()[:1] == ["ray::_search_behind"]
+    ]
 
 
 class Watched(RayPlanner):

@@ -220,9 +220,7 @@ def test_a_copy_that_cannot_be_had_may_be_asked_for_again() -> None:
     failed = PrefetchFailed(
         job=JOB, stage=STAGE, version=Step(3), kind=CopyKind.FOLLOWED, reason="nobody has it"
     )
-    assert spare.hear(failed) == [
-        Prefetched(job=JOB, stage=STAGE, version=Step(3), error="nobody has it")
-    ]
+    assert spare.hear(failed) == [Prefetched(job=JOB, stage=STAGE, version=Step(3), error="nobody has it")]
     assert spare.take(follow(3)) == []
     assert only(spare.take(prefetch(5)), StartPrefetch).prefetch.version == 5
 
