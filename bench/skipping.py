@@ -163,6 +163,7 @@ class SkippingTraining:
             chunks=self.chunks,
             groups=self._groups,
             batches=BatchReader(dataset, job, begun_here),
+            resumption=None,
         )
 
     def close(self) -> None:

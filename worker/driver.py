@@ -322,6 +322,8 @@ class Driver:
             payload = self._log.get(key) if found is None else found
             if payload is not None:
                 operands[key] = payload
+            elif isinstance(key, HopKey) and is_logged(key):
+                self._inbox.post(LogShortened(keys=(key,), is_wanted=False))
         return operands
 
     def _ran(self, generation: Generation, num_jobs: int, ran: Ran) -> None:

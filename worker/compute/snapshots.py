@@ -30,6 +30,11 @@ NUM_SNAPSHOTS = 2
 who follows from the older is not thrown out by who begins at the newer."""
 
 
+MAX_RESULTS_AFTER = 20
+"""Results that are still kept after the generation has changed in which they were asked for: whoever follows has its
+chunk by then, or asks anew."""
+
+
 @dataclass(slots=True)
 class _Snapshot:
     """One stage at one version; `results` are what steps from there on applied, by group."""
@@ -42,6 +47,8 @@ class _Snapshot:
     left: list[tuple[str, Tensor]]
     tensors: dict[str, WireTensor] = field(default_factory=dict)
     results: dict[Step, dict[str, WireTensor]] = field(default_factory=dict)
+    num_after: int = 0
+    """Steps since the generation changed."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +75,7 @@ class Snapshots:
         self.memory_bytes = memory_bytes
         self._kept: tuple[_Snapshot, ...] = ()
         """In the order of taking."""
+        self._generation = Generation(0)
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +122,10 @@ class Snapshots:
 
     def applied(self, chunk: Chunk, record: StepRecord, result_by_group: Mapping[GroupId, Tensor]) -> None:
         """`chunk` has been updated: keep what was applied, where somebody may catch up with it."""
+        for known in self._of_stage(chunk.stage):
+            known.num_after += known.generation < self._generation
+            if known.num_after > MAX_RESULTS_AFTER:
+                self._drop_results(known)
         keeping = [x for x in self._kept if x.stage == chunk.stage and x.keeps_results]
         if not keeping or not changes(record, chunk.stage.index):
             return
@@ -178,6 +190,7 @@ class Snapshots:
 
     def adopt(self, generation: Generation) -> None:
         """A new generation: results are kept till the one after that in which they were asked for is over."""
+        self._generation = generation
         for snapshot in self._kept:
             if generation > snapshot.generation + 1:
                 self._drop_results(snapshot)

@@ -61,6 +61,7 @@ class Improving:
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for beside the older one is void."""
         self._backups.fenced()
+        self._joining.fenced()
         self.revision.fenced(now=now)
 
     def placed_anew(self) -> None:

@@ -22,6 +22,8 @@ from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
 
 PATIENCE_S = 600.0
 """A plan whose copies are not here after so long is given up: something keeps them from coming."""
+MAX_IDLE = 8
+"""Commits after which copies that nobody wants any more need not follow."""
 MAX_FAILURES = 5
 """Of one copy, after which the plan is given up."""
 
@@ -46,10 +48,13 @@ class Joining:
         self._transfers: dict[tuple[WorkerId, StageSpec], _Transfer] = {}
         self._wanted: set[tuple[WorkerId, StageSpec]] = set()
         self._until = 0.0
+        self._num_idle = 0
+        """Commits since anything was wanted."""
 
     def begin(self, present: Plan, coming: Plan, *, now: float) -> None:
         """Have everybody fetch what the coming plan gives them; nothing if nobody can give it."""
         self._until = now + PATIENCE_S
+        self._num_idle = 0
         self._wanted = set(_to_fetch(present, coming))
         self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
         for worker, stage in self._in_order():
@@ -103,6 +108,9 @@ class Joining:
 
     def committed(self, record: StepRecord) -> None:
         """A step is committed: copies follow."""
+        self._num_idle = 0 if self._wanted else self._num_idle + 1
+        if self._num_idle > MAX_IDLE:
+            self._transfers.clear()
         follow = Follow(epoch=self._out.history.epoch, job=self._job.job, record=record)
         for worker in sorted({worker for worker, _ in self._transfers}):
             self._members.tell(worker, follow)
@@ -141,6 +149,10 @@ class Joining:
     def is_hopeless(self, *, now: float) -> bool:
         """Whether a copy will not come: its worker is gone, or it has taken too long."""
         return now > self._until or not self._wanted <= self._transfers.keys()
+
+    def fenced(self) -> None:
+        """The wish is void. What is on its way may be wanted again."""
+        self._wanted.clear()
 
     def over(self) -> None:
         """The plan is in place, or not wanted any more."""

@@ -158,9 +158,14 @@ class Copies:
     def hear(self, record: StepRecord) -> None:
         """A step of the job is committed: bring up to date what follows, and drop what went another way."""
         self._drop_above(Step(record.step + 1))
-        astray = tuple(stage for stage, copy in self._followed.items() if copy.contradicts(record))
+        astray = tuple(
+            stage
+            for stage, copy in self._followed.items()
+            if copy.contradicts(record) or record.step > copy.next_step
+        )
         for stage in astray:
-            del self._followed[stage]
+            wanted = self._followed.pop(stage).wanted
+            self._tell(stage, wanted, error="a commit was missed, or decided otherwise")
         if astray:
             self._drop(followed=astray)
         for stage, copy in self._followed.items():
