@@ -214,7 +214,7 @@ def test_a_copy_of_steps_that_were_decided_otherwise_is_dropped(decided: StepRec
     spare.take(follow(4))
     spare.hear(ended(5))
     other = Follow(epoch=Epoch(1), job=JOB, record=decided)
-    told = [x for x in spare.take(other) if not isinstance(x, SendReport)]
+    told: list[WorkerCommand] = [x for x in spare.take(other) if not isinstance(x, SendReport)]
     assert only(told, DropCopies).followed == (STAGE,)
 
 
