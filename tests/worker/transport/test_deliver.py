@@ -377,7 +377,9 @@ async def test_a_peer_is_not_blamed_for_a_standstill_of_ones_own() -> None:
         while loop.time() < until_s:
             pass
         sender.peers.send(member, hop_envelope(1), (tensor_of(10),))
-        assert (await sender.taken.get())[1] == hop_envelope(1)
+        # The answer to the first may have been lost on the stream that was given up, and may not.
+        while (await sender.taken.get())[1] != hop_envelope(1):
+            pass
         assert sender.failed.empty()
         assert sender.statistics.accepted[Lane.FORWARD] == 2
 
