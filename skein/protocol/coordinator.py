@@ -306,7 +306,7 @@ class Coordinator:
             epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=self.membership.beat_s
         )
         self._send(worker, incarnation, welcome)
-        if any(incarnation in job.outdated for job in self.history.pending()):
+        if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):
             self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
         if not is_new:
             return
@@ -331,3 +331,8 @@ class Coordinator:
 
     def _send(self, worker: WorkerId, incarnation: Incarnation, directive: Directive) -> None:
         self._outbox.commands.append(Send(worker=worker, incarnation=incarnation, directive=directive))
+
+
+def _may_be_outdated(job: JobHistory, incarnation: Incarnation) -> bool:
+    """Whether a process may hold something of a history that was rolled back, or be fetching it: then it forgets."""
+    return incarnation in job.outdated or (bool(job.rollbacks) and incarnation not in job.followers)
