@@ -49,9 +49,15 @@ def asked(*, budget_s: float) -> MakePlan:
 
 def searching() -> list[psutil.Process]:
     """Processes that run a search now."""
-    return [
-        x for x in psutil.Process().children(recursive=True) if x.cmdline()[:1] == ["ray::_search_behind"]
-    ]
+    return [x for x in psutil.Process().children(recursive=True) if _words(x)[:1] == ["ray::_search_behind"]]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """What a process was started with; nothing if it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 class Watched(RayPlanner):
