@@ -97,9 +97,9 @@ async def test_after_the_death_of_all_the_newest_checkpoint_is_gone_on_from(tmp_
         here.submit(job)
         await here.first(CheckpointCommitted)
         await here.first(StepCommitted, 4)
-        before = here.steps
+    before = here.steps
     async with cluster(disk) as here, here.workers("w0", "w1"):
         assert await here.finished() == JobState.FINISHED
         after = here.steps
-    assert min(record.step for record in after) in (3, 6)
+    assert min(record.step for record in after) in range(3, len(before) + 1, 3)
     assert_same_curve(list({record.step: record for record in before + after}.values()), steps)
