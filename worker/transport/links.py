@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 from grpc import aio
 
@@ -18,8 +19,10 @@ from worker.transport.intake import MAX_PART_BYTES
 from worker.transport.outbox import Dial
 
 _NUM_ROUND_TRIPS = 6
-_FIRST_BYTES, _MOST_BYTES = 64 << 10, 4 << 20
-_ENOUGH_S = 0.05
+_FIRST_BYTES, _MOST_BYTES = 256 << 10, 8 << 20
+_ENOUGH_S, _LONGEST_S = 0.05, 1.5
+_GROWTH = 1.25
+"""While twice the bytes make the rate grow by more, the connection is still finding its pace."""
 _MAX_STREAM_BYTES = 64 << 20
 """A probe that asks for more, in both directions together, is refused."""
 
@@ -29,7 +32,9 @@ ProbeCall = aio.StreamStreamCall[peer_pb2.ProbePart, peer_pb2.ProbeReply]
 async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: float) -> tuple[Link, Link]:
     """The links from `me` to `peer` and back.
 
-    Latency is half the quickest of several round trips. Bandwidth is that of a transfer that takes 50 ms, or of 4 MiB.
+    Latency is half the quickest of several round trips. Bandwidth is that of transfers of growing size, once it grows
+    no more with them; at the latest that of 8 MiB, or of a transfer that takes a second and a half. A connection over a
+    long link begins slowly, whatever the link can carry.
 
     Raises:
         RemoteError: the peer cannot be reached, or was silent for `patience_s`.
@@ -38,8 +43,8 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
     try:
         prober = _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s)
         round_trip_s = min([await prober.exchange(1, b"", 0) for _ in range(_NUM_ROUND_TRIPS)])
-        up = await _bytes_per_s(prober, round_trip_s, is_up=True)
-        down = await _bytes_per_s(prober, round_trip_s, is_up=False)
+        up = await bytes_per_s(prober, round_trip_s, is_up=True)
+        down = await bytes_per_s(prober, round_trip_s, is_up=False)
     except aio.AioRpcError as error:
         raise RemoteError(describe_rpc_error(error, peer.address)) from error
     except TimeoutError as error:
@@ -53,16 +58,25 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
     )
 
 
-async def _bytes_per_s(prober: "_Prober", round_trip_s: float, *, is_up: bool) -> float:
-    size = _FIRST_BYTES
+class Exchanges(Protocol):
+    """What transfers are timed with; `_Prober` is one."""
+
+    async def exchange(self, num_parts: int, data: bytes, reply_bytes: int) -> float: ...
+
+
+async def bytes_per_s(prober: Exchanges, round_trip_s: float, *, is_up: bool) -> float:
+    """What a link carries in one direction, by transfers of growing size."""
+    size, rate = _FIRST_BYTES, 0.0
     while True:
         num_parts = -(-size // PART_BYTES)
         part_bytes = size // num_parts
         data, reply_bytes = (bytes(part_bytes), 0) if is_up else (b"", part_bytes)
         elapsed_s = await prober.exchange(num_parts, data, reply_bytes)
-        if elapsed_s >= _ENOUGH_S + round_trip_s or size >= _MOST_BYTES:
-            # The round trip is not transfer time; on a quick link noise could leave nothing of the difference.
-            return size / max(elapsed_s - round_trip_s, elapsed_s / 10)
+        # The round trip is not transfer time; on a quick link noise could leave nothing of the difference.
+        before, rate = rate, size / max(elapsed_s - round_trip_s, elapsed_s / 10)
+        is_enough = elapsed_s >= _ENOUGH_S + round_trip_s and rate < _GROWTH * before
+        if is_enough or size >= _MOST_BYTES or elapsed_s >= _LONGEST_S + round_trip_s:
+            return max(rate, before)
         size *= 2
 
 

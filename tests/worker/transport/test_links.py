@@ -12,6 +12,7 @@ from skein.wire.extra import ProbePart
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.worker.transport.loopback import A, B, Receiver, sending, serving
 from worker.service import PeerService
+from worker.transport.links import bytes_per_s
 
 Context = aio.ServicerContext[object, object]
 
@@ -61,3 +62,33 @@ async def test_a_probe_of_more_than_a_measurement_needs_is_refused(data: bytes, 
             await anext(aiter(call))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert receiver.statistics.refusals == {"malformed": 1}
+
+
+class SlowStart:
+    """A connection over a long link: it sends ten packets in the first round trip, and twice as many in each that
+    follows, up to what the link carries; the pace stays from one transfer to the next."""
+
+    def __init__(self, round_trip_s: float, bytes_per_s: float) -> None:
+        self._round_trip_s = round_trip_s
+        self._most_bytes = bytes_per_s * round_trip_s
+        self._window_bytes = 14_600.0
+
+    async def exchange(self, num_parts: int, data: bytes, reply_bytes: int) -> float:
+        left = float(num_parts * max(len(data), reply_bytes))
+        elapsed_s = self._round_trip_s
+        while left > self._window_bytes and self._window_bytes < self._most_bytes:
+            left -= self._window_bytes
+            elapsed_s += self._round_trip_s
+            self._window_bytes = min(2 * self._window_bytes, self._most_bytes)
+        return elapsed_s + left / self._most_bytes * self._round_trip_s
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize(
+    ("round_trip_s", "carries"), [(0.256, 10e6), (0.08, 20e6), (0.01, 100e6), (0.2, 1e6)]
+)
+async def test_a_connection_that_begins_slowly_does_not_make_a_slow_link(
+    round_trip_s: float, carries: float, is_up: bool
+) -> None:
+    found = await bytes_per_s(SlowStart(round_trip_s, carries), round_trip_s, is_up=is_up)
+    assert 0.7 * carries < found < 1.3 * carries
