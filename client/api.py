@@ -11,6 +11,7 @@ the dataclasses of `skein.wire.views`, errors those of `client.errors`.
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -44,12 +45,11 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._loop = _Loop()
-        try:
+        with ExitStack() as undo:
+            self._loop = _Loop()
+            undo.callback(self._loop.stop)
             self._client = self._loop.run(_opened(target, token, timeout_s, patience_s))
-        except BaseException:
-            self._loop.stop()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -187,10 +187,9 @@ class _Loop:
         future = asyncio.run_coroutine_threadsafe(_until_over(work, is_over), self._loop)
         try:
             return future.result()
-        except BaseException:
-            future.cancel()
+        finally:
+            future.cancel()  # nothing to a future that is done
             is_over.wait(_END_S)
-            raise
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -167,10 +167,9 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
         try:
             yield
             connection.execute("COMMIT")
-        except BaseException:
+        finally:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            raise
     except sqlite3.Error as error:
         raise _kind(error)(f"{path}: {error}") from error
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,15 +126,13 @@ class Doors:
             UserError: an address cannot be had.
         """
         exposition = None
-        if options.metrics_port is not None:
-            exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
-        try:
+        with ExitStack() as undo:
+            if options.metrics_port is not None:
+                exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
+                undo.callback(exposition.close)
             refused = metrics.refused
             service = await listen(options.host, options.port, token=options.token, count_refusal=refused)
-        except BaseException:
-            if exposition is not None:
-                exposition.close()
-            raise
+            undo.pop_all()
         return cls(service=service, exposition=exposition)
 
     async def close(self) -> None:
@@ -171,11 +170,10 @@ class Serving:
         """
         clock, memory = wall_clock(), Memory(options.lease_s)
         log = await _open_log(options, clock)
-        try:
+        with ExitStack() as undo:
+            undo.callback(log.close)
             doors = await Doors.open(options, memory.metrics)
-        except BaseException:
-            log.close()
-            raise
+            undo.pop_all()
         return await cls.begin(log, options, plan, memory, doors, wrap=wrap, clock=clock)
 
     @classmethod
@@ -191,7 +189,9 @@ class Serving:
         clock: Callable[[], float],
     ) -> "Serving":
         """Serve with a log that is owned: replay what is left of it, and admit callers. Closes all if it cannot."""
-        try:
+        async with AsyncExitStack() as undo:
+            undo.callback(log.close)
+            undo.push_async_callback(doors.close)
             rest = await asyncio.to_thread(list, log.read(after=memory.num_records))
             memory.replay(rest)
             _refuse_crash_loop(memory.openings, now=clock())
@@ -202,10 +202,7 @@ class Serving:
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
             await doors.service.admit(driver, store, roster, lead)
             memory.metrics.led()
-        except BaseException:
-            await doors.close()
-            log.close()
-            raise
+            undo.pop_all()
         if log.warning is not None:
             _log.warning(log.warning)
         _log.info(

@@ -1,6 +1,7 @@
 """`skein lab`: an emulated WAN on this machine, changed while it runs."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,14 +75,13 @@ def up(
     folder = Folder(directory)
     lab = start_lab(folder, options)
     click.echo(f"mode: {lab.status.mode} ({lab.status.reason})", err=is_json)
-    try:
+    with ExitStack() as undo:
+        undo.callback(stop_lab, folder)
         if options.has_services:
             wait_for_workers(
                 lab, lambda joined, of: click.echo(f"{joined} of {of} workers have joined", err=True)
             )
-    except BaseException:
-        stop_lab(folder)
-        raise
+        undo.pop_all()
     status = ask(folder.path, Ask()).status
     assert status is not None
     if is_json:

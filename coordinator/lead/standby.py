@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from coordinator.driver import AnswerPlan, wall_clock
 from coordinator.lead.lease import AGAIN_S
@@ -57,12 +58,11 @@ class Standby:
             LocalError: the run log does not fit this release, or it was opened too often.
         """
         options, clock = self._options, wall_clock()
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             lookout = await asyncio.to_thread(Lookout, options.state_dir)
             log = await self._watch(lookout, clock)
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
         return await Serving.begin(log, options, plan, self._memory, self._doors, wrap=wrap, clock=clock)
 
     async def close(self) -> None:
