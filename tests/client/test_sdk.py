@@ -224,7 +224,8 @@ async def test_cancelling_a_watch_ends_it(coordinator: Scripted) -> None:
         for _ in range(3):
             await anext(events)
         waiting = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0)
+        _, pending = await asyncio.wait({waiting}, timeout=0)
+        assert pending
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -108,6 +108,10 @@ class MemoryLog:
         self.entered = threading.Event()
         self.error: Exception | None = None
 
+    async def is_entered(self) -> None:
+        """Returns once an append has begun."""
+        assert await asyncio.to_thread(self.entered.wait, WAIT_S)
+
     def append(self, records: Sequence[Record]) -> None:
         self.entered.set()
         assert self.gate.wait(WAIT_S)

@@ -54,7 +54,7 @@ async def test_nothing_is_said_before_it_is_durable() -> None:
         assert [type(d) for d in await taken(stream)] == [Welcome]
         it.log.gate.clear()
         asked = asyncio.create_task(it.driver.ask(submit("a")))
-        await eventually(it.log.entered.is_set)
+        await it.log.is_entered()
         # The machine has decided; the disk has not answered.
         assert it.driver.machine.history.jobs
         assert stream.num_waiting == 0
@@ -69,9 +69,10 @@ async def test_what_waits_while_the_disk_works_is_committed_together() -> None:
     async with lab() as it:
         it.log.gate.clear()
         first = asyncio.create_task(it.driver.ask(submit("0")))
-        await eventually(it.log.entered.is_set)
+        await it.log.is_entered()
         others = [asyncio.create_task(it.driver.ask(submit(str(n)))) for n in range(1, 6)]
-        await asyncio.sleep(0)
+        _, pending = await asyncio.wait(others, timeout=0)
+        assert len(pending) == len(others)
         it.log.gate.set()
         await asyncio.gather(first, *others)
         assert [len(records) for records in it.log.appends] == [1, 5]
@@ -88,10 +89,10 @@ async def test_an_answer_waits_until_what_it_says_is_durable() -> None:
     async with lab() as it:
         it.log.gate.clear()
         asked = asyncio.create_task(it.driver.ask(submit("a")))
-        await eventually(it.log.entered.is_set)
+        await it.log.is_entered()
         settled = asyncio.create_task(it.driver.settled())
-        await asyncio.sleep(0)
-        assert not settled.done()
+        _, pending = await asyncio.wait({settled}, timeout=0)
+        assert pending
         it.log.gate.set()
         await settled
         assert it.log.appends
@@ -106,9 +107,10 @@ async def test_a_log_that_takes_no_more_ends_the_driver_and_nobody_hears_of_it(e
         it.log.error = error
         it.log.gate.clear()
         asked = asyncio.create_task(it.driver.ask(submit("a")))
-        await eventually(it.log.entered.is_set)
+        await it.log.is_entered()
         waiting = asyncio.create_task(it.driver.ask(submit("b")))
-        await asyncio.sleep(0)
+        _, pending = await asyncio.wait({waiting}, timeout=0)
+        assert pending
         it.log.gate.set()
         with pytest.raises(type(error)):
             await it.running

@@ -112,7 +112,7 @@ async def test_a_watcher_is_woken_by_each_happening() -> None:
     journal = journal_of(LOG[:3])
     watching = asyncio.create_task(all_of(journal))
     for record in LOG[3:]:
-        await asyncio.sleep(0)
+        await asyncio.wait({watching}, timeout=0)
         journal.recorded([record])
     assert await watching == await all_of(journal_of(LOG))
 

@@ -106,7 +106,8 @@ async def test_a_planner_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_question_that_is_withdrawn_ends_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = with_tasks(monkeypatch, never)
     asking = asyncio.create_task(RayPlanner()(asked()))
-    await asyncio.sleep(0)
+    _, pending = await asyncio.wait({asking}, timeout=0)
+    assert pending
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
