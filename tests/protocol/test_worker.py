@@ -1,51 +1,30 @@
-"""The Worker machine: generations, builds, steps, and what it does when things end halfway."""
+"""The Worker machine: its stream, generations, builds, and the end of a job."""
 
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.plan.plan import Plan
 from skein.protocol.messages import (
     Ack,
     Beat,
-    CheckpointWritten,
     ChunksReady,
     ChunkVersion,
-    Decision,
-    Direction,
     Dismiss,
-    Evaluate,
-    EvaluationDone,
     Hello,
-    HopTensor,
     Leaving,
     LinksMeasured,
-    Phase,
     Probe,
     Refused,
     Report,
-    Save,
-    ShardKind,
-    ShardTensor,
-    StageDone,
-    StepRecord,
     Suspected,
     TimesMeasured,
     Trouble,
-    Vote,
     Welcome,
 )
 from skein.protocol.ops import (
-    ApplyOp,
     BackwardOp,
     ForwardOp,
-    JoinOp,
-    LossOp,
-    OpFailed,
-    PackOp,
-    SaveOp,
 )
 from skein.protocol.work.timing import LEAST_KEPT
 from skein.protocol.worker_io import (
@@ -53,99 +32,27 @@ from skein.protocol.worker_io import (
     BuildFailed,
     CancelBuild,
     CheckpointSaved,
-    DropTensor,
     Exit,
     ForgetJob,
     LinksProbed,
     MeasureLinks,
-    RunOp,
-    SaveFailed,
-    SendFailed,
     StopRequested,
     StreamLost,
     StreamOpened,
     TimePassed,
 )
-from skein.types import Epoch, Generation, GroupId, JobId, MicrobatchId, StageIndex, Step, WorkerId
-from tests.support.hands import JOB, Hand, envelope, record
-from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
-from tests.support.reports import attempt, ledger
-
-PLAN = grid_plan(stages=2, replicas=1, num_microbatches=2)
-"""`w0a` holds stage 0, `w1a` stage 1; two microbatches."""
-ALONE = plan_of(
-    [chunk(0, "w0a"), chunk(1, "w0a")], [path(chunk(0, "w0a"), chunk(1, "w0a"))] * 2, num_shards=1
+from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step, WorkerId
+from tests.support.hands import JOB, Hand
+from tests.support.plans import grid_plan, stage_spec
+from tests.support.stages import (
+    ALONE,
+    PLAN,
+    accumulated,
+    gradient,
+    only,
+    ready,
+    stepping,
 )
-"""`w0a` holds everything."""
-FAILED = OpFailed(is_fatal=False, reason="out of memory")
-R = TypeVar("R")
-
-
-def hop(
-    direction: Direction,
-    microbatch: int,
-    at: int,
-    *,
-    plan: Plan = PLAN,
-    phase: Phase = Phase.TRAIN,
-    step: int = 0,
-) -> HopTensor:
-    return HopTensor(
-        direction=direction,
-        phase=phase,
-        step=Step(step),
-        microbatch=MicrobatchId(microbatch),
-        hop=at,
-        path=plan.paths[microbatch % len(plan.paths)],
-    )
-
-
-def gradient(microbatch: int, *, step: int = 0) -> HopTensor:
-    """What stage 1 sends back to stage 0."""
-    return hop(Direction.BACKWARD, microbatch, 0, step=step)
-
-
-def ready(plan: Plan = PLAN, worker: str = "w0a") -> Hand:
-    """A worker that waits for its first step."""
-    hand = Hand(worker)
-    hand.connect()
-    hand.settle(plan)
-    return hand
-
-
-def stepping() -> Hand:
-    """The first stage's worker in step 0, both forwards done."""
-    hand = ready()
-    hand.start()
-    hand.run_all()
-    return hand
-
-
-def accumulated() -> Hand:
-    """The same with both backwards done."""
-    hand = stepping()
-    for microbatch in (0, 1):
-        hand.arrive(gradient(microbatch))
-        hand.run_all()
-    return hand
-
-
-def voted() -> Hand:
-    """The same with the result of its group joined."""
-    hand = accumulated()
-    hand.prepare("s0", [ledger(0, "w0a", 0, 1)])
-    hand.run_all()
-    return hand
-
-
-DECIDED = record(attempts={"s0": attempt(), "s1": attempt()})
-
-
-def only(reports: list[Report], kind: type[R]) -> R:
-    [report] = reports
-    assert isinstance(report, kind)
-    return report
-
 
 # --- the control stream ---
 
@@ -423,437 +330,6 @@ def test_a_chunk_that_the_plan_takes_away_is_held_until_a_step_begins() -> None:
     hand.start(generation=3)
     hand.fence(PLAN, generation=4)
     assert list(hand.acknowledge().chunks) == both[:1]
-
-
-# --- tensors of other times ---
-
-
-def test_a_tensor_of_an_older_generation_is_dropped() -> None:
-    hand = ready()
-    hand.settle(PLAN, generation=2)
-    hand.start(generation=2)
-    hand.run_all()
-    hand.arrive(gradient(0), generation=1)
-    assert hand.commands == [DropTensor(envelope=envelope(gradient(0), sender="w1a", generation=1))]
-
-
-def test_a_tensor_of_a_newer_generation_waits_for_it() -> None:
-    hand = ready(PLAN, "w1a")
-    activation = hop(Direction.FORWARD, 0, 1)
-    assert hand.arrive(activation, sender="w0a", generation=2) == []
-    hand.fence(PLAN, generation=2)
-    hand.acknowledge()
-    assign = hand.assignment(PLAN, generation=2)
-    hand.hear(assign)
-    hand.built(assign)
-    assert isinstance(hand.running, LossOp)
-
-
-def test_a_tensor_that_waited_in_vain_is_dropped() -> None:
-    hand = ready(PLAN, "w1a")
-    hand.arrive(hop(Direction.FORWARD, 0, 1), sender="w0a", generation=2)
-    hand.settle(PLAN, generation=3)
-    assert len(hand.found(DropTensor)) == 1
-
-
-def test_a_tensor_of_the_next_step_waits_for_the_update() -> None:
-    hand = ready(PLAN, "w1a")
-    hand.start()
-    for microbatch in (0, 1):
-        hand.arrive(hop(Direction.FORWARD, microbatch, 1), sender="w0a")
-        hand.run_all()
-    hand.prepare("s1", [ledger(1, "w1a", 0, 1)])
-    hand.run_all()
-    assert hand.arrive(hop(Direction.FORWARD, 0, 1, step=1), sender="w0a") == []
-    hand.commit(DECIDED)
-    assert [type(op) for op in hand.run_all()] == [ApplyOp, LossOp]
-
-
-def test_a_tensor_of_a_step_that_is_over_is_dropped() -> None:
-    hand = voted()
-    hand.commit(DECIDED)
-    hand.end()
-    hand.arrive(gradient(0, step=0))
-    assert len(hand.found(DropTensor)) == 1
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        hop(Direction.FORWARD, 0, 1),
-        HopTensor(
-            direction=Direction.BACKWARD,
-            phase=Phase.TRAIN,
-            step=Step(0),
-            microbatch=MicrobatchId(7),
-            hop=0,
-            path=PLAN.paths[0],
-        ),
-        ShardTensor(
-            kind=ShardKind.PART,
-            step=Step(0),
-            group=GroupId("s1"),
-            attempt=attempt(),
-            shard=0,
-            member=chunk(1, "w1a"),
-        ),
-    ],
-    ids=["another worker's hop", "unassigned microbatch", "another group"],
-)
-def test_a_tensor_that_is_not_for_this_worker_is_dropped(header: HopTensor | ShardTensor) -> None:
-    hand = stepping()
-    hand.arrive(header)
-    assert len(hand.found(DropTensor)) == 1
-
-
-def test_a_tensor_of_another_job_is_dropped() -> None:
-    hand = stepping()
-    hand.arrive(gradient(0), job=JobId("other-9"))
-    assert len(hand.found(DropTensor)) == 1
-
-
-def test_a_peer_that_takes_nothing_is_suspected_unless_that_is_old_news() -> None:
-    hand = stepping()
-    hand.give(SendFailed(to=WorkerId("w1a"), generation=Generation(1), reason="refused"))
-    assert only(hand.said(), Suspected).peer == "w1a"
-    assert hand.give(SendFailed(to=WorkerId("w1a"), generation=Generation(0), reason="refused")) == []
-
-
-# --- a step ---
-
-
-def test_a_step_runs_forward_sends_on_and_waits_for_gradients() -> None:
-    hand = ready()
-    hand.start()
-    hand.end()
-    assert hand.sent() == [("w1a", hop(Direction.FORWARD, 0, 1))]
-    hand.run_all()
-    assert hand.running is None
-
-
-def test_a_complete_ledger_is_reported_once() -> None:
-    hand = stepping()
-    hand.arrive(gradient(0))
-    hand.end()
-    assert hand.said() == []
-    hand.arrive(gradient(1))
-    hand.end()
-    done = only(hand.said(), StageDone)
-    assert (done.ledger, done.loss_sum, done.tokens) == (ledger(0, "w0a", 0, 1), 0.0, ())
-    assert hand.arrive(gradient(1)) == []
-
-
-def test_the_last_stage_reports_its_loss() -> None:
-    hand = ready(PLAN, "w1a")
-    hand.start()
-    for microbatch in (0, 1):
-        hand.arrive(hop(Direction.FORWARD, microbatch, 1), sender="w0a")
-        hand.run_all()
-    done = only(hand.said(), StageDone)
-    assert (done.loss_sum, done.tokens) == (4.0, (3, 3))
-
-
-def test_a_chunk_that_no_path_visits_is_reported_complete_at_the_start_of_each_step() -> None:
-    first, idle, last = chunk(0, "w0a"), chunk(1, "w0a"), chunk(2, "w2a")
-    plan = plan_of([first, idle, last], [path(first, last)])
-    hand = ready(plan)
-    hand.start()
-    done = only(hand.said(), StageDone)
-    assert (done.ledger, done.loss_sum, done.tokens) == (ledger(1, "w0a"), 0.0, ())
-    hand.run_all()
-    hand.arrive(hop(Direction.BACKWARD, 0, 0, plan=plan), sender="w2a")
-    hand.run_all()
-    for group in ("s0", "s1"):
-        hand.prepare(group, [ledger(0, "w0a", 0) if group == "s0" else ledger(1, "w0a")])
-        hand.run_all()
-    hand.commit(record(attempts={"s0": attempt(), "s1": attempt()}))
-    hand.end()
-    assert only(hand.said(), StageDone).step == 1
-
-
-def test_evaluation_keeps_to_paths_of_its_own() -> None:
-    first, between, last = chunk(0, "w0a"), chunk(1, "w1a"), chunk(2, "w2a")
-    plan = plan_of([first, between, last], [path(first, last)], full_paths=[path(first, between, last)])
-    hand = ready(plan)
-    hand.hear(Evaluate(epoch=Epoch(1), generation=Generation(1), version=Step(0), num_microbatches=2))
-    for _ in range(2):
-        hand.end()
-        [(to, header)] = hand.sent()
-        assert isinstance(header, HopTensor)
-        assert (to, header.path) == ("w1a", plan.evaluation_paths[0])
-
-
-def test_a_worker_that_holds_everything_sends_nothing() -> None:
-    hand = ready(ALONE)
-    hand.start()
-    kinds = []
-    while hand.running is not None:
-        kinds.append(type(hand.running))
-        hand.end()
-        assert hand.sent() == []
-    assert kinds.count(ForwardOp) == kinds.count(LossOp) == kinds.count(BackwardOp) == 2
-
-
-def test_a_reduction_votes_with_what_was_joined() -> None:
-    hand = accumulated()
-    hand.prepare("s0", [ledger(0, "w0a", 0, 1)])
-    assert isinstance(hand.running, JoinOp)
-    hand.end()
-    cast = only(hand.said(), Vote)
-    assert (cast.group, cast.attempt, cast.digest) == ("s0", attempt(), "same")
-
-
-def test_a_reduction_of_other_parts_than_the_ledger_is_refused() -> None:
-    hand = accumulated()
-    hand.prepare("s0", [ledger(0, "w0a", 0)])
-    assert "the ledger is" in only(hand.said(), Trouble).reason
-    assert hand.running is None
-
-
-def test_a_reduction_of_another_step_or_group_is_ignored() -> None:
-    hand = accumulated()
-    assert hand.prepare("s0", [ledger(0, "w0a", 0, 1)], step=1) == []
-    assert hand.prepare("s1", [ledger(1, "w1a", 0, 1)]) == []
-
-
-def test_an_attempt_that_is_asked_for_twice_is_made_once() -> None:
-    hand = voted()
-    assert hand.prepare("s0", [ledger(0, "w0a", 0, 1)]) == []
-
-
-def test_parts_are_packed_before_anything_else_and_go_to_their_owners() -> None:
-    plan = grid_plan(stages=1, replicas=2, num_microbatches=2)
-    hand = ready(plan)
-    hand.start()
-    hand.run_all()
-    hand.prepare("s0", [ledger(0, "w0a", 0), ledger(0, "w0b", 1)])
-    assert isinstance(hand.running, PackOp)
-    hand.end()
-    assert [to for to, _ in hand.sent()] == ["w0b"]
-
-
-def test_a_commit_is_applied_and_the_next_step_begins_at_once() -> None:
-    hand = voted()
-    [run] = hand.commit(DECIDED)
-    assert isinstance(run, RunOp)
-    assert run.op == ApplyOp(record=DECIDED)
-    hand.end()
-    assert hand.machine.version == 1
-    assert isinstance(hand.running, ForwardOp)
-    assert hand.running.step == 1
-
-
-def test_a_commit_that_does_not_go_on_waits_for_a_directive() -> None:
-    hand = voted()
-    hand.commit(DECIDED, goes_on=False)
-    hand.end()
-    assert hand.running is None
-    hand.start(step=1)
-    assert isinstance(hand.running, ForwardOp)
-
-
-def test_a_start_that_comes_before_the_update_ends_waits_for_it() -> None:
-    hand = voted()
-    hand.commit(DECIDED, goes_on=False)
-    assert hand.start(step=1) == []
-    assert [type(op) for op in hand.run_all()] == [ApplyOp, ForwardOp, ForwardOp]
-
-
-def test_a_commit_is_applied_once() -> None:
-    hand = voted()
-    hand.commit(DECIDED)
-    assert hand.commit(DECIDED) == []
-    hand.end()
-    assert hand.commit(DECIDED) == []
-    assert hand.machine.version == 1
-
-
-def test_a_commit_of_an_attempt_that_is_not_here_is_trouble() -> None:
-    hand = voted()
-    hand.commit(record(attempts={"s0": attempt(1)}))
-    assert "not here" in only(hand.said(), Trouble).reason
-    assert hand.machine.version == 0
-
-
-def test_a_skipped_step_needs_no_result() -> None:
-    hand = accumulated()
-    hand.commit(record(decision=Decision.SKIP))
-    hand.end()
-    assert hand.machine.version == 1
-
-
-# --- a generation around a commit ---
-
-
-def fenced_with(hand: Hand, decided: StepRecord | None, *, generation: int = 2) -> tuple[Hand, int]:
-    """After a new generation: the hand, and the version that it acknowledges."""
-    hand.fence(PLAN, generation=generation, last_commit=decided)
-    ack = hand.acknowledge()
-    return hand, ack.chunks[0].version
-
-
-def test_a_generation_applies_the_recorded_commit_whose_result_is_here() -> None:
-    hand = voted()
-    hand.fence(PLAN, generation=2, last_commit=DECIDED)
-    assert hand.running == ApplyOp(record=DECIDED)
-    ack = hand.acknowledge()
-    assert ack.chunks == (ChunkVersion(stage=stage_spec(0), version=Step(1)),)
-
-
-def test_a_generation_while_the_update_runs_does_not_apply_it_again() -> None:
-    hand = voted()
-    hand.commit(DECIDED)
-    hand, version = fenced_with(hand, DECIDED)
-    assert version == 1
-    hand.settle(PLAN, generation=3, version=1)
-    assert hand.machine.version == 1
-
-
-def test_a_recorded_commit_that_was_applied_before_is_not_applied_again() -> None:
-    hand = voted()
-    hand.commit(DECIDED, goes_on=False)
-    hand.end()
-    hand, version = fenced_with(hand, DECIDED)
-    assert version == 1
-
-
-def test_a_recorded_commit_of_another_attempt_is_not_applied() -> None:
-    _, version = fenced_with(voted(), record(attempts={"s0": attempt(1)}))
-    assert version == 0
-
-
-def test_a_recorded_commit_without_a_result_here_is_not_applied() -> None:
-    _, version = fenced_with(accumulated(), DECIDED)
-    assert version == 0
-
-
-def test_results_do_not_outlive_the_acknowledgement() -> None:
-    hand, _ = fenced_with(voted(), None)
-    _, version = fenced_with(hand, DECIDED, generation=3)
-    assert version == 0
-
-
-def test_a_commit_that_a_generation_overtook_is_not_applied_from_the_queue() -> None:
-    hand = voted()
-    hand.arrive(gradient(0, step=1))
-    hand.hear(
-        Save(epoch=Epoch(1), generation=Generation(1), version=Step(0), stages=(StageIndex(0),), url=None)
-    )
-    assert isinstance(hand.running, SaveOp)
-    hand.commit(DECIDED)
-    hand, version = fenced_with(hand, None)
-    assert version == 0
-
-
-# --- evaluation ---
-
-
-def test_an_evaluation_reports_what_this_head_has_seen() -> None:
-    hand = ready(ALONE)
-    hand.hear(Evaluate(epoch=Epoch(1), generation=Generation(1), version=Step(0), num_microbatches=3))
-    reports = []
-    while hand.running is not None:
-        hand.end()
-        reports += hand.said()
-    done = only(reports, EvaluationDone)
-    assert (done.microbatches, done.loss_sum, done.num_tokens) == (microbatches(0, 1, 2), 6.0, 9)
-
-
-def test_after_an_evaluation_a_step_may_follow_at_the_same_version() -> None:
-    hand = ready(ALONE)
-    hand.hear(Evaluate(epoch=Epoch(1), generation=Generation(1), version=Step(0), num_microbatches=2))
-    hand.run_all()
-    hand.start()
-    ran = hand.run_all()
-    assert sum(isinstance(op, BackwardOp) for op in ran) == 2
-
-
-def test_an_evaluation_of_a_version_to_come_waits_for_the_update() -> None:
-    hand = voted()
-    hand.commit(DECIDED, goes_on=False)
-    hand.hear(Evaluate(epoch=Epoch(1), generation=Generation(1), version=Step(1), num_microbatches=2))
-    applied, *evaluated = hand.run_all()
-    assert isinstance(applied, ApplyOp)
-    assert [op.phase for op in evaluated if isinstance(op, ForwardOp)] == [Phase.EVALUATE] * 2
-
-
-# --- checkpoints ---
-
-
-def save(version: int) -> Save:
-    return Save(
-        epoch=Epoch(1), generation=Generation(1), version=Step(version), stages=(StageIndex(0),), url="s3://b"
-    )
-
-
-def test_a_save_behind_an_update_copies_the_new_version() -> None:
-    hand = voted()
-    hand.commit(DECIDED)
-    hand.hear(save(1))
-    ran = [hand.running]
-    hand.end()
-    ran.append(hand.running)
-    assert [type(op) for op in ran] == [ApplyOp, SaveOp]
-
-
-def test_a_save_of_another_version_is_ignored() -> None:
-    assert ready().hear(save(3)) == []
-
-
-def test_what_was_written_is_reported_and_what_was_not_is_trouble() -> None:
-    hand = ready()
-    hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
-    assert only(hand.said(), CheckpointWritten).stage == 0
-    hand.give(SaveFailed(generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="disk full"))
-    assert "disk full" in only(hand.said(), Trouble).reason
-
-
-def test_what_an_older_generation_could_not_save_is_no_trouble() -> None:
-    hand = ready()
-    hand.fence(PLAN, generation=2)
-    failed = SaveFailed(
-        generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="the job has ended"
-    )
-    hand.give(failed)
-    assert hand.said() == []
-
-
-# --- failures ---
-
-
-def test_after_a_failed_op_nothing_computes_until_a_new_generation() -> None:
-    hand = ready()
-    hand.start()
-    hand.end(FAILED)
-    assert only(hand.said(), Trouble) == Trouble(
-        generation=Generation(1), is_fatal=False, reason="out of memory"
-    )
-    hand.arrive(gradient(0))
-    assert hand.running is None
-    assert hand.machine.story("op") == ("0.000 ForwardOp failed: out of memory",)
-
-
-def test_what_fails_under_an_older_generation_is_nobodys_fault() -> None:
-    hand = ready()
-    hand.start()
-    hand.fence(PLAN, generation=2)
-    hand.end(FAILED)
-    assert only(hand.said(), Ack).generation == 2
-
-
-def test_unreadable_data_is_told_to_be_fatal() -> None:
-    hand = ready()
-    hand.start()
-    hand.end(OpFailed(is_fatal=True, reason="no such file"))
-    assert only(hand.said(), Trouble).is_fatal
-
-
-def test_an_update_that_fails_halfway_ends_the_process() -> None:
-    hand = voted()
-    hand.commit(DECIDED)
-    hand.end(FAILED)
-    [end] = hand.found(Exit)
-    assert not end.is_clean
 
 
 # --- the end of a job ---
