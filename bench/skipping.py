@@ -23,8 +23,9 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
 from skein.plan.cut import cut
 from skein.plan.plan import Alternates, ChunkPlan, Group, OpKind, Path, Plan, PlannedOp, Schedule
-from skein.protocol.messages import Ledger, Phase, StageDone, StepRecord, Vote
+from skein.protocol.messages import Ledger, StepRecord
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
+from skein.protocol.reports import StageDone, Vote
 from skein.protocol.round import (
     AskReduction,
     LedgerHeard,
@@ -35,6 +36,7 @@ from skein.protocol.round import (
     StepTerms,
     VoteHeard,
 )
+from skein.protocol.tensors import Phase
 from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
 from worker.compute.batches import BatchReader

@@ -18,7 +18,8 @@ from grpc import aio
 
 from bench.report import Row, finish, spread
 from skein.plan import plan
-from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Phase
+from skein.protocol.messages import Member
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase
 from skein.types import (
     ChunkRef,
     Epoch,

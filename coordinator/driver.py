@@ -41,8 +41,8 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import Hello, Report
 from skein.protocol.records import CheckpointCommitted, Record
+from skein.protocol.reports import Hello, Report
 from skein.types import Incarnation, JobId, Step, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 

@@ -24,7 +24,7 @@ from coordinator.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.incident import num_replayed
-from skein.protocol.messages import Beat, Count, Decision, Report
+from skein.protocol.messages import Count, Decision
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
@@ -42,6 +42,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.reports import Beat, Report
 from skein.types import JobId, JobState, WorkerId
 from skein.wire.views import WorkerState, WorkerStatus
 

@@ -19,7 +19,9 @@ from skein.protocol import (
     messages,
     ops,
     records,
+    reports,
     round,
+    tensors,
     worker,
     worker_io,
 )
@@ -148,9 +150,9 @@ PARTS = (
     Section(title="Timing", module=timing),
 )
 MESSAGES = (
-    Table(title="Reports: worker to coordinator", members=messages.Report),
+    Table(title="Reports: worker to coordinator", members=reports.Report),
     Table(title="Directives: coordinator to worker", members=messages.Directive),
-    Table(title="Tensors: worker to worker", members=messages.Envelope | messages.TensorHeader),
+    Table(title="Tensors: worker to worker", members=tensors.Envelope | tensors.TensorHeader),
     Table(
         title="Values in them",
         members=messages.Member
@@ -166,11 +168,11 @@ MESSAGES = (
         | messages.CheckpointFile
         | messages.Count,
     ),
-    Table(title="Phase", members=messages.Phase),
+    Table(title="Phase", members=tensors.Phase),
     Table(title="Decision", members=messages.Decision),
     Table(title="SourceKind", members=messages.SourceKind),
-    Table(title="Direction", members=messages.Direction),
-    Table(title="ShardKind", members=messages.ShardKind),
+    Table(title="Direction", members=tensors.Direction),
+    Table(title="ShardKind", members=tensors.ShardKind),
 )
 RECORDS = (Table(title="The run log", members=records.Record),)
 OPS = (
@@ -180,9 +182,9 @@ OPS = (
 
 
 _ALIASES: dict[object, str] = {
-    messages.Report: "Report",
+    reports.Report: "Report",
     messages.Directive: "Directive",
-    messages.TensorHeader: "TensorHeader",
+    tensors.TensorHeader: "TensorHeader",
     records.Record: "Record",
     ops.Op: "Op",
     ops.OpOutcome: "OpOutcome",

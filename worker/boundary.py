@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from skein.protocol.messages import Phase
 from skein.protocol.ops import HopKey, TensorKey
+from skein.protocol.tensors import Phase
 from skein.types import Step
 from skein.wire.extra import TensorMeta
 from worker.bundle import Bundle, WireTensor, num_bytes_of

@@ -16,16 +16,10 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from skein.errors import RemoteError, UserError
-from skein.protocol.messages import (
-    Beat,
-    Directive,
-    Envelope,
-    Member,
-    Report,
-    Trouble,
-    Welcome,
-)
+from skein.protocol.messages import Directive, Member, Welcome
 from skein.protocol.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
+from skein.protocol.reports import Beat, Report, Trouble
+from skein.protocol.tensors import Envelope
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,

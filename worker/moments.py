@@ -2,20 +2,10 @@
 
 import logging
 
-from skein.protocol.messages import (
-    Assign,
-    Directive,
-    Dismiss,
-    Envelope,
-    HopTensor,
-    NewGeneration,
-    Refused,
-    Report,
-    Suspected,
-    Trouble,
-    Welcome,
-)
+from skein.protocol.messages import Assign, Directive, Dismiss, NewGeneration, Refused, Welcome
 from skein.protocol.ops import Op
+from skein.protocol.reports import Report, Suspected, Trouble
+from skein.protocol.tensors import Envelope, HopTensor
 from skein.protocol.worker_io import (
     DirectiveArrived,
     OpEnded,

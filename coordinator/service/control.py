@@ -10,7 +10,8 @@ from coordinator.lead.lease import Lead
 from coordinator.service.context import Context
 from coordinator.streams import Stream
 from skein.errors import RemoteError
-from skein.protocol.messages import Hello, Refused
+from skein.protocol.messages import Refused
+from skein.protocol.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.extra import LogLine, LogLines

@@ -45,29 +45,25 @@ from skein.protocol.membership import (
     Returned,
     StreamBroke,
 )
-from skein.protocol.messages import (
+from skein.protocol.messages import Directive, Dismiss, Probe, Refused, Welcome
+from skein.protocol.records import Drained, JobEnded, JobSubmitted, Record
+from skein.protocol.reports import (
     Ack,
     Beat,
     CheckpointWritten,
     ChunksReady,
-    Directive,
-    Dismiss,
     EvaluationDone,
     Hello,
     Leaving,
     LinksMeasured,
     Prefetched,
-    Probe,
-    Refused,
     Report,
     StageDone,
     Suspected,
     TimesMeasured,
     Trouble,
     Vote,
-    Welcome,
 )
-from skein.protocol.records import Drained, JobEnded, JobSubmitted, Record
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.run import Run, RunPhase
 from skein.protocol.story import Story

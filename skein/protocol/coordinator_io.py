@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.history import History
-from skein.protocol.messages import Directive, Report
+from skein.protocol.messages import Directive
 from skein.protocol.records import CheckpointCommitted, Record
+from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet
 from skein.types import Incarnation, JobId, Step, WorkerId
 

@@ -17,7 +17,8 @@ from heapq import heappop, heappush, heapreplace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import Hello, Member
+from skein.protocol.messages import Member
+from skein.protocol.reports import Hello
 from skein.protocol.story import Story
 from skein.topology.fleet import FleetWorker
 from skein.types import Incarnation, WorkerId

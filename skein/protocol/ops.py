@@ -10,7 +10,8 @@ from math import fsum, isfinite
 from typing import NamedTuple
 
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Direction, HopTensor, Phase, ShardTensor, StepRecord
+from skein.protocol.messages import StepRecord
+from skein.protocol.tensors import Direction, HopTensor, Phase, ShardTensor
 from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step
 
 

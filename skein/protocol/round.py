@@ -14,8 +14,9 @@ from math import inf, isfinite, sqrt
 from typing import assert_never
 
 from skein.plan.plan import Group, Plan
-from skein.protocol.messages import Decision, GroupResult, Ledger, StageDone, StepRecord, Vote
+from skein.protocol.messages import Decision, GroupResult, Ledger, StepRecord
 from skein.protocol.ops import exact_sum
+from skein.protocol.reports import StageDone, Vote
 from skein.protocol.story import Story
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
 

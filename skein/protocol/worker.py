@@ -10,19 +10,12 @@ from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.messages import (
-    Ack,
     Assign,
-    Beat,
-    CheckpointWritten,
-    ChunksReady,
     Commit,
     Directive,
     Dismiss,
     Evaluate,
     Follow,
-    Hello,
-    Leaving,
-    LinksMeasured,
     NewGeneration,
     Prefetch,
     Prepare,
@@ -31,8 +24,6 @@ from skein.protocol.messages import (
     Save,
     Snapshot,
     Start,
-    Suspected,
-    Trouble,
     Welcome,
 )
 from skein.protocol.ops import (
@@ -48,6 +39,17 @@ from skein.protocol.ops import (
     SaveOp,
     SnapshotOp,
     SumOp,
+)
+from skein.protocol.reports import (
+    Ack,
+    Beat,
+    CheckpointWritten,
+    ChunksReady,
+    Hello,
+    Leaving,
+    LinksMeasured,
+    Suspected,
+    Trouble,
 )
 from skein.protocol.story import Story
 from skein.protocol.work.copies import Copies

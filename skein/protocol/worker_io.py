@@ -8,13 +8,13 @@ from skein.protocol.messages import (
     CheckpointFile,
     ChunkVersion,
     Directive,
-    Envelope,
     Member,
     Prefetch,
-    Report,
     StepRecord,
 )
 from skein.protocol.ops import HopKey, Op, OpOutcome
+from skein.protocol.reports import Report
+from skein.protocol.tensors import Envelope
 from skein.topology.fleet import Link, Profile
 from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, StageSpec, Step, WorkerId
 

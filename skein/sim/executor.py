@@ -13,18 +13,7 @@ from numpy.typing import NDArray
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.protocol.messages import (
-    Assign,
-    Decision,
-    Direction,
-    Envelope,
-    GroupResult,
-    HopTensor,
-    Phase,
-    ResumedChunk,
-    ShardKind,
-    ShardTensor,
-)
+from skein.protocol.messages import Assign, Decision, GroupResult, ResumedChunk
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -42,6 +31,7 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor
 from skein.sim.invariants import Violated, Visits, lineage_after
 from skein.types import (
     Attempt,

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 
 from skein.plan.plan import Plan
 from skein.protocol.history import History
-from skein.protocol.messages import (
-    Assign,
-    Commit,
-    Directive,
-    NewGeneration,
-    Prepare,
-    Resumption,
-    StepRecord,
-)
+from skein.protocol.messages import Assign, Commit, Directive, NewGeneration, Prepare, Resumption, StepRecord
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.protocol.records import (
     Averaged,

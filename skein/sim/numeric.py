@@ -16,17 +16,7 @@ from numpy.typing import NDArray
 from skein import rng
 from skein.config.job import JobSpec, LlamaModel
 from skein.model.layers import layers_of
-from skein.protocol.messages import (
-    Assign,
-    Decision,
-    Direction,
-    Envelope,
-    HopTensor,
-    Phase,
-    ShardKind,
-    ShardTensor,
-    StepRecord,
-)
+from skein.protocol.messages import Assign, Decision, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -42,6 +32,7 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor
 from skein.sim.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
 from skein.sim.invariants import INITIAL, Violated, Visits
 from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId

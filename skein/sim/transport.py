@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from skein.protocol.messages import HopTensor
 from skein.protocol.ops import hop_key
+from skein.protocol.tensors import HopTensor
 from skein.protocol.worker_io import (
     LogShortened,
     SendFailed,

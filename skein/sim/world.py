@@ -9,9 +9,9 @@ from functools import partial
 
 from skein.config.job import JobSpec
 from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
-from skein.protocol.messages import Report
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.records import CheckpointCommitted
+from skein.protocol.reports import Report
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,

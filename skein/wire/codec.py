@@ -4,8 +4,9 @@
 an id have no dataclass and are used as they are.
 """
 
-from skein.protocol.messages import Directive, Report
+from skein.protocol.messages import Directive
 from skein.protocol.records import Incident, Record
+from skein.protocol.reports import Report
 from skein.topology.fleet import Link
 from skein.wire import extra, views
 from skein.wire.mapping import Codec

@@ -23,7 +23,7 @@ from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import MakePlan, PlanMade
-from skein.protocol.messages import Ack, CheckpointFile, Decision, Hello, NewGeneration, Report, StepRecord
+from skein.protocol.messages import CheckpointFile, Decision, NewGeneration, StepRecord
 from skein.protocol.records import (
     CheckpointCommitted,
     EpochOpened,
@@ -32,6 +32,7 @@ from skein.protocol.records import (
     StageFiles,
     StepCommitted,
 )
+from skein.protocol.reports import Ack, Hello, Report
 from skein.topology.fleet import Fleet, FleetWorker, Profile
 from skein.types import Epoch, Incarnation, JobId, SiteId, StageIndex, Step, WorkerId
 

@@ -19,8 +19,9 @@ from skein.protocol.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
-from skein.protocol.messages import Beat, Directive, NewGeneration, Welcome
+from skein.protocol.messages import Directive, NewGeneration, Welcome
 from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
+from skein.protocol.reports import Beat
 from skein.types import Epoch, JobId, JobState, WorkerId
 from tests.coordinator.builders import (
     MemoryLog,

@@ -14,8 +14,9 @@ from coordinator.status import Roster
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import ReportArrived, TimePassed
-from skein.protocol.messages import Beat, Count
+from skein.protocol.messages import Count
 from skein.protocol.records import IncidentKind, Record, Remedy, RolledBack
+from skein.protocol.reports import Beat
 from skein.types import JobId, Step, WorkerId
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted

@@ -4,8 +4,8 @@ from coordinator.status import Roster
 from skein import PROTOCOL_VERSION
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import DrainAsked, ReportArrived, StreamBroken, TimePassed
-from skein.protocol.messages import Hello
 from skein.protocol.records import EpochOpened
+from skein.protocol.reports import Hello
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.views import WorkerState

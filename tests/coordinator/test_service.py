@@ -20,8 +20,9 @@ from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
 from skein.errors import LocalError, UserError
-from skein.protocol.messages import Beat, CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
+from skein.protocol.messages import CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
 from skein.protocol.records import Record
+from skein.protocol.reports import Beat
 from skein.types import WorkerId
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel

@@ -12,21 +12,12 @@ from skein.protocol.coordinator_io import (
     Send,
     StreamBroken,
 )
-from skein.protocol.messages import (
-    Beat,
-    Dismiss,
-    Leaving,
-    LinksMeasured,
-    NewGeneration,
-    Probe,
-    Refused,
-    Suspected,
-    Welcome,
-)
+from skein.protocol.messages import Dismiss, NewGeneration, Probe, Refused, Welcome
 from skein.protocol.records import (
     GenerationOpened,
     JobSubmitted,
 )
+from skein.protocol.reports import Beat, Leaving, LinksMeasured, Suspected
 from skein.protocol.runs.detection import WARMING_S
 from skein.protocol.runs.gathering import GATHER_S, RETURN_S
 from skein.protocol.runs.watchdog import STALL_S

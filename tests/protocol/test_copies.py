@@ -12,13 +12,12 @@ from skein.protocol.messages import (
     Follow,
     Member,
     Prefetch,
-    Prefetched,
     Prepare,
-    Report,
     Snapshot,
     StepRecord,
 )
 from skein.protocol.ops import ApplyOp, LossOp, SnapshotOp
+from skein.protocol.reports import Prefetched, Report
 from skein.protocol.work.copies import Copies
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import (

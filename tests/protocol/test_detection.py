@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import ChunkTime, Plan
-from skein.protocol.messages import Beat
+from skein.protocol.reports import Beat
 from skein.protocol.runs.detection import (
     LEAST_HISTORY,
     MAX_HISTORY,

@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import Plan
-from skein.protocol.messages import (
-    Ack,
-    ChunkProgress,
-    Direction,
-    Evaluate,
-    HopTensor,
-    Origin,
-    Phase,
-    ResumedChunk,
-    Resumption,
-    StageDone,
-    Trouble,
-)
+from skein.protocol.messages import ChunkProgress, Evaluate, Origin, ResumedChunk, Resumption
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, OpFailed, hop_key
+from skein.protocol.reports import Ack, StageDone, Trouble
+from skein.protocol.tensors import Direction, HopTensor, Phase
 from skein.protocol.worker_io import Build, BuildFailed, DropTensor, LogShortened, RunOp, SendTensor
 from skein.types import Epoch, Generation, MicrobatchId, StageIndex, Step
 from tests.support.hands import Hand, record

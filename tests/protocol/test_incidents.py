@@ -7,17 +7,7 @@ import pytest
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Append, Log, Outbox
 from skein.protocol.history import History
-from skein.protocol.messages import (
-    Ack,
-    Assign,
-    ChunkProgress,
-    ChunkVersion,
-    NewGeneration,
-    Report,
-    Start,
-    Suspected,
-    Trouble,
-)
+from skein.protocol.messages import Assign, ChunkProgress, ChunkVersion, NewGeneration, Start
 from skein.protocol.records import (
     EpochOpened,
     Incident,
@@ -26,6 +16,7 @@ from skein.protocol.records import (
     Remedy,
     Replayed,
 )
+from skein.protocol.reports import Ack, Report, Suspected, Trouble
 from skein.protocol.runs.incidents import Incidents
 from skein.protocol.runs.resuming import Resumed
 from skein.types import Epoch, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId

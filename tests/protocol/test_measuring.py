@@ -8,7 +8,7 @@ import pytest
 from skein.plan.balanced import make_plan
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
-from skein.protocol.messages import TimesMeasured
+from skein.protocol.reports import TimesMeasured
 from skein.protocol.runs.measuring import NUM_STEPS, Measured
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, WorkerId

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import Group
-from skein.protocol.messages import ShardKind, ShardTensor
 from skein.protocol.ops import JoinOp, PackOp, SumOp
+from skein.protocol.tensors import ShardKind, ShardTensor
 from skein.protocol.work.reduction import Exchange, Parcel, ReductionOp
 from skein.types import ChunkRef, GroupId, Step, WorkerId
 from tests.support.plans import chunk

@@ -9,17 +9,9 @@ from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
-from skein.protocol.messages import (
-    Assign,
-    Beat,
-    Commit,
-    Follow,
-    NewGeneration,
-    Prefetch,
-    Start,
-    TimesMeasured,
-)
+from skein.protocol.messages import Assign, Commit, Follow, NewGeneration, Prefetch, Start
 from skein.protocol.records import GenerationOpened, PlanAdopted
+from skein.protocol.reports import Beat, TimesMeasured
 from skein.protocol.runs.gathering import RETURN_S
 from skein.protocol.runs.measuring import NUM_STEPS
 from skein.protocol.runs.replanning import (

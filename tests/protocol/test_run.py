@@ -15,24 +15,15 @@ from skein.protocol.coordinator_io import (
     WriteManifest,
 )
 from skein.protocol.messages import (
-    Ack,
     Assign,
-    Beat,
-    CheckpointWritten,
-    ChunksReady,
     Commit,
     Dismiss,
     Evaluate,
-    EvaluationDone,
-    Leaving,
     NewGeneration,
     Prepare,
     Refused,
-    Report,
     Save,
     Start,
-    Suspected,
-    Vote,
 )
 from skein.protocol.records import (
     CheckpointCommitted,
@@ -41,6 +32,17 @@ from skein.protocol.records import (
     JobEnded,
     PlanAdopted,
     StepCommitted,
+)
+from skein.protocol.reports import (
+    Ack,
+    Beat,
+    CheckpointWritten,
+    ChunksReady,
+    EvaluationDone,
+    Leaving,
+    Report,
+    Suspected,
+    Vote,
 )
 from skein.protocol.runs.gathering import GATHER_S
 from skein.protocol.runs.run import RunPhase

@@ -6,20 +6,7 @@ from skein.protocol.coordinator_io import (
     MakePlan,
     Send,
 )
-from skein.protocol.messages import (
-    Assign,
-    Beat,
-    Commit,
-    Dismiss,
-    Leaving,
-    NewGeneration,
-    Refused,
-    Save,
-    SourceKind,
-    Start,
-    Suspected,
-    Trouble,
-)
+from skein.protocol.messages import Assign, Commit, Dismiss, NewGeneration, Refused, Save, SourceKind, Start
 from skein.protocol.records import (
     Drained,
     GenerationOpened,
@@ -27,6 +14,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.reports import Beat, Leaving, Suspected, Trouble
 from skein.protocol.runs.gathering import GATHER_S, PARDON_S
 from skein.protocol.runs.run import RunPhase
 from skein.protocol.runs.strikes import MAX_STRIKES

@@ -5,7 +5,8 @@ import pytest
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import History, JobHistory
 from skein.protocol.membership import Membership
-from skein.protocol.messages import CheckpointFile, CheckpointWritten
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.reports import CheckpointWritten
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.strikes import MAX_STRIKES, Strikes

@@ -7,8 +7,9 @@ import pytest
 from skein.config.job import BackupSpec, LlamaModel, LlamaShape
 from skein.plan.plan import Plan
 from skein.protocol.history import History, JobHistory
-from skein.protocol.messages import Ack, ChunkVersion, GroupResult, SourceKind
+from skein.protocol.messages import ChunkVersion, GroupResult, SourceKind
 from skein.protocol.records import CheckpointCommitted, JobSubmitted
+from skein.protocol.reports import Ack
 from skein.protocol.runs.averaging import Averaging, averaging_of
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.types import Attempt, Epoch, Generation, GroupId, JobId, Layout, StageSpec, Step, WorkerId

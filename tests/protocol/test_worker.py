@@ -5,26 +5,22 @@ from dataclasses import replace
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import (
+from skein.protocol.messages import ChunkVersion, Dismiss, Probe, Refused, Welcome
+from skein.protocol.ops import (
+    BackwardOp,
+    ForwardOp,
+)
+from skein.protocol.reports import (
     Ack,
     Beat,
     ChunksReady,
-    ChunkVersion,
-    Dismiss,
     Hello,
     Leaving,
     LinksMeasured,
-    Probe,
-    Refused,
     Report,
     Suspected,
     TimesMeasured,
     Trouble,
-    Welcome,
-)
-from skein.protocol.ops import (
-    BackwardOp,
-    ForwardOp,
 )
 from skein.protocol.work.timing import LEAST_KEPT
 from skein.protocol.worker_io import (

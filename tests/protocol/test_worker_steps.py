@@ -2,25 +2,7 @@
 
 import pytest
 
-from skein.protocol.messages import (
-    Ack,
-    CheckpointWritten,
-    ChunkVersion,
-    Decision,
-    Direction,
-    Evaluate,
-    EvaluationDone,
-    HopTensor,
-    Phase,
-    Save,
-    ShardKind,
-    ShardTensor,
-    StageDone,
-    StepRecord,
-    Suspected,
-    Trouble,
-    Vote,
-)
+from skein.protocol.messages import ChunkVersion, Decision, Evaluate, Save, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -31,6 +13,8 @@ from skein.protocol.ops import (
     PackOp,
     SaveOp,
 )
+from skein.protocol.reports import Ack, CheckpointWritten, EvaluationDone, StageDone, Suspected, Trouble, Vote
+from skein.protocol.tensors import Direction, HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker_io import (
     CheckpointSaved,
     DropTensor,

@@ -10,13 +10,10 @@ from skein.protocol.history import History
 from skein.protocol.messages import (
     Assign,
     Commit,
-    Direction,
     Dismiss,
-    HopTensor,
     Ledger,
     Member,
     NewGeneration,
-    Phase,
     Prepare,
     ResumedChunk,
     Resumption,
@@ -32,6 +29,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.tensors import Direction, HopTensor, Phase
 from skein.protocol.worker import Worker
 from skein.sim.executor import SimExecutor, stage_times
 from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after, visits_of

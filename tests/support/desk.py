@@ -21,24 +21,19 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import (
+from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Prefetch, Save
+from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
+from skein.protocol.reports import (
     Ack,
-    Assign,
     CheckpointWritten,
     ChunksReady,
-    ChunkVersion,
-    Directive,
     EvaluationDone,
     Hello,
-    Ledger,
-    Prefetch,
     Prefetched,
     Report,
-    Save,
     StageDone,
     Vote,
 )
-from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
 from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.reports import attempt, hello, spread
 

@@ -5,28 +5,26 @@ from typing import TypeVar
 
 from skein.plan.plan import Plan
 from skein.protocol.messages import (
-    Ack,
     Assign,
     Commit,
     Decision,
     Directive,
-    Envelope,
     GroupResult,
     Ledger,
     Member,
     NewGeneration,
     Prepare,
-    Report,
     Resumption,
     SourceKind,
     Start,
     StateSource,
     StepRecord,
-    TensorHeader,
     Welcome,
 )
 from skein.protocol.ops import Joined, JoinOp, Loss, LossOp, Op, OpOutcome
+from skein.protocol.reports import Ack, Report
 from skein.protocol.runs.sources import Sources, assignments
+from skein.protocol.tensors import Envelope, TensorHeader
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,

@@ -2,7 +2,7 @@
 
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import OpKind
-from skein.protocol.messages import Direction, HopTensor
+from skein.protocol.tensors import Direction, HopTensor
 
 
 def op_of(header: HopTensor) -> PlacedOp:

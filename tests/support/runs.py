@@ -4,13 +4,9 @@ from collections.abc import Sequence
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
-from skein.protocol.messages import (
-    Beat,
-    Commit,
-    NewGeneration,
-    Start,
-)
+from skein.protocol.messages import Commit, NewGeneration, Start
 from skein.protocol.records import GenerationOpened, JobEnded
+from skein.protocol.reports import Beat
 from skein.protocol.runs.run import RunPhase
 from skein.types import JobState, StageSpec
 from tests.support.desk import Desk

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.errors import LocalError, RemoteError
-from skein.protocol.messages import Beat, Report, Start
+from skein.protocol.messages import Start
 from skein.protocol.records import EpochOpened
+from skein.protocol.reports import Beat, Report
 from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
 from skein.wire.mapping import MAX_INTEGER, Codec

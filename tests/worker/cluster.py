@@ -29,8 +29,9 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import Hello, StepRecord
+from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, EpochOpened, JobEnded, Record, StepCommitted
+from skein.protocol.reports import Hello
 from skein.types import Epoch, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES

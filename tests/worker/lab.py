@@ -17,13 +17,13 @@ from skein.config.job import (
     JobSpec,
     LlamaModel,
     LlamaShape,
-    OptimizerSpec,
     ParallelSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.model.layers import layers_of, tied_names
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, GroupResult, Phase, Resumption, StepRecord
+from skein.protocol.messages import Decision, GroupResult, Resumption, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -37,6 +37,7 @@ from skein.protocol.ops import (
     PackOp,
     SumOp,
 )
+from skein.protocol.tensors import Phase
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -96,7 +97,7 @@ def tiny_job(
         data=DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=12, validation_ratio=0.1),
         batch=BatchSpec(samples=8, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
-        optimizer=OptimizerSpec(learning_rate=1e-2, clip_norm=0.5),
+        optimizer=AdamWSpec(learning_rate=1e-2, clip_norm=0.5),
         budget=BudgetSpec(steps=10),
         precision=precision,
         seed=5,

@@ -9,7 +9,8 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 from grpc import aio
 
-from skein.protocol.messages import Beat, Directive, Hello, Report, Welcome
+from skein.protocol.messages import Directive, Welcome
+from skein.protocol.reports import Beat, Hello, Report
 from skein.protocol.worker_io import Exit
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId

@@ -13,8 +13,9 @@ import torch
 from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
-from skein.protocol.messages import Decision, Phase
+from skein.protocol.messages import Decision
 from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome
+from skein.protocol.tensors import Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.skipping import run_skipping
 from tests.worker.lab import CPU, Lab, digits_job, tiny_job

@@ -12,10 +12,8 @@ from skein.config.job import BudgetSpec, JobSpec, ParallelSpec
 from skein.plan.plan import Group
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import (
-    Ack,
     Assign,
     ChunkAssignment,
-    ChunksReady,
     ChunkVersion,
     Commit,
     Decision,
@@ -25,17 +23,15 @@ from skein.protocol.messages import (
     NewGeneration,
     Origin,
     Prefetch,
-    Prefetched,
     Prepare,
     Snapshot,
     SourceKind,
-    StageDone,
     Start,
     StateSource,
     StepRecord,
-    Vote,
 )
 from skein.protocol.records import PlanAdopted, StepCommitted
+from skein.protocol.reports import Ack, ChunksReady, Prefetched, StageDone, Vote
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -5,15 +5,7 @@ import torch
 
 from skein.errors import LocalError
 from skein.plan.plan import Path
-from skein.protocol.messages import (
-    Direction,
-    Envelope,
-    HopTensor,
-    Phase,
-    ShardKind,
-    ShardTensor,
-    TensorHeader,
-)
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import (
     Attempt,
     ChunkRef,

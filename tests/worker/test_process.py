@@ -12,15 +12,9 @@ from skein.config.job import CheckpointSpec, DataSpec, JobSpec, TextSource
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import (
-    Ack,
     Assign,
-    Beat,
-    CheckpointWritten,
     ChunkAssignment,
-    ChunksReady,
     Dismiss,
-    Leaving,
-    LinksMeasured,
     Member,
     NewGeneration,
     Origin,
@@ -29,6 +23,14 @@ from skein.protocol.messages import (
     Save,
     SourceKind,
     StateSource,
+)
+from skein.protocol.reports import (
+    Ack,
+    Beat,
+    CheckpointWritten,
+    ChunksReady,
+    Leaving,
+    LinksMeasured,
     Suspected,
     Trouble,
 )

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from skein.config.job import JobSpec
 from skein.data.cursor import positions_of
-from skein.protocol.messages import Phase
+from skein.protocol.tensors import Phase
 from skein.types import MicrobatchId, Step
 from worker.data.dataset import Batch, Dataset
 

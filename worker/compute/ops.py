@@ -19,7 +19,7 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, Direction, Phase, Resumption, ShardKind, ShardTensor, StepRecord
+from skein.protocol.messages import Decision, Resumption, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -37,6 +37,7 @@ from skein.protocol.ops import (
     SumOp,
     TensorKey,
 )
+from skein.protocol.tensors import Direction, Phase, ShardKind, ShardTensor
 from skein.types import (
     Attempt,
     ChunkRef,

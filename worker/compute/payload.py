@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from skein.errors import LocalError
-from skein.protocol.messages import (
-    Direction,
-    Envelope,
-    HopTensor,
-    Phase,
-    ShardKind,
-    ShardTensor,
-    TensorHeader,
-)
 from skein.protocol.ops import TensorKey, hop_key
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import Generation, Step
 from worker.bundle import Bundle, num_bytes_of, to_torch, to_wire
 

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 
-from skein.protocol.messages import Envelope
+from skein.protocol.tensors import Envelope
 from skein.wire.channel import PART_BYTES
 from skein.wire.extra import TensorData, TensorStart
 from worker.bundle import Bundle, num_bytes_of

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Collection, Iterable
 
-from skein.protocol.messages import Direction, Envelope, HopTensor, Member, TensorHeader
+from skein.protocol.messages import Member
+from skein.protocol.tensors import Direction, Envelope, HopTensor, TensorHeader
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane

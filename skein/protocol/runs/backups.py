@@ -14,7 +14,8 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import Ack, Prefetch, Prefetched, Snapshot
+from skein.protocol.messages import Prefetch, Snapshot
+from skein.protocol.reports import Ack, Prefetched
 from skein.protocol.runs.members import Members
 from skein.topology.fleet import Link
 from skein.types import StageIndex, StageSpec, Step, WorkerId

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from skein.plan.plan import ChunkTime, Plan
-from skein.protocol.messages import Beat
+from skein.protocol.reports import Beat
 from skein.types import ChunkRef, StageSpec, WorkerId
 
 ChunkTimeOf = Callable[[ChunkRef, StageSpec], ChunkTime | None]

@@ -2,9 +2,10 @@
 
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import Evaluate, EvaluationDone
+from skein.protocol.messages import Evaluate
 from skein.protocol.ops import exact_sum
 from skein.protocol.records import Evaluated
+from skein.protocol.reports import EvaluationDone
 from skein.protocol.runs.members import Members
 from skein.types import WorkerId
 

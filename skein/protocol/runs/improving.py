@@ -12,7 +12,8 @@ from skein.config.job import ParallelSpec
 from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import Prefetched, StepRecord
+from skein.protocol.messages import StepRecord
+from skein.protocol.reports import Prefetched
 from skein.protocol.runs.backups import Backups
 from skein.protocol.runs.joining import Joining
 from skein.protocol.runs.measuring import Measured

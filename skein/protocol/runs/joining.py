@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import Follow, Prefetch, Prefetched, Snapshot, StepRecord
+from skein.protocol.messages import Follow, Prefetch, Snapshot, StepRecord
+from skein.protocol.reports import Prefetched
 from skein.protocol.runs.members import Members
 from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
 

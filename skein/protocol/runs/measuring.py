@@ -15,7 +15,7 @@ from statistics import median
 from skein.config.job import JobSpec
 from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
-from skein.protocol.messages import TimesMeasured
+from skein.protocol.reports import TimesMeasured
 from skein.protocol.runs.detection import Stragglers, Visit
 from skein.topology.fleet import Fleet, FleetWorker, Link, StageTime
 from skein.topology.links import link_cost_s

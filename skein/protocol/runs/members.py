@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry, Membership
-from skein.protocol.messages import Ack, Assign, ChunksReady, Directive, Dismiss, Member, NewGeneration
+from skein.protocol.messages import Assign, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.records import GenerationMember, GenerationOpened
+from skein.protocol.reports import Ack, ChunksReady
 from skein.types import Generation, WorkerId
 
 

@@ -9,8 +9,9 @@ from skein.plan.reroute import renamed, rerouted, ways
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import ChunksReady, Resumption
+from skein.protocol.messages import Resumption
 from skein.protocol.records import Averaged, PlanAdopted, RolledBack
+from skein.protocol.reports import ChunksReady
 from skein.protocol.runs.averaging import averaging_of
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members

@@ -9,7 +9,7 @@ from skein.plan.check import violations
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import Ack, ChunksReady
+from skein.protocol.reports import Ack, ChunksReady
 from skein.protocol.runs.measuring import Measured
 from skein.topology.fleet import Fleet, Link, rounded
 from skein.types import ChunkRef, Layout, Step, WorkerId

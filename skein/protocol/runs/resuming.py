@@ -16,16 +16,9 @@ from dataclasses import dataclass
 from skein.plan.plan import OpKind, Path, Plan
 from skein.plan.reroute import rerouted, usable
 from skein.plan.rest import Contribution, Need, Rest, rest_of
-from skein.protocol.messages import (
-    Ack,
-    ChunkProgress,
-    Direction,
-    HopTensor,
-    Origin,
-    Phase,
-    ResumedChunk,
-    Resumption,
-)
+from skein.protocol.messages import ChunkProgress, Origin, ResumedChunk, Resumption
+from skein.protocol.reports import Ack
+from skein.protocol.tensors import Direction, HopTensor, Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
 
 _Progress = Mapping[ChunkRef, ChunkProgress]

@@ -27,23 +27,21 @@ from skein.protocol.membership import (
     Rejected,
     Returned,
 )
-from skein.protocol.messages import (
+from skein.protocol.messages import Commit, Start, StepRecord
+from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
+from skein.protocol.reports import (
     Ack,
     Beat,
     CheckpointWritten,
     ChunksReady,
-    Commit,
     EvaluationDone,
     Prefetched,
     StageDone,
-    Start,
-    StepRecord,
     Suspected,
     TimesMeasured,
     Trouble,
     Vote,
 )
-from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering

@@ -8,8 +8,9 @@ Rules of this file
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Outbox, PruneCheckpoints
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import CheckpointFile, CheckpointWritten, Save
+from skein.protocol.messages import CheckpointFile, Save
 from skein.protocol.records import CheckpointCommitted, StageFiles
+from skein.protocol.reports import CheckpointWritten
 from skein.protocol.runs.members import Members
 from skein.types import Generation, StageIndex, Step, WorkerId
 

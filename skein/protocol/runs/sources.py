@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages import (
-    Ack,
     Assign,
     ChunkAssignment,
     Neighbour,
@@ -16,6 +15,7 @@ from skein.protocol.messages import (
     StateSource,
 )
 from skein.protocol.records import CheckpointCommitted
+from skein.protocol.reports import Ack
 from skein.protocol.runs.averaging import Averaging, Beside
 from skein.protocol.runs.backups import newest_whole
 from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId

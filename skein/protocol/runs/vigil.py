@@ -1,7 +1,7 @@
 """Notices that somebody, or everybody, gets nowhere although all of them live."""
 
 from skein.plan.plan import Plan
-from skein.protocol.messages import Beat
+from skein.protocol.reports import Beat
 from skein.protocol.runs.detection import OpWatch
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members

@@ -13,8 +13,9 @@ Rules of this file
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Prefetched, Snapshot, StepRecord
+from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Snapshot, StepRecord
 from skein.protocol.ops import SnapshotOp
+from skein.protocol.reports import Prefetched
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import (
     CopyKind,

@@ -21,8 +21,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple, assert_never
 
 from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
-from skein.protocol.messages import ChunkAssignment, Direction, HopTensor, Ledger, Origin, Phase
+from skein.protocol.messages import ChunkAssignment, Ledger, Origin
 from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
+from skein.protocol.tensors import Direction, HopTensor, Phase
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
 ComputeOp = ForwardOp | LossOp | BackwardOp

@@ -7,8 +7,8 @@ directive that explains them, so an exchange starts empty and learns its group l
 from collections.abc import Iterable
 
 from skein.plan.plan import Group
-from skein.protocol.messages import ShardKind, ShardTensor
 from skein.protocol.ops import JoinOp, PackOp, SumOp
+from skein.protocol.tensors import ShardKind, ShardTensor
 from skein.types import Attempt, ChunkRef, Step, WorkerId
 
 ReductionOp = PackOp | SumOp | JoinOp

@@ -1,6 +1,8 @@
 """Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
 
-from skein.protocol.messages import Envelope, Member, Report, Suspected, TensorHeader, Trouble
+from skein.protocol.messages import Member
+from skein.protocol.reports import Report, Suspected, Trouble
+from skein.protocol.tensors import Envelope, TensorHeader
 from skein.protocol.worker_io import Identity, SendReport, SendTensor, WorkerCommand
 from skein.types import Epoch, Generation, JobId, WorkerId
 

@@ -20,22 +20,13 @@ from skein.protocol.messages import (
     ChunkVersion,
     Commit,
     Decision,
-    Direction,
-    Envelope,
     Evaluate,
-    EvaluationDone,
-    HopTensor,
     Origin,
-    Phase,
     Prepare,
     Resumption,
     Save,
-    ShardTensor,
-    StageDone,
     Start,
     StepRecord,
-    TensorHeader,
-    Vote,
 )
 from skein.protocol.ops import (
     ApplyOp,
@@ -53,6 +44,8 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
+from skein.protocol.reports import EvaluationDone, StageDone, Vote
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.work.reduction import Exchange
 from skein.protocol.work.standing import Standing

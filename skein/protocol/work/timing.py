@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from statistics import median, quantiles
 
 from skein.plan.plan import ChunkTime, OpKind, TransferTime
-from skein.protocol.messages import HopTensor, Phase, TensorHeader, TimesMeasured
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
+from skein.protocol.reports import TimesMeasured
+from skein.protocol.tensors import HopTensor, Phase, TensorHeader
 from skein.types import ChunkRef, Generation, WorkerId
 
 NUM_KEPT = 64

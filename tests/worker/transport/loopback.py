@@ -10,7 +10,8 @@ from typing import TypeVar
 from bench.emulated.fleet import Links
 from bench.emulated.links import Relay
 from skein.plan.plan import Path
-from skein.protocol.messages import Direction, Envelope, HopTensor, Member, Phase, ShardKind, ShardTensor
+from skein.protocol.messages import Member
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from grpc import aio
 
-from skein.protocol.messages import Direction, Envelope, HopTensor, Member
+from skein.protocol.messages import Member
+from skein.protocol.tensors import Direction, Envelope, HopTensor
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PART_REPLY, TENSOR_PART

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Envelope
+from skein.protocol.tensors import Envelope
 from skein.types import Generation
 from skein.wire.extra import (
     CreditGranted,

@@ -1,0 +1,197 @@
+"""What workers say to the coordinator. Names here are those of protos/skein/wire/v1/control.proto."""
+
+from dataclasses import dataclass
+
+from skein.plan.plan import ChunkTime, TransferTime
+from skein.protocol.messages import (
+    CheckpointFile,
+    ChunkProgress,
+    ChunkVersion,
+    Count,
+    Ledger,
+)
+from skein.topology.fleet import Link, Profile
+from skein.types import (
+    Attempt,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    SiteId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First on every control stream: who this is, and what it holds from before."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    protocol_version: int
+    site: SiteId
+    address: str
+    profile: Profile
+    epoch: Epoch
+    """Highest epoch this worker has followed; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Renews the lease. `progress` advances only when an op ends, so a stuck executor shows.
+
+    `running_s` is how long the running op has been at it; 0 if none is.
+    """
+
+    progress: int
+    running_s: float
+    statistics: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """Adopted a generation: all that this worker holds. Nothing older will be acted on.
+
+    `backups` are copies in memory that nobody computes with.
+    """
+
+    generation: Generation
+    chunks: tuple[ChunkVersion, ...]
+    progress: tuple[ChunkProgress, ...]
+    backups: tuple[ChunkVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksReady:
+    """All assigned chunks are here at the assigned version. Only an origin knows `num_train_samples` and the rest."""
+
+    generation: Generation
+    num_train_samples: int
+    num_validation_samples: int
+    data_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDone:
+    """A chunk's ledger covers what was assigned. Where paths end, it knows the loss.
+
+    `loss_sum` is nats over all its microbatches, `tokens` the valid tokens of each, in the order of the ledger; 0 and
+    nothing at any other chunk.
+    """
+
+    generation: Generation
+    step: Step
+    ledger: Ledger
+    loss_sum: float
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """A holder has the complete result of an attempt."""
+
+    generation: Generation
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    digest: str
+    squared_norm: float
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone:
+    """A head's share of an evaluation of `version`: summed loss in nats over so many tokens and microbatches."""
+
+    generation: Generation
+    version: Step
+    microbatches: tuple[MicrobatchId, ...]
+    loss_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    """A stage of a checkpoint is durable under the checkpoint's URL; `generation` is that of the Save, perhaps over."""
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    files: tuple[CheckpointFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksMeasured:
+    """What probes of peers found, this worker sending."""
+
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimesMeasured:
+    """What this worker's chunks take, medians of the last ops, and its tensors until peers have accepted them.
+
+    `seconds` of a transfer are from the first byte offered to the acknowledgement, so they count the way back too.
+    """
+
+    generation: Generation
+    chunks: tuple[ChunkTime, ...]
+    transfers: tuple[TransferTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspected:
+    """A peer did not take a tensor or give its state; the coordinator decides what that means."""
+
+    generation: Generation
+    peer: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """This worker cannot do its part. `is_fatal`: no other worker could either (the job fails with `reason`)."""
+
+    generation: Generation
+    is_fatal: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Wants to go: give it no more work, and say when nothing depends on it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetched:
+    """A copy of a stage's state is here whole, and at `version` by now; or, with an `error`, cannot be had."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+    error: str
+
+
+Report = (
+    Hello
+    | Beat
+    | Ack
+    | ChunksReady
+    | StageDone
+    | Vote
+    | EvaluationDone
+    | CheckpointWritten
+    | LinksMeasured
+    | TimesMeasured
+    | Prefetched
+    | Suspected
+    | Trouble
+    | Leaving
+)

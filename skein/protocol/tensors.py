@@ -1,0 +1,84 @@
+"""What precedes a tensor on its way between workers: its identity, and the routing of the moment.
+
+Names here are those of protos/skein/wire/v1; `skein.wire.codec` maps them field by field.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skein.plan.plan import Path
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    Step,
+    WorkerId,
+)
+
+
+class Phase(StrEnum):
+    """What a microbatch travels for: a step's gradient, or the loss on validation data."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class Direction(StrEnum):
+    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTensor:
+    """A boundary tensor of microbatch `microbatch`, input of hop `hop` (FORWARD) or gradient of its output (BACKWARD).
+
+    The path travels along: routing is the source's. `step` is the version of the parameters it was computed with.
+    """
+
+    direction: Direction
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+
+class ShardKind(StrEnum):
+    """A member's summand on its way to the shard's owner, or the sum on its way back."""
+
+    PART = "part"
+    RESULT = "result"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTensor:
+    """One shard of one reduction; `member` is the contributing chunk (PART) or the shard's owner (RESULT)."""
+
+    kind: ShardKind
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    shard: int
+    member: ChunkRef
+
+
+TensorHeader = HopTensor | ShardTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What precedes a tensor's bytes on a peer stream: routing (who, which generation) and identity (`header`)."""
+
+    job: JobId
+    epoch: Epoch
+    generation: Generation
+    sender: WorkerId
+    incarnation: Incarnation
+    header: TensorHeader
