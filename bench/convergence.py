@@ -34,11 +34,11 @@ from skein.config.job import (
     JobSpec,
     LlamaModel,
     LlamaShape,
-    OptimizerSpec,
     ParallelSpec,
     SkipSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
 from skein.types import Layout
 
@@ -89,7 +89,7 @@ def make_job(*, steps: int, seed: int, num_left_out: int = 0) -> JobSpec:
         batch=BatchSpec(samples=4 * NUM_MICROBATCHES, microbatch_samples=4),
         parallel=ParallelSpec(stages=NUM_STAGES, layout=Layout.LOOP),
         skip=SkipSpec(ratio=num_left_out / NUM_STAGES, max_jump=MAX_JUMP),
-        optimizer=OptimizerSpec(learning_rate=5e-3, warmup_steps=min(100, steps // 10)),
+        optimizer=AdamWSpec(learning_rate=5e-3, warmup_steps=min(100, steps // 10)),
         budget=BudgetSpec(steps=steps),
         # A short run shows that it works, and is not worth minutes of evaluation.
         evaluation=EvaluationSpec(samples=512 if steps >= 1000 else 64),

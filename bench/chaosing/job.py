@@ -11,11 +11,11 @@ from skein.config.job import (
     JobSpec,
     LlamaModel,
     LlamaShape,
-    OptimizerSpec,
     ParallelSpec,
     PlanSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.types import Precision
 
 NUM_REPLICAS = 2
@@ -50,7 +50,7 @@ def make_job(
         parallel=ParallelSpec(stages=stages, replicas=NUM_REPLICAS),
         plan=PlanSpec(budget_s=0.2),  # others compute on the same cores while a search goes on
         # Slow, for rounding grows with every step: at 1e-3 from 1e-9 to 2e-6 of the loss within 100 steps.
-        optimizer=OptimizerSpec(learning_rate=5e-4, warmup_steps=50),
+        optimizer=AdamWSpec(learning_rate=5e-4, warmup_steps=50),
         precision=precision,
         budget=BudgetSpec(steps=steps),
         evaluation=EvaluationSpec(every_steps=0),

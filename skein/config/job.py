@@ -7,8 +7,11 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.config.optimizer import AdamWSpec, OptimizerSpec
+from skein.config.spec import Spec
 from skein.errors import UserError
 from skein.types import Layout, Precision
 
@@ -19,12 +22,6 @@ Name = Annotated[
         description="1 to 63 lower-case letters, digits and inner hyphens",
     ),
 ]
-
-
-class Spec(BaseModel):
-    """A part of a job file: immutable, and no key is silently ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class LlamaShape(Spec):
@@ -155,21 +152,6 @@ class ParallelSpec(Spec):
     layout: Layout = Layout.LINE
 
 
-class OptimizerSpec(Spec):
-    """AdamW with linear warm-up and cosine decay, as torch defines them."""
-
-    name: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-3
-    final_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """Applied to matrices and embeddings, never to vectors (norms, biases)."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Global gradient norm above which all gradients shrink together; null: no clipping."""
-
-
 class BudgetSpec(Spec):
     """When the job is done."""
 
@@ -228,6 +210,15 @@ class PlanSpec(Spec):
     """Plan anew when measured times differ from the planned by this share. Raise it if speeds vary by themselves."""
 
 
+def _tagged(key: str, default: str) -> BeforeValidator:
+    """Whoever does not say which kind it is, is of the usual one."""
+
+    def tag(value: object) -> object:
+        return {key: default, **value} if isinstance(value, dict) and key not in value else value
+
+    return BeforeValidator(tag)
+
+
 class JobSpec(Spec):
     """All that defines a job. Equal specs have equal `content_hash`."""
 
@@ -239,7 +230,9 @@ class JobSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     skip: SkipSpec = SkipSpec()
     plan: PlanSpec = PlanSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: Annotated[OptimizerSpec, _tagged("name", "adamw")] = AdamWSpec()
+    aggregation: Annotated[AggregationSpec, _tagged("rule", "all_reduce")] = AllReduce()
+    """How the replicas of a stage agree: by rule, see docs/aggregation.md."""
     precision: Precision = Precision.FP32
     budget: BudgetSpec
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -2,7 +2,7 @@
 
 import math
 
-from skein.config.job import OptimizerSpec
+from skein.config.optimizer import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int, total_steps: int) -> float:

@@ -28,11 +28,11 @@ from skein.config.job import (
     JobSpec,
     LlamaModel,
     LlamaShape,
-    OptimizerSpec,
     ParallelSpec,
     SkipSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.plan.check import violations
@@ -81,7 +81,7 @@ def make_job(
         batch=BatchSpec(samples=2 * microbatches, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, layout=Layout.LOOP),
         skip=SkipSpec(ratio=left_out / stages, max_jump=MAX_JUMP),
-        optimizer=OptimizerSpec(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
+        optimizer=AdamWSpec(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
         budget=BudgetSpec(steps=20),
         precision=precision,
         evaluation=EvaluationSpec(samples=5),

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.config.job import OptimizerSpec
+from skein.config.optimizer import AdamWSpec
 from skein.config.schedule import learning_rate
 
 
-def spec(*, warmup_steps: int, ratio: float = 0.1) -> OptimizerSpec:
-    return OptimizerSpec(learning_rate=2e-3, warmup_steps=warmup_steps, final_learning_rate_ratio=ratio)
+def spec(*, warmup_steps: int, ratio: float = 0.1) -> AdamWSpec:
+    return AdamWSpec(learning_rate=2e-3, warmup_steps=warmup_steps, final_learning_rate_ratio=ratio)
 
 
 @given(

@@ -20,12 +20,12 @@ from skein.config.job import (
     LlamaModel,
     LlamaShape,
     ModelSpec,
-    OptimizerSpec,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
 from tests.support.skipping import run_skipping
@@ -73,7 +73,7 @@ def make_job(
         data=data,
         batch=BatchSpec(samples=8, microbatch_samples=1),
         parallel=parallel,
-        optimizer=OptimizerSpec(learning_rate=3e-3, warmup_steps=5, clip_norm=1.0),
+        optimizer=AdamWSpec(learning_rate=3e-3, warmup_steps=5, clip_norm=1.0),
         precision=precision,
         budget=BudgetSpec(steps=NUM_STEPS),
         plan=PlanSpec(budget_s=0.2),

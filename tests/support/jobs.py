@@ -9,11 +9,11 @@ from skein.config.job import (
     JobSpec,
     LlamaModel,
     LlamaShape,
-    OptimizerSpec,
     ParallelSpec,
     SkipSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.types import Layout
 
 ROOM_FOR_ONE_STAGE = 4_000_000
@@ -50,7 +50,7 @@ def small_job(
         batch=BatchSpec(samples=2 * microbatches, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
         skip=SkipSpec(ratio=skip_ratio),
-        optimizer=OptimizerSpec(clip_norm=clip_norm),
+        optimizer=AdamWSpec(clip_norm=clip_norm),
         budget=BudgetSpec(steps=steps),
         evaluation=EvaluationSpec(every_steps=evaluate_every, samples=2 * evaluation_microbatches),
         checkpoint=CheckpointSpec(every_steps=save_every, keep=keep),

@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skein.config.job import JobSpec, OptimizerSpec
+from skein.config.job import JobSpec
+from skein.config.optimizer import OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.model.parameters import layer_parameters

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skein.config.job import ModelSpec, OptimizerSpec
+from skein.config.job import ModelSpec
+from skein.config.optimizer import OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.numeric.gradients import unflatten

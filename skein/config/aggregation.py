@@ -1,0 +1,278 @@
+"""How the holders of a stage come to agree: one part of a job file, by rule, and when each rule talks.
+
+Rules of this file
+- `due(step)`, the exchanges that end a step in order, is a pure function of the spec, so that coordinator, workers
+  and simulator agree without a message.
+- Under ONE walker all holders have equal parameters; under MANY each replica is a walker with parameters of its own.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from skein.config.spec import Spec
+from skein.errors import UserError
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class Walkers(StrEnum):
+    """How many trajectories of parameters a job has: one for all replicas, or one for each."""
+
+    ONE = "one"
+    MANY = "many"
+
+
+class Reach(StrEnum):
+    """Who takes part in an exchange: every walker, those of one group (a site), or each with its neighbours."""
+
+    ALL = "all"
+    GROUP = "group"
+    NEIGHBOURS = "neighbours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """An exchange at the end of a step: the how-manieth of its kind (from 0), which fragment, who takes part.
+
+    `overlap_steps` steps later the result is applied; 0: in the same.
+    """
+
+    round: int
+    fragment: int = 0
+    reach: Reach = Reach.ALL
+    overlap_steps: int = 0
+
+
+# --- robust combining ---
+
+
+class NoRobust(Spec):
+    """Plain weighted mean: one bad member moves everybody."""
+
+    kind: Literal["none"] = "none"
+
+
+class NormClip(Spec):
+    """Members whose norm exceeds `times` the median norm are scaled down to that: the cheapest rule that works."""
+
+    kind: Literal["median_norm_clip"]
+    times: Annotated[float, Field(ge=1, le=100)] = 1.0
+
+
+class TrimmedMean(Spec):
+    """Mean without the `trimmed` largest and smallest of each coordinate; wants more than twice as many members."""
+
+    kind: Literal["trimmed_mean"]
+    trimmed: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+class Krum(Spec):
+    """Mean of the `chosen` members nearest to their neighbours; wants at least 2 * `bad` + 3 members."""
+
+    kind: Literal["krum"]
+    bad: Annotated[int, Field(ge=0, le=1024)] = 1
+    chosen: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+class CentredClip(Spec):
+    """Iterated mean of differences from the last aggregate, each clipped to `radius` times their median norm."""
+
+    kind: Literal["centred_clip"]
+    radius: Annotated[float, Field(gt=0, le=100)] = 1.0
+    rounds: Annotated[int, Field(ge=1, le=100)] = 3
+
+
+RobustSpec = Annotated[NoRobust | NormClip | TrimmedMean | Krum | CentredClip, Field(discriminator="kind")]
+
+# --- rules ---
+
+Wire = Literal["fp32", "bf16", "int8", "int4", "int2"]
+PatternName = Literal["auto", "direct", "ring", "tree"]
+
+
+class AllReduce(Spec):
+    """Every step ends with the sum of all gradients: one walker, exactly the batch's gradient."""
+
+    rule: Literal["all_reduce"] = "all_reduce"
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What gradients travel as; bf16 and int8 keep what they round away for the next step (error feedback)."""
+    pattern: PatternName = "auto"
+    """Which way shards go: each part to its owner at once, along a ring, or up and down a tree; auto: the cheapest."""
+    robust: RobustSpec = NoRobust()
+
+    @property
+    def walkers(self) -> Walkers:
+        return Walkers.ONE
+
+    def due(self, step: int) -> tuple[Due, ...]:
+        """Reduced like every gradient: there is no exchange of its own."""
+        return ()
+
+
+class _OneBit(Spec):
+    """What both 1-bit rules have."""
+
+    warmup_steps: Annotated[int, Field(ge=2)] = 1000
+    """Steps in full precision before the variance is frozen: 15 to 25 % of all, and not before the learning rate is
+    warm."""
+    variance_floor: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Least frozen variance, as a share of the mean of its tensor: without it units that were dead in the warm-up make
+    the model diverge."""
+    error_feedback: bool = True
+    """Send next time what a bit could not say. Only a comparison turns it off."""
+
+    @property
+    def walkers(self) -> Walkers:
+        return Walkers.ONE
+
+    def due(self, step: int) -> tuple[Due, ...]:
+        """Every step after the warm-up."""
+        return (Due(round=step - self.warmup_steps),) if step >= self.warmup_steps else ()
+
+
+class OneBitAdam(_OneBit):
+    """1-bit Adam: after a warm-up the momentum travels as signs, with a frozen variance. Wants optimizer `adamw`."""
+
+    rule: Literal["one_bit_adam"]
+
+
+class OneBitLamb(_OneBit):
+    """1-bit LAMB: the same with LAMB's layer ratios, kept up to date. Wants optimizer `lamb`."""
+
+    rule: Literal["one_bit_lamb"]
+    ratio_beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of layer ratios in the warm-up."""
+    min_factor: Annotated[float, Field(gt=0)] = 0.5
+    """Lower bound of what the variance's drift may make of a layer ratio."""
+    max_factor: Annotated[float, Field(gt=0)] = 4.0
+    factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """By which share that factor may change in one step."""
+
+
+class Lsgd(Spec):
+    """Leader SGD: every walker is pulled towards the best of its site now and then, and towards the best of all."""
+
+    rule: Literal["lsgd"]
+    local_every_steps: Annotated[int, Field(ge=1)] = 4
+    global_every_steps: Annotated[int, Field(ge=1)] = 16
+    local_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the way to the leader of the site. Not multiplied by the learning rate."""
+    global_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    groups: Literal["sites", "all"] = "sites"
+    probe_samples: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Validation samples that all walkers are scored on before an exchange, other ones each time."""
+    recheck_ratio: Ratio = 0.1
+    """How often a follower computes the leader's score again from what it received."""
+    asynchronous: bool = False
+    """Fast walkers take more local steps between two exchanges."""
+    export: Literal["average", "leader"] = "average"
+
+    @model_validator(mode="after")
+    def _check(self) -> "Lsgd":
+        if self.global_every_steps % self.local_every_steps:
+            hint = f"give a multiple of local_every_steps ({self.local_every_steps})"
+            raise UserError("global_every_steps", self.global_every_steps, hint)
+        return self
+
+    @property
+    def walkers(self) -> Walkers:
+        return Walkers.MANY
+
+    def due(self, step: int) -> tuple[Due, ...]:
+        """First the pull to the leader of the group, then the one to the leader of all, if its time has come too."""
+        done = step + 1
+        if done % self.local_every_steps:
+            return ()
+        dues = []
+        if self.groups != "all" and self.global_every_steps != self.local_every_steps:
+            dues.append(Due(round=done // self.local_every_steps - 1, reach=Reach.GROUP))
+        if done % self.global_every_steps == 0:
+            dues.append(Due(round=done // self.global_every_steps - 1))
+        return tuple(dues)
+
+
+GossipMethod = Literal["decentlam", "dsgd", "dmsgd", "da_dmsgd", "qg_dmsgd"]
+GraphName = Literal[
+    "measured",
+    "ring",
+    "mesh",
+    "symmetric_exponential",
+    "static_exponential",
+    "one_peer_exponential",
+    "random_matching",
+]
+
+
+class Gossip(Spec):
+    """Every walker averages with its neighbours in a graph; nobody waits for all. Momentum is the optimizer's."""
+
+    rule: Literal["gossip"]
+    method: GossipMethod = "decentlam"
+    graph: GraphName = "measured"
+    """`measured`: the symmetric graph and weights that agree soonest over the links as they are."""
+    every_steps: Annotated[int, Field(ge=1)] = 1
+    if_unstable: Literal["refuse", "qg_dmsgd"] = "refuse"
+    """What to do if method, momentum and graph together diverge: say so at submit, or take QG-DmSGD instead."""
+    robust: RobustSpec = NoRobust()
+
+    @property
+    def walkers(self) -> Walkers:
+        return Walkers.MANY
+
+    def due(self, step: int) -> tuple[Due, ...]:
+        """Each `every_steps` steps."""
+        round_, left = divmod(step + 1, self.every_steps)
+        return () if left else (Due(round=round_ - 1, reach=Reach.NEIGHBOURS),)
+
+
+class DiLoCo(Spec):
+    """Many local steps, then one outer step on the mean of what they changed: the rule for slow links."""
+
+    rule: Literal["diloco"]
+    local_steps: Annotated[int, Field(ge=1)] = 50
+    outer_learning_rate: Annotated[float, Field(gt=0, le=10)] = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = True
+    wire: Wire = "int8"
+    """What changes travel as; below fp32 what is rounded away goes into the next round (error feedback)."""
+    error_feedback: bool = True
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Into how many pieces a walker's parameters are cut, that are exchanged in turn: the same bytes, evenly spread."""
+    overlap_steps: Annotated[int, Field(ge=0)] = 0
+    """How many local steps a fragment's exchange may take while training goes on."""
+    mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the new global parameters in what a walker goes on with; less than 1 keeps some of its own way."""
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the walkers without which a round is not closed."""
+    grace: Annotated[float, Field(ge=1, le=100)] = 3.0
+    """How many times the usual wait for the last walker a round waits, once it has its quorum."""
+    robust: RobustSpec = NoRobust()
+
+    @model_validator(mode="after")
+    def _check(self) -> "DiLoCo":
+        if self.fragments > self.local_steps:
+            raise UserError("fragments", self.fragments, f"give at most local_steps ({self.local_steps})")
+        if self.overlap_steps >= self.local_steps:
+            hint = f"give less than local_steps ({self.local_steps})"
+            raise UserError("overlap_steps", self.overlap_steps, hint)
+        return self
+
+    @property
+    def walkers(self) -> Walkers:
+        return Walkers.MANY
+
+    def due(self, step: int) -> tuple[Due, ...]:
+        """Fragment k of K comes (k + 1) / K of the way through each `local_steps` steps."""
+        cycle, at = divmod(step, self.local_steps)
+        for fragment in range(self.fragments):
+            if at == (fragment + 1) * self.local_steps // self.fragments - 1:
+                return (Due(round=cycle, fragment=fragment, overlap_steps=self.overlap_steps),)
+        return ()
+
+
+AggregationSpec = Annotated[
+    AllReduce | OneBitAdam | OneBitLamb | Lsgd | Gossip | DiLoCo, Field(discriminator="rule")
+]

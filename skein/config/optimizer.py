@@ -1,0 +1,57 @@
+"""Inner optimizers of a job: what makes a local step of a gradient."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from skein.config.spec import Spec
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Optimizer(Spec):
+    """What every optimizer has: a schedule, weight decay and a clipping norm."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-3
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up: half a cosine, a straight line, or not at all."""
+    final_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """What is left of the learning rate at the last step; `constant` has no use for it."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Applied to matrices and embeddings, never to vectors (norms, biases)."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global gradient norm above which all gradients shrink together; null: no clipping."""
+
+
+class AdamWSpec(_Optimizer):
+    """AdamW with linear warm-up and cosine decay, as torch defines them."""
+
+    name: Literal["adamw"] = "adamw"
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+
+
+class SgdSpec(_Optimizer):
+    """SGD with momentum, as torch defines it: weight decay is added to the gradient."""
+
+    name: Literal["sgd"]
+    momentum: _Beta = 0.9
+    nesterov: bool = False
+
+
+class LambSpec(_Optimizer):
+    """LAMB: Adam's direction, scaled per tensor by the ratio of the norms of parameter and direction."""
+
+    name: Literal["lamb"]
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    min_ratio: Annotated[float, Field(ge=0)] = 0.01
+    """Lower bound of the norms' ratio."""
+    max_ratio: Annotated[float, Field(gt=0)] = 10.0
+    """Upper bound of the norms' ratio."""
+    bias_correction: bool = False
+    """Divide the moments by what their start at zero has taken from them. 1-bit LAMB allows no such correction."""
+
+
+OptimizerSpec = Annotated[AdamWSpec | SgdSpec | LambSpec, Field(discriminator="name")]

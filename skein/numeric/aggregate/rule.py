@@ -1,0 +1,102 @@
+"""What every aggregation rule is: how a walker steps, what it sends, what becomes of what all sent.
+
+Rules of this file
+- One exchange: `local_step` on a copy of the walker, then `contribution`; whoever owns a shard calls `combine` on the
+  parts, in order of the members; all `join` the results; when the step is committed, `apply` makes the copy the
+  walker. So an attempt that fails has changed nothing, error feedback included.
+- A step without an exchange is `local_step` alone. A job of one walker reduces its gradients before that.
+- Parts and results are what travels: small dicts of tensors in wire types. What they weigh is measured.
+- Equal inputs give equal bits: sums run in member order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from skein.config.aggregation import Due, Reach
+from skein.numeric.walker import Slot, Tensors, Walker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The numbers of a step, decided once for all: from (step, learning rate) to the factor on summed gradients.
+
+    `gradient_scale` is 1 / tokens times the clip, so that gradient_scale * grads is the clipped mean gradient.
+    """
+
+    step: int
+    learning_rate: float
+    gradient_scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk:
+    """One exchange as one member sees it. Who sends what to whom is the pattern's business, not the rule's.
+
+    Members are counted from 0, in an order that is equal for all. `weights[shard]` says with which weight whoever owns
+    the shard takes which member's part, in order of summation. Where each member combines for itself (gossip, leaders)
+    there is a shard for each member, its own.
+    """
+
+    due: Due
+    num_members: int
+    me: int
+    num_shards: int
+    weights: tuple[tuple[tuple[int, float], ...], ...]
+    leader: int | None = None
+    """Whose parameters all are pulled to; None where a rule has no leaders."""
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each member combines for itself, so that shard i is member i's and nobody else's."""
+        return self.due.reach is Reach.NEIGHBOURS
+
+
+class Rule(Protocol):
+    """An aggregation rule with its settings and its inner optimizer."""
+
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """What it keeps, the inner optimizer's slots included."""
+        ...
+
+    def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
+        """The state of a new walker."""
+        ...
+
+    def plan(self, step: int) -> tuple[Due, ...]:
+        """Which exchanges end `step`, in the order of their `apply`: the job file's `due`."""
+        ...
+
+    def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
+        """The step before any exchange, in place; `talks`: one follows, and the rule may leave things for it.
+
+        Args:
+            grads: sums over the microbatches, by name as in `walker.params`; not changed.
+        """
+        ...
+
+    def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
+        """What this member sends, by shard; error feedback changes in `walker`."""
+        ...
+
+    def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
+        """The result of a shard that this member owns, from the parts that `talk.weights[shard]` names, in order."""
+        ...
+
+    def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
+        """All that came back as one vector: what is hashed, measured and applied."""
+        ...
+
+    def apply(self, walker: Walker, talk: Talk, joined: Tensor, terms: Terms) -> None:
+        """What the exchange makes of the walker, in place."""
+        ...
+
+    def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:
+        """Members have changed from `before` to `after` in number; `me`: this member's place before, None if new.
+
+        Drops, keeps or cuts anew what depends on them.
+        """
+        ...

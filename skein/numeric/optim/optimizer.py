@@ -1,0 +1,38 @@
+"""What every inner optimizer is: slots, an initial state, and an update in place."""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+from torch import Tensor
+
+from skein.numeric.walker import Slot, Tensors, Walker
+
+
+class Optimizer(Protocol):
+    """A pair of functions over the state of a `Walker`; settings are the optimizer's own frozen fields."""
+
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """What it keeps, by name of the slot."""
+        ...
+
+    def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
+        """The state before the first update, by slot: zeros in shape, dtype and device of each parameter."""
+        ...
+
+    def update(
+        self,
+        walker: Walker,
+        grads: Mapping[str, Tensor],
+        *,
+        learning_rate: float,
+        gradient_scale: float,
+        decayed: AbstractSet[str],
+    ) -> None:
+        """Moves `walker` by one update with the gradients gradient_scale * grads, in place; all or nothing.
+
+        Raises:
+            ValueError: names, shapes or dtypes disagree, or a tensor is not contiguous; nothing has changed then.
+        """
+        ...
