@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.config.agreement import check_aggregation
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.config.spec import Spec
 from skein.errors import UserError
@@ -251,6 +252,7 @@ class JobSpec(Spec):
         if most is not None and most < least:
             hint = f"with {num_visited} of {self.parallel.stages} stages the last is not reached: give at least {least}"
             raise UserError("skip.max_jump", most, hint)
+        check_aggregation(self)
         return self
 
     def _check_skip_ratio(self) -> None:

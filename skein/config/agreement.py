@@ -1,0 +1,190 @@
+"""What a job's aggregation asks of the rest of the job, as far as the job file alone tells.
+
+Rules of this file
+- A check takes the whole job and raises `UserError` with the dotted field, its value and what would be right.
+- What depends on a model's sizes or on a graph's stability is checked where those are known: `skein.plan.admission`.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from skein.config.aggregation import (
+    AllReduce,
+    CentredClip,
+    DiLoCo,
+    Gossip,
+    Krum,
+    Lsgd,
+    NormClip,
+    NoRobust,
+    OneBitAdam,
+    OneBitLamb,
+    RobustSpec,
+    TrimmedMean,
+    Walkers,
+)
+from skein.config.explain import Words
+from skein.config.optimizer import LambSpec, SgdSpec
+from skein.errors import UserError
+from skein.types import Precision
+
+if TYPE_CHECKING:
+    from skein.config.job import JobSpec
+
+_LEAST_SHARE, _MOST_SHARE = 0.15, 0.25
+"""Of all steps, for a 1-bit rule's warm-up; see `OneBitLamb.warmup_steps`."""
+
+
+def check_aggregation(job: "JobSpec") -> None:
+    """Refuses a rule that the rest of the job gives nothing to work with.
+
+    Raises:
+        UserError: with the first field that does not fit.
+    """
+    if isinstance(job.optimizer, LambSpec):
+        _check_ratios(job.optimizer)
+    if job.aggregation.walkers is Walkers.MANY:
+        _check_walkers(job)
+    match job.aggregation:
+        case AllReduce(pattern=pattern, robust=robust):
+            if pattern not in ("auto", "direct") and not isinstance(robust, NoRobust):
+                hint = f"{robust.kind} must see every member's part, and along the way only sums are seen: give direct"
+                raise UserError("aggregation.pattern", pattern, hint)
+            check_robust(robust, job.parallel.replicas, "parallel.replicas gives")
+            _check_wire(job, job.aggregation.wire)
+        case OneBitAdam() | OneBitLamb() as rule:
+            _check_one_bit(job, rule)
+        case Lsgd() as rule:
+            _check_lsgd(job, rule)
+        case Gossip() as rule:
+            _check_gossip(job, rule)
+        case DiLoCo() as rule:
+            _check_period(job, "local_steps", rule.local_steps)
+            check_robust(rule.robust, job.parallel.replicas, "parallel.replicas gives")
+            _check_wire(job, rule.wire)
+
+
+def check_robust(robust: RobustSpec, num_members: int, whence: str) -> None:
+    """Refuses a combiner that so few members leave nothing to choose from.
+
+    Args:
+        robust: how members are combined.
+        num_members: how many there are, oneself included.
+        whence: what gives that number, for people, as in "parallel.replicas gives".
+
+    Raises:
+        UserError: fewer than 2 trimmed + 1 (trimmed mean), or fewer than 2 bad + 3 (Krum).
+
+    >>> check_robust(TrimmedMean(kind="trimmed_mean", trimmed=2), 4, "parallel.replicas gives")
+    Traceback (most recent call last):
+    skein.errors.UserError: aggregation.robust.trimmed: 2: needs 5 members, parallel.replicas gives 4: give at most 1
+    """
+    match robust:
+        case TrimmedMean(trimmed=trimmed) if num_members <= 2 * trimmed:
+            raise _too_few("trimmed", trimmed, 2 * trimmed + 1, num_members, whence, (num_members - 1) // 2)
+        case Krum(bad=bad) if num_members < 2 * bad + 3:
+            raise _too_few("bad", bad, 2 * bad + 3, num_members, whence, (num_members - 3) // 2)
+        case Krum(bad=bad, chosen=chosen) if chosen > num_members - bad:
+            hint = f"of {num_members} members {bad} may be bad: give at most {num_members - bad}"
+            raise UserError("aggregation.robust.chosen", chosen, hint)
+        case NormClip() | CentredClip() if num_members < 3:
+            hint = f"of fewer than 3 members none stands out, and {whence} {num_members}: give none, or more members"
+            raise UserError("aggregation.robust.kind", robust.kind, hint)
+        case _:
+            pass
+
+
+def _too_few(field: str, value: int, least: int, num_members: int, whence: str, most: int) -> UserError:
+    cure = f"give at most {most}" if most >= (1 if field == "trimmed" else 0) else "give robust: {kind: none}"
+    hint = f"needs {least} members, {whence} {num_members}: {cure}"
+    return UserError(f"aggregation.robust.{field}", value, hint)
+
+
+def _check_ratios(optimizer: LambSpec) -> None:
+    if optimizer.min_ratio > optimizer.max_ratio:
+        hint = f"give at most max_ratio ({optimizer.max_ratio:g})"
+        raise UserError("optimizer.min_ratio", optimizer.min_ratio, hint)
+
+
+def _check_walkers(job: "JobSpec") -> None:
+    """Every replica is a walker: there must be two, each with a microbatch and all stages of its own."""
+    rule, replicas = job.aggregation.rule, job.parallel.replicas
+    if replicas < 2:
+        hint = f"with {rule} each replica is a walker of its own: give at least 2"
+        raise UserError("parallel.replicas", replicas, hint)
+    if replicas > job.batch.num_microbatches:
+        most = job.batch.num_microbatches
+        hint = (
+            f"each walker needs a microbatch, a step has {most}: give at most {most}, or raise batch.samples"
+        )
+        raise UserError("parallel.replicas", replicas, hint)
+    if job.skip.ratio:
+        hint = f"with {rule} a walker holds each stage once, and all must learn in every step: give 0"
+        raise UserError("skip.ratio", job.skip.ratio, hint)
+
+
+def _check_period(job: "JobSpec", field: str, period: int) -> None:
+    if period > job.budget.steps:
+        hint = f"the job ends before walkers meet: give at most budget.steps ({job.budget.steps})"
+        raise UserError(f"aggregation.{field}", period, hint)
+
+
+def _check_wire(job: "JobSpec", wire: str) -> None:
+    """Nobody pays for float64 and rounds it on the wire."""
+    if job.precision is Precision.FP64 and wire != "fp32":
+        hint = "what travels in a job of precision fp64 is not rounded: give fp32, which means as computed"
+        raise UserError("aggregation.wire", wire, hint)
+
+
+# --- 1-bit ---
+
+
+def _check_one_bit(job: "JobSpec", rule: OneBitAdam | OneBitLamb) -> None:
+    wanted = "adamw" if isinstance(rule, OneBitAdam) else "lamb"
+    if job.optimizer.name != wanted:
+        raise UserError("optimizer.name", job.optimizer.name, f"{rule.rule} is made of it: give {wanted}")
+    field, steps = "aggregation.warmup_steps", rule.warmup_steps
+    if steps >= job.budget.steps:
+        low, high = (max(2, math.ceil(share * job.budget.steps)) for share in (_LEAST_SHARE, _MOST_SHARE))
+        hint = f"all {job.budget.steps} steps would be warm-up: give {low} to {high}, or another rule"
+        raise UserError(field, steps, hint)
+    if steps < job.optimizer.warmup_steps:
+        hint = (
+            "the variance is frozen before the learning rate is warm: give at least optimizer.warmup_steps "
+        )
+        raise UserError(field, steps, f"{hint}({job.optimizer.warmup_steps})")
+    if isinstance(rule, OneBitLamb):
+        _check_one_bit_lamb(job, rule)
+
+
+def _check_one_bit_lamb(job: "JobSpec", rule: OneBitLamb) -> None:
+    # A mean with decay b has seen what it is a mean of after 1 / (1 - b) steps; the margin is for rounding.
+    least = math.ceil(1 / (1 - rule.ratio_beta) - 1e-6)
+    if rule.warmup_steps < least:
+        hint = (
+            f"the mean of layer ratios (ratio_beta {rule.ratio_beta:g}) is not settled: give at least {least}"
+        )
+        raise UserError("aggregation.warmup_steps", rule.warmup_steps, hint)
+    if rule.min_factor > rule.max_factor:
+        hint = f"give at most max_factor ({rule.max_factor:g})"
+        raise UserError("aggregation.min_factor", rule.min_factor, hint)
+    if isinstance(job.optimizer, LambSpec) and job.optimizer.bias_correction:
+        hint = "one_bit_lamb freezes the moments as they are: give false"
+        raise UserError("optimizer.bias_correction", Words("true"), hint)
+
+
+# --- many walkers ---
+
+
+def _check_lsgd(job: "JobSpec", rule: Lsgd) -> None:
+    _check_period(job, "global_every_steps", rule.global_every_steps)
+    if not job.data.validation_ratio:
+        hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
+        raise UserError("data.validation_ratio", 0, hint)
+
+
+def _check_gossip(job: "JobSpec", rule: Gossip) -> None:
+    _check_period(job, "every_steps", rule.every_steps)
+    if isinstance(job.optimizer, SgdSpec) and job.optimizer.nesterov:
+        hint = f"{rule.method} says itself where momentum goes: give false"
+        raise UserError("optimizer.nesterov", Words("true"), hint)
