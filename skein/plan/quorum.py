@@ -1,0 +1,107 @@
+"""When a round of walkers is closed without its late ones, and how much each of the others counts.
+
+Rules of this file
+- Seconds are counted from the beginning of a round. A report that came after its round was closed belongs to that
+  round's history all the same: so a walker that is always late is waited for from then on, and none of it feeds on what
+  was decided before.
+- Pure functions of what arrived: a coordinator, its simulation and a replay of its log close equal rounds.
+
+Source: the quorum, grace window and weights by tokens are those of Decoupled DiLoCo; the rule for how long is ours.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+NUM_REMEMBERED = 16
+"""Past rounds that say what is usual: enough for a median, few enough to follow a fleet that changes."""
+_LEAST_WAIT = 0.1
+"""As a share of the time until the quorum: walkers that usually come together are not cut off by a hair."""
+_ROUNDING = 1e-9
+
+Arrivals = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """The `share` of the walkers without which no round is closed, and how many times the usual wait it waits then."""
+
+    share: float
+    grace: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share: {self.share}: give a number above 0 and at most 1")
+        if self.grace < 1:
+            raise ValueError(f"grace: {self.grace}: give a number of at least 1")
+
+    def needed(self, num_members: int) -> int:
+        """How many of them make a quorum: at least one.
+
+        >>> Quorum(share=0.5, grace=3.0).needed(5)
+        3
+        """
+        return max(1, math.ceil(self.share * num_members - _ROUNDING))
+
+    def usual_wait_s(self, history: Sequence[Arrivals]) -> float | None:
+        """Median over the last rounds of what passed from the quorum to the last report; None without any round.
+
+        Args:
+            history: by round, the last at the end: when each report came, late ones included, in any order.
+
+        >>> Quorum(share=0.5, grace=3.0).usual_wait_s([[10.0, 11.0, 15.0, 13.0], [10.0, 10.0], [9.0, 8.0, 11.0]])
+        2.0
+        """
+        waits = [self._wait_s(arrived) for arrived in history[-NUM_REMEMBERED:] if arrived]
+        return median(waits) if waits else None
+
+    def deadline(self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int) -> float | None:
+        """When the round is closed if nothing more arrives; None: not before all are there.
+
+        Without a quorum, and as long as no round has shown what is usual, all are waited for; whoever is dead is no
+        member for long.
+
+        >>> quorum = Quorum(share=0.5, grace=3.0)
+        >>> quorum.deadline([10.0, 10.5], [[10.0, 10.0, 11.0, 12.0]], num_members=4)
+        16.5
+        >>> quorum.deadline([10.0], [[10.0, 10.0, 11.0, 12.0]], num_members=4) is None
+        True
+        """
+        if len(arrived_s) < self.needed(num_members):
+            return None
+        if len(arrived_s) >= num_members:
+            return max(arrived_s)
+        usual = self.usual_wait_s(history)
+        if usual is None:
+            return None
+        quorum_s = sorted(arrived_s)[self.needed(num_members) - 1]
+        return quorum_s + max(self.grace * usual, _LEAST_WAIT * quorum_s)
+
+    def is_closed(
+        self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int, now_s: float
+    ) -> bool:
+        """Whether the round is over: all are there, or a quorum is and its grace has passed."""
+        deadline_s = self.deadline(arrived_s, history, num_members=num_members)
+        return deadline_s is not None and now_s >= deadline_s
+
+    def _wait_s(self, arrived_s: Arrivals) -> float:
+        ordered = sorted(arrived_s)
+        return ordered[-1] - ordered[self.needed(len(ordered)) - 1]
+
+
+def token_weights(tokens_by_member: Mapping[int, int]) -> tuple[tuple[int, float], ...]:
+    """Each member's share of the tokens, by member; equal shares if nobody has any.
+
+    Raises:
+        ValueError: there is no member, or one has fewer than none.
+
+    >>> token_weights({2: 0, 0: 300, 1: 100}), token_weights({0: 0, 1: 0})
+    (((0, 0.75), (1, 0.25), (2, 0.0)), ((0, 0.5), (1, 0.5)))
+    """
+    if not tokens_by_member or min(tokens_by_member.values()) < 0:
+        raise ValueError(f"tokens by member: {dict(tokens_by_member)}: give each member none or more")
+    total = sum(tokens_by_member.values())
+    if not total:
+        return tuple((member, 1.0 / len(tokens_by_member)) for member in sorted(tokens_by_member))
+    return tuple((member, tokens_by_member[member] / total) for member in sorted(tokens_by_member))
