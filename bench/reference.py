@@ -1,12 +1,15 @@
 """The same job in one plain torch process: the whole model, torch's own optimizer and clipping, no Skein protocol."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from skein.config.job import JobSpec
+from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.model.layers import layers_of
@@ -34,7 +37,7 @@ def run_reference(
     """
     model = whole_model(job)
     dataset = open_dataset(job.data, job.model, seed=job.seed)
-    optimizer = torch_optimizer(job, model)
+    optimizer = torch_optimizer(job.optimizer, model.parameters())
     together = microbatches_at_once or job.batch.num_microbatches
     steps = []
     for step in range(num_steps):
@@ -63,15 +66,27 @@ def whole_model(job: JobSpec) -> Stage:
     )
 
 
-def torch_optimizer(job: JobSpec, model: Stage) -> torch.optim.AdamW:
-    """Torch's own AdamW, set as the job asks; the learning rate is to be set before each step."""
-    parameters = list(model.parameters())
-    spec = job.optimizer
+def torch_optimizer(spec: OptimizerSpec, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Torch's own optimizer, set as `spec` asks; the learning rate is to be set before each step.
+
+    Raises:
+        ValueError: torch has no such optimizer.
+    """
+    parameters = list(params)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
+    rate = spec.learning_rate
+    match spec:
+        case AdamWSpec():
+            return torch.optim.AdamW(groups, lr=rate, betas=spec.betas, eps=spec.eps)
+        case SgdSpec():
+            return torch.optim.SGD(groups, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov)
+        case LambSpec():
+            raise ValueError("torch has no LAMB")
+        case _:
+            assert_never(spec)
 
 
 def batch_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +105,7 @@ def batch_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) 
 def _step(
     job: JobSpec,
     model: Stage,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor]],
     rate: float,
 ) -> tuple[float, float]:

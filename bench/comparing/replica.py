@@ -23,7 +23,7 @@ class Replica:
         self.part = part
         self.job = part.job
         self.model = whole_model(self.job)
-        self.optimizer = torch_optimizer(self.job, self.model)
+        self.optimizer = torch_optimizer(self.job.optimizer, self.model.parameters())
         self._dataset = open_dataset(self.job.data, self.job.model, seed=self.job.seed)
         self._share = self.job.batch.num_microbatches // part.num_replicas
         # AdamW makes its state at the first update; what is loaded must have a place before.

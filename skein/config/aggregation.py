@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from skein.config.spec import Spec
+from skein.config.spec import Spec, told_by
 from skein.errors import UserError
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -274,5 +274,11 @@ class DiLoCo(Spec):
 
 
 AggregationSpec = Annotated[
-    AllReduce | OneBitAdam | OneBitLamb | Lsgd | Gossip | DiLoCo, Field(discriminator="rule")
+    Annotated[AllReduce, Tag("all_reduce")]
+    | Annotated[OneBitAdam, Tag("one_bit_adam")]
+    | Annotated[OneBitLamb, Tag("one_bit_lamb")]
+    | Annotated[Lsgd, Tag("lsgd")]
+    | Annotated[Gossip, Tag("gossip")]
+    | Annotated[DiLoCo, Tag("diloco")],
+    told_by("rule", "all_reduce"),
 ]

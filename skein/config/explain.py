@@ -49,13 +49,13 @@ class _Book:
         context = details.get("ctx", {})
         match kind:
             case "extra_forbidden":
-                return UserError(field, _shown(value), self._unknown_key(str(loc[-1]), loc[:-1]))
+                return UserError(field, _shown(value), self._unknown_key(field, loc))
             case "missing" if isinstance(loc[-1], int):
                 field, schema = self._at(loc[:-1])
                 return UserError(field, _shown(value), f"give {self._wanted(schema)}")
             case "missing":
                 return UserError(field, Words("missing"), f"give {self._wanted(schema)}")
-            case "union_tag_not_found" | "union_tag_invalid":
+            case "union_tag_not_found" | "union_tag_invalid" if isinstance(value, dict):
                 return self._tag(field, schema, value)
             case "value_error" if isinstance(reason := context.get("error"), UserError):
                 return UserError(
@@ -101,13 +101,19 @@ class _Book:
 
     def _forms(self, schema: Schema) -> Mapping[str, Schema]:
         """The forms of a field that has several, by their name."""
-        discriminator = cast("Schema", schema.get("discriminator", {}))
-        mapping = cast("Mapping[str, str]", discriminator.get("mapping", {}))
-        return {name: self._definitions[target.rpartition("/")[2]] for name, target in mapping.items()}
+        key = self._telling(schema)
+        return dict(sorted((str(_fields(form)[key]["const"]), form) for form in self._options(schema)))
 
-    def _tag(self, field: str, schema: Schema, value: object) -> UserError:
-        key = str(cast("Schema", schema["discriminator"])["propertyName"])
-        assert isinstance(value, dict)
+    def _options(self, schema: Schema) -> list[Schema]:
+        return [self._resolved(option) for option in cast("Sequence[Schema]", schema.get("oneOf", ()))]
+
+    def _telling(self, schema: Schema) -> str:
+        """The key whose value tells the forms of a field apart: each has it, with one value; empty without forms."""
+        keys = [{name for name, x in _fields(form).items() if "const" in x} for form in self._options(schema)]
+        return min(set.intersection(*keys)) if keys else ""
+
+    def _tag(self, field: str, schema: Schema, value: Mapping[str, object]) -> UserError:
+        key = self._telling(schema)
         given = _shown(value[key]) if key in value else Words("missing")
         return UserError(
             f"{field}.{key}",
@@ -115,19 +121,22 @@ class _Book:
             f"give {_either(self._forms(schema))}{_meant(given, self._forms(schema))}",
         )
 
-    def _unknown_key(self, key: str, parent: Sequence[int | str]) -> str:
-        known = _fields(self._at(parent)[1])
+    def _unknown_key(self, field: str, loc: Sequence[int | str]) -> str:
+        key, known = str(loc[-1]), _fields(self._at(loc[:-1])[1])
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        elsewhere = [path for path in self._paths(self._resolved(self._root), "") if path.endswith(f".{key}")]
+        paths = dict.fromkeys(self._paths(self._resolved(self._root), ""))
+        elsewhere = [path for path in paths if path.endswith(f".{key}") and path != field]
         question = [*elsewhere, *close] if len(elsewhere) == 1 else close
         meant = f"did you mean {question[0]}? " if question else ""
         return f"no such key: {meant}here are {', '.join(known)}"
 
     def _paths(self, schema: Schema, prefix: str) -> Iterator[str]:
-        """Paths of all fields that lie in mappings of one form only."""
+        """Paths of all fields that lie in mappings; where those have several forms, of every form."""
         for name, field in _fields(schema).items():
             yield f"{prefix}{name}"
-            yield from self._paths(self._resolved(field), f"{prefix}{name}.")
+            inside = self._resolved(field)
+            for form in (inside, *self._options(inside)):
+                yield from self._paths(form, f"{prefix}{name}.")
 
     def _wanted(self, schema: Schema) -> str:
         """What would be right, after "give"."""
@@ -138,8 +147,7 @@ class _Book:
             return _either([str(x) for x in cast("Sequence[object]", schema["enum"])]) + suffix
         forms = self._forms(schema)
         if forms:
-            key = cast("Schema", schema["discriminator"])["propertyName"]
-            return f"a mapping whose {key} is {_either(forms)}{suffix}"
+            return f"a mapping whose {self._telling(schema)} is {_either(forms)}{suffix}"
         return self._of_type(schema) + suffix
 
     def _of_type(self, schema: Schema) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.agreement import check_aggregation
@@ -211,15 +211,6 @@ class PlanSpec(Spec):
     """Plan anew when measured times differ from the planned by this share. Raise it if speeds vary by themselves."""
 
 
-def _tagged(key: str, default: str) -> BeforeValidator:
-    """Whoever does not say which kind it is, is of the usual one."""
-
-    def tag(value: object) -> object:
-        return {key: default, **value} if isinstance(value, dict) and key not in value else value
-
-    return BeforeValidator(tag)
-
-
 class JobSpec(Spec):
     """All that defines a job. Equal specs have equal `content_hash`."""
 
@@ -231,8 +222,8 @@ class JobSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     skip: SkipSpec = SkipSpec()
     plan: PlanSpec = PlanSpec()
-    optimizer: Annotated[OptimizerSpec, _tagged("name", "adamw")] = AdamWSpec()
-    aggregation: Annotated[AggregationSpec, _tagged("rule", "all_reduce")] = AllReduce()
+    optimizer: OptimizerSpec = AdamWSpec()
+    aggregation: AggregationSpec = AllReduce()
     """How the replicas of a stage agree: by rule, see docs/aggregation.md."""
     precision: Precision = Precision.FP32
     budget: BudgetSpec

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from skein.config.spec import Spec
+from skein.config.spec import Spec, told_by
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -54,4 +54,7 @@ class LambSpec(_Optimizer):
     """Divide the moments by what their start at zero has taken from them. 1-bit LAMB allows no such correction."""
 
 
-OptimizerSpec = Annotated[AdamWSpec | SgdSpec | LambSpec, Field(discriminator="name")]
+OptimizerSpec = Annotated[
+    Annotated[AdamWSpec, Tag("adamw")] | Annotated[SgdSpec, Tag("sgd")] | Annotated[LambSpec, Tag("lamb")],
+    told_by("name", "adamw"),
+]

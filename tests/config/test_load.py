@@ -15,6 +15,7 @@ from skein.config.load import (
     parse_document,
     parse_job,
 )
+from skein.config.optimizer import AdamWSpec
 from tests.contract.source import ROOT
 
 GOOD = """
@@ -25,9 +26,8 @@ data:
 budget: {steps: 3}
 """
 TOP = (
-    "version, name, model, data, batch, parallel, skip, plan, optimizer, precision, budget, evaluation, checkpoint, "
-    "recovery, backup, "
-    "seed"
+    "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
+    "checkpoint, recovery, backup, seed"
 )
 STEPS = "give a whole number from 1 to 100000000"
 RATE = "give a number above 0 and at most 10"
@@ -59,9 +59,14 @@ WRONG_VALUES = {
     "optimizer.betas=[0.9, 0.9, 0.9]": f"optimizer.betas: [0.9, 0.9, 0.9]: {BETAS}",
     "optimizer.betas=[0.9, 1]": f"optimizer.betas[1]: 1: {BETA}",
     "optimizer.clip_norm=0": "optimizer.clip_norm: 0: give a number above 0, or null",
-    "optimizer.name=sgd": "optimizer.name: 'sgd': give adamw",
+    "optimizer.name=sdg": "optimizer.name: 'sdg': give adamw, lamb or sgd; did you mean sgd?",
+    "optimizer=7": "optimizer: 7: give a mapping whose name is adamw, lamb or sgd",
+    "optimizer={name: sgd, betas: [0.9, 0.9]}": "optimizer.betas: [0.9, 0.9]: no such key: "
+    "here are learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
+    "clip_norm, name, momentum, nesterov",
+    "optimizer.schedule=step": "optimizer.schedule: 'step': give cosine, linear or constant",
     "optimizer.lerning_rate=0.1": "optimizer.lerning_rate: 0.1: no such key: did you mean learning_rate? here are "
-    "name, learning_rate, final_learning_rate_ratio, warmup_steps, betas, eps, weight_decay, clip_norm",
+    "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
     "learning_rate=0.1": f"learning_rate: 0.1: no such key: did you mean optimizer.learning_rate? here are {TOP}",
     "steps=5": f"steps: 5: no such key: did you mean budget.steps? here are {TOP}",
     "zebra=[]": f"zebra: []: no such key: here are {TOP}",
@@ -259,7 +264,8 @@ def test_overrides_replace_add_and_reach_into_lists() -> None:
         document, ["budget.steps=9", "optimizer.betas=[0.8, 0.9]", "data.sources.0.glob=*.py"]
     )
     job = parse_job(json.dumps(changed), origin="x")
-    assert (job.budget.steps, job.optimizer.betas) == (9, (0.8, 0.9))
+    assert job.budget.steps == 9
+    assert job.optimizer == AdamWSpec(betas=(0.8, 0.9))
     assert job.data.sources == (TextSource(path="/books", glob="*.py"),)
     assert document == parse_document(GOOD, origin="job.yaml")
 

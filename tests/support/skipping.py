@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.reference import ReferenceStep
+from bench.reference import ReferenceStep, torch_optimizer
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
@@ -29,10 +29,7 @@ def run_skipping(
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     users = {name: [s for s, stage in enumerate(stages) if name in stage.state_dict()] for name in parameters}
     spec = job.optimizer
-    decays = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": decays, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
+    optimizer = torch_optimizer(spec, parameters.values())
     dataset = open_dataset(job.data, job.model, seed=job.seed)
     steps = []
     for step in range(num_steps):

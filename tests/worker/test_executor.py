@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.reference import torch_optimizer
 from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
@@ -53,18 +54,7 @@ class PlainTorch:
             precision=job.precision,
             device=CPU,
         )
-        spec = job.optimizer
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": spec.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=spec.learning_rate,
-            betas=spec.betas,
-            eps=spec.eps,
-        )
+        self.optimizer = torch_optimizer(job.optimizer, self.model.parameters())
         self.dataset = open_dataset(job.data, job.model, seed=job.seed)
 
     def step(self, step: int) -> tuple[float, float]:

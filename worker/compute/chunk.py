@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skein.config.job import JobSpec
-from skein.config.optimizer import OptimizerSpec
+from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.model.parameters import layer_parameters
@@ -144,6 +144,7 @@ class Chunk:
         for group, names in self._names.items():
             if names:
                 grads |= unflatten(result_by_group[group], self._params_of(group))
+        assert isinstance(optimizer, AdamWSpec)
         self.optimizer = adamw.update(
             params,
             grads,

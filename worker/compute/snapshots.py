@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skein.config.job import ModelSpec
-from skein.config.optimizer import OptimizerSpec
+from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.numeric.gradients import unflatten
@@ -250,6 +250,7 @@ def bring_forward(
         exp_avg_sq={name: state[f"exp_avg_sq.{name}"] for name in params},
     )
     weight = next(x.weight for x in record.results if x.group == own_group(stage))
+    assert isinstance(optimizer, AdamWSpec)
     after = adamw.update(
         params,
         grads,
