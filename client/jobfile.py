@@ -23,7 +23,7 @@ from skein.config.load import parse_job
 from skein.errors import UserError
 from skein.model.huggingface import check_config, shape_from_config
 from skein.model.presets import shape_of
-from skein.plan.cut import check_job
+from skein.plan.admission import check_admissible, settled
 
 BYTES = "bytes"
 _BYTE_VALUES = 256
@@ -69,10 +69,10 @@ def read_job_text(text: str, *, origin: str, base: Path, overrides: Sequence[str
 
 
 def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
-    """`job` with absolute paths and with the sizes of what it begins from.
+    """`job` with absolute paths and with the sizes of what it begins from, as the coordinator will admit it.
 
     Raises:
-        UserError: what no fleet could run.
+        UserError: what no fleet could run, or what would not train.
     """
     model = _begun(job.model, base) if isinstance(job.model, LlamaModel) else job.model
     url = job.checkpoint.url
@@ -81,8 +81,8 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
         "data": _located(job.data, base),
         "checkpoint": job.checkpoint.model_copy(update={"url": url and _absolute_url(url, base)}),
     }
-    prepared = job.model_copy(update=changes)
-    check_job(prepared)
+    prepared = settled(job.model_copy(update=changes))
+    check_admissible(prepared)
     _check_fit(prepared)
     return prepared
 

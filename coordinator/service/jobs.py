@@ -13,7 +13,7 @@ from coordinator.service.context import Context
 from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.plan.cut import check_job
+from skein.plan.admission import check_admissible, settled
 from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
 from skein.protocol.records import Incident, JobSubmitted
 from skein.types import JobId, WorkerId
@@ -42,7 +42,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
-        spec = parse_spec(request.spec)
+        spec = settled(parse_spec(request.spec))
         history = self._machine.history
         if request.key not in history.job_by_key:
             await asyncio.to_thread(_check, spec)
@@ -157,7 +157,7 @@ def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
 
 def _check(spec: JobSpec) -> None:
     """Refuse what no fleet could run, before it is a job."""
-    check_job(spec)
+    check_admissible(spec)
     if spec.checkpoint.url is not None:
         check_url(spec.checkpoint.url)
 

@@ -46,12 +46,8 @@ def check_aggregation(job: "JobSpec") -> None:
     if job.aggregation.walkers is Walkers.MANY:
         _check_walkers(job)
     match job.aggregation:
-        case AllReduce(pattern=pattern, robust=robust):
-            if pattern not in ("auto", "direct") and not isinstance(robust, NoRobust):
-                hint = f"{robust.kind} must see every member's part, and along the way only sums are seen: give direct"
-                raise UserError("aggregation.pattern", pattern, hint)
-            check_robust(robust, job.parallel.replicas, "parallel.replicas gives")
-            _check_wire(job, job.aggregation.wire)
+        case AllReduce() as rule:
+            _check_all_reduce(job, rule)
         case OneBitAdam() | OneBitLamb() as rule:
             _check_one_bit(job, rule)
         case Lsgd() as rule:
@@ -127,6 +123,19 @@ def _check_period(job: "JobSpec", field: str, period: int) -> None:
     if period > job.budget.steps:
         hint = f"the job ends before walkers meet: give at most budget.steps ({job.budget.steps})"
         raise UserError(f"aggregation.{field}", period, hint)
+
+
+def _check_all_reduce(job: "JobSpec", rule: AllReduce) -> None:
+    if rule.pattern in ("ring", "tree"):
+        field, along = "aggregation.pattern", f"along a {rule.pattern} only sums are seen"
+        if not isinstance(rule.robust, NoRobust):
+            hint = f"{rule.robust.kind} must see every member's part, and {along}: give direct or auto"
+            raise UserError(field, rule.pattern, hint)
+        if rule.wire != "fp32":
+            hint = f"{rule.wire} would round at every hop, as {along}: give direct or auto, or wire: fp32"
+            raise UserError(field, rule.pattern, hint)
+    check_robust(rule.robust, job.parallel.replicas, "parallel.replicas gives")
+    _check_wire(job, rule.wire)
 
 
 def _check_wire(job: "JobSpec", wire: str) -> None:

@@ -90,7 +90,11 @@ WRONG = {
     (
         "aggregation={pattern: ring, robust: {kind: krum}}",
     ): "aggregation.pattern: 'ring': krum must see every "
-    "member's part, and along the way only sums are seen: give direct",
+    "member's part, and along a ring only sums are seen: give direct or auto",
+    (
+        "aggregation={pattern: tree, wire: int8}",
+    ): "aggregation.pattern: 'tree': int8 would round at every hop, as along "
+    "a tree only sums are seen: give direct or auto, or wire: fp32",
     (
         "aggregation.robust={kind: trimmed_mean, trimmed: 2}",
     ): "aggregation.robust.trimmed: 2: needs 5 members, parallel.replicas gives 4: give at most 1",
@@ -124,6 +128,8 @@ RIGHT = (
     ("aggregation={pattern: direct, robust: {kind: krum, bad: 0}}",),
     ("parallel.replicas=5", "aggregation.robust={kind: krum}"),
     ("parallel.replicas=3", "aggregation.robust={kind: trimmed_mean}"),
+    ("aggregation={pattern: direct, wire: int8}",),
+    ("aggregation={pattern: tree}",),
     ("parallel.stages=4", "skip.ratio=0.25"),
 )
 
