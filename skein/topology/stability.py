@@ -1,0 +1,191 @@
+"""Whether a method of gossip with momentum agrees on a graph, or blows disagreement up.
+
+Without gradients the distance from the mean follows a linear recursion in (x, v), v the momentum in units of
+parameters. Its growth per step, over one period of the graph, is the stability radius; from 1 on nothing helps, no
+learning rate either. DecentLaM in that form, v' = beta v + (I - W) x, x' = x - v', is x'' = (W + beta) x' - beta x.
+
+A step without an exchange is the same with W = I. So `every_steps` counts too: DecentLaM's momentum goes on with a
+correction that nobody renews meanwhile, and overshoots.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.config.aggregation import GossipMethod, GraphName
+from skein.rng import stream
+from skein.topology.graphs import F64, Graph, GraphKind, Mixing, graph_of
+
+_MARGIN = (
+    1e-6  # eigenvalues of matrices that are not normal move by about the root of the rounding error, 1e-8
+)
+_SAMPLED_MARGIN = (
+    0.02  # what a few thousand drawn rounds may be off: their radii differ by less from seed to seed
+)
+_NUM_DRAWN_ROUNDS = 1000
+_NUM_DRAWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stable:
+    """Disagreement shrinks by `radius` in a step, in the long run."""
+
+    radius: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unstable:
+    """Disagreement grows by `radius` in a step, or cannot be shown to shrink; what comes nearest and is stable."""
+
+    radius: float
+    method: GossipMethod
+    graph: GraphName
+    instead: str
+
+
+Verdict = Stable | Unstable
+
+
+def verdict(
+    method: GossipMethod, momentum: float, graph: GraphName, num_members: int, *, every_steps: int = 1
+) -> Verdict:
+    """Whether the method agrees on the graph, and if not, what to take instead.
+
+    The `measured` graph is judged as a ring: any symmetric connected graph is as stable, and rings are the slowest
+    that the search begins with. `radius_on` judges one that is known.
+    """
+    radius, may = _judge(method, momentum, graph, num_members, every_steps)
+    if may:
+        return Stable(radius=radius)
+    for other_method, other_graph, words in _nearest(method, graph):
+        if _judge(other_method, momentum, other_graph, num_members, every_steps)[1]:
+            return Unstable(radius=radius, method=other_method, graph=other_graph, instead=words)
+    raise AssertionError("DmSGD agrees on every connected graph")
+
+
+def radius_of(method: GossipMethod, momentum: float, graph: Graph, *, every_steps: int = 1) -> float:
+    """Growth of disagreement per step without gradients; 0 where a member is alone or all agree within a period.
+
+    Exact up to rounding for graphs with a period; for drawn graphs the largest growth of a few long drawn products.
+
+    >>> round(radius_of("decentlam", 0.8, graph_of("static_exponential", 8)), 3)
+    1.18
+    """
+    if graph.period is None:
+        return _drawn_radius(method, momentum, graph, every_steps)
+    mixings = [graph.at(round_, seed=0) for round_ in range(graph.period)]
+    return radius_on(method, momentum, mixings, every_steps=every_steps)
+
+
+def radius_on(method: GossipMethod, momentum: float, mixings: list[Mixing], *, every_steps: int = 1) -> float:
+    """The same for given rounds, which repeat."""
+    num_members = mixings[0].num_members
+    if num_members == 1:
+        return 0.0
+    basis = _disagreement(num_members)
+    inner = [basis.T @ mixing.rows @ basis for mixing in mixings]
+    is_one_symmetric = len(mixings) == 1 and mixings[0].is_symmetric
+    # A symmetric matrix falls apart into its modes, each a number.
+    cases = [[np.array([[mode]])] for mode in np.linalg.eigvalsh(inner[0])] if is_one_symmetric else [inner]
+    return max(_product_radius(_STEPS[method], momentum, case, every_steps) for case in cases)
+
+
+def _judge(
+    method: GossipMethod, momentum: float, graph: GraphName, num_members: int, every_steps: int
+) -> tuple[float, bool]:
+    kind: GraphKind = "ring" if graph == "measured" else graph
+    on = graph_of(kind, num_members)
+    radius = radius_of(method, momentum, on, every_steps=every_steps)
+    return radius, radius < 1.0 - (_SAMPLED_MARGIN if on.period is None else _MARGIN)
+
+
+def _nearest(method: GossipMethod, graph: GraphName) -> Iterator[tuple[GossipMethod, GraphName, str]]:
+    """What to take instead, the smallest change first: a graph that is as quick, then a method that is as good."""
+    if graph == "static_exponential":
+        yield method, "symmetric_exponential", f"{method} on graph symmetric_exponential"
+    yield "qg_dmsgd", graph, f"method qg_dmsgd on graph {graph}"
+    yield method, "ring", f"{method} on graph ring"
+    yield "dmsgd", graph, f"method dmsgd on graph {graph}"
+
+
+# --- one step, as a matrix over (x, v) ---
+
+Step = Callable[[F64, float], F64]
+
+
+def _dsgd(w: F64, beta: float) -> F64:
+    """x' = W x; it has no v, whatever beta is."""
+    del beta
+    zero = np.zeros_like(w)
+    return np.block([[w, zero], [zero, zero]])
+
+
+def _dmsgd(w: F64, beta: float) -> F64:
+    """v' = beta v, x' = W (x - v')."""
+    return np.block([[w, -beta * w], [np.zeros_like(w), beta * np.eye(len(w))]])
+
+
+def _da_dmsgd(w: F64, beta: float) -> F64:
+    """x' = W (x - beta v), v' = W beta v."""
+    return np.block([[w, -beta * w], [np.zeros_like(w), beta * w]])
+
+
+def _qg_dmsgd(w: F64, beta: float) -> F64:
+    """x' = W (x - beta v), v' = beta v + (1 - beta) (x - x')."""
+    one = np.eye(len(w))
+    return np.block([[w, -beta * w], [(1 - beta) * (one - w), beta * one + (1 - beta) * beta * w]])
+
+
+def _decentlam(w: F64, beta: float) -> F64:
+    """v' = beta v + (I - W) x, x' = x - v'."""
+    one = np.eye(len(w))
+    return np.block([[w, -beta * one], [one - w, beta * one]])
+
+
+_STEPS: dict[GossipMethod, Step] = {
+    "dsgd": _dsgd,
+    "dmsgd": _dmsgd,
+    "da_dmsgd": _da_dmsgd,
+    "qg_dmsgd": _qg_dmsgd,
+    "decentlam": _decentlam,
+}
+
+
+def _disagreement(num_members: int) -> F64:
+    """(num_members, num_members - 1): an orthonormal basis of what is orthogonal to equal values for all."""
+    start = np.eye(num_members)
+    start[:, 0] = 1.0
+    return np.asarray(np.linalg.qr(start)[0][:, 1:])
+
+
+def _product_radius(step: Step, momentum: float, inner: list[F64], every_steps: int) -> float:
+    alone = np.linalg.matrix_power(step(np.eye(len(inner[0])), momentum), every_steps - 1)
+    product = np.eye(2 * len(inner[0]))
+    for w in inner:
+        product = step(w, momentum) @ alone @ product
+    radius = float(np.abs(np.linalg.eigvals(product)).max())
+    return float(radius ** (1.0 / (len(inner) * every_steps)))
+
+
+def _drawn_radius(method: GossipMethod, momentum: float, graph: Graph, every_steps: int) -> float:
+    if graph.num_members == 1:
+        return 0.0
+    return max(_drawn_growth(method, momentum, graph, every_steps, seed) for seed in range(_NUM_DRAWS))
+
+
+def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_steps: int, seed: int) -> float:
+    """Growth per step of one drawn vector over drawn rounds: the largest Lyapunov exponent, almost surely."""
+    step, num_members = _STEPS[method], graph.num_members
+    alone = np.linalg.matrix_power(step(np.eye(num_members), momentum), every_steps - 1)
+    state = stream(seed, "gossip stability").standard_normal(2 * num_members)
+    log_growth = 0.0
+    for round_ in range(_NUM_DRAWN_ROUNDS):
+        both = (step(graph.at(round_, seed=seed).rows, momentum) @ alone @ state).reshape(2, num_members)
+        state = (both - both.mean(axis=1, keepdims=True)).reshape(-1)  # rounding may not leave the subspace
+        norm = float(np.linalg.norm(state))
+        if norm == 0.0:
+            return 0.0
+        log_growth += np.log(norm)
+        state /= norm
+    return float(np.exp(log_growth / (_NUM_DRAWN_ROUNDS * every_steps)))
