@@ -1,15 +1,17 @@
 """Every metric of a worker: for Prometheus, and the same numbers as counts that the coordinator re-exports."""
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from skein.errors import UserError
 from skein.protocol.messages import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
+from worker.aggregating import Gauges, Measure
 from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -38,6 +40,45 @@ class _Transport(Collector):
         yield _family("refusals", "What this worker did not take, by reason", "reason", counted.refusals)
 
 
+_ABOUT = {
+    Measure.CONSENSUS_DISTANCE: ("stage", "Norm of the difference from the mean of all that were heard"),
+    Measure.ERROR_FEEDBACK_NORM: ("stage", "Norm of what was rounded away and is still to be sent"),
+    Measure.PROBE_SCORE: ("walker", "Loss on the probe batch, per token"),
+}
+
+
+class _Aggregation(Collector):
+    """What aggregation sends and tells, as it stands when asked."""
+
+    def __init__(self, statistics: Statistics, gauges: Gauges) -> None:
+        self._statistics = statistics
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        about = "Tensor bytes sent for aggregation, by rule and peer"
+        sent = CounterMetricFamily("skein_worker_aggregation_bytes", about, labels=["rule", "peer"])
+        for (rule, peer), num_bytes in sorted(self._sent_bytes().items()):
+            sent.add_metric([rule, peer], num_bytes)
+        yield sent
+        for measure, (label, words) in _ABOUT.items():
+            gauge = GaugeMetricFamily(f"skein_worker_{measure}", f"{words}, by {label}", labels=[label])
+            for key, value in self._gauges.values(measure).items():
+                gauge.add_metric([key], value)
+            yield gauge
+        about = "Bytes of the newest exchange in float32, by those that it took"
+        ratio = self._gauges.compression_ratio
+        yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=ratio)
+        about = "How often other walkers began to lead this one"
+        changes = self._gauges.num_leader_changes
+        yield CounterMetricFamily("skein_worker_leader_changes", about, value=changes)
+
+    def _sent_bytes(self) -> dict[tuple[str, str], int]:
+        by_rule: dict[str, Counts[WorkerId]] = {}
+        for (job, peer), value in dict(self._statistics.shard_bytes).items():
+            by_rule.setdefault(self._gauges.rule_of(job), Counts())[peer] += value
+        return {(rule, peer): x for rule, values in by_rule.items() for peer, x in _bounded(values).items()}
+
+
 def _family(
     name: str, documentation: str, label: str, values: Mapping[Lane, int] | Mapping[str, int]
 ) -> CounterMetricFamily:
@@ -58,9 +99,12 @@ def _bounded(values: Mapping[WorkerId, int]) -> dict[str, int]:
 
 
 class Metrics:
-    """One worker process's metrics. Times are seconds by whatever clock the caller has."""
+    """One worker process's metrics. Times are seconds by whatever clock the caller has.
 
-    def __init__(self, statistics: Statistics) -> None:
+    `gauges` is what compute tells of aggregation; None: nothing.
+    """
+
+    def __init__(self, statistics: Statistics, gauges: Gauges | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._op_seconds = Histogram(
             "skein_worker_op_seconds",
@@ -106,6 +150,7 @@ class Metrics:
             "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written", registry=registry
         )
         registry.register(_Transport(statistics))
+        registry.register(_Aggregation(statistics, gauges or Gauges()))
         self._busy_s = 0.0
         self._step_began: float | None = None
 
@@ -150,9 +195,12 @@ class Metrics:
     # --- where it can be read ---
 
     def counts(self) -> tuple[Count, ...]:
-        """All of it as counts: Prometheus' sample names, the one label's value or "", histograms without buckets."""
+        """All of it as counts: Prometheus' sample names, histograms without buckets.
+
+        A sample's label is the value of its one label, values of several joined by `/`, or "".
+        """
         return tuple(
-            Count(name=sample.name, label=next(iter(sample.labels.values()), ""), value=float(sample.value))
+            Count(name=sample.name, label="/".join(sample.labels.values()), value=float(sample.value))
             for family in self._registry.collect()
             for sample in family.samples
             if not sample.name.endswith(("_bucket", "_created"))

@@ -79,13 +79,14 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         UserError: a port is taken, or the coordinator will never take this worker; perhaps inside exception groups.
     """
     statistics = Statistics()
-    metrics = Metrics(statistics)
+    compute = setting.compute(setting.device)
+    metrics = Metrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         server = open_server(token=setting.token)
         port = bind(server, setting.listen, setting.port)
         if setting.metrics_port is not None:
             stack.callback(metrics.serve(setting.metrics_host, setting.metrics_port))
-        executor = Executor(setting.compute(setting.device))
+        executor = Executor(compute)
         executor.start()
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))

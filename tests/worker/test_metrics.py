@@ -6,8 +6,9 @@ import urllib.request
 import pytest
 
 from skein.errors import UserError
-from skein.types import WorkerId
+from skein.types import JobId, WorkerId
 from skein.wire.extra import Refusal
+from worker.aggregating import Gauges, Measure
 from worker.metrics import Metrics
 from worker.transport.statistics import Statistics
 
@@ -61,6 +62,56 @@ def test_labels_stay_bounded_however_many_peers_come() -> None:
     found = {key: value for key, value in values(Metrics(statistics)).items() if "sent_bytes" in key[0]}
     assert len(found) == 65
     assert found["skein_worker_sent_bytes_total", "other"] == 136
+
+
+def test_bytes_of_aggregation_are_told_by_the_rule_of_their_job() -> None:
+    statistics, gauges = Statistics(), Gauges()
+    gauges.began(JobId("first"), "lsgd")
+    gauges.began(JobId("second"), "lsgd")
+    gauges.began(JobId("third"), "diloco")
+    for job, peer, num_bytes in (
+        ("first", "w1", 5),
+        ("second", "w1", 6),
+        ("third", "w1", 7),
+        ("third", "w2", 8),
+    ):
+        statistics.shard_bytes[JobId(job), WorkerId(peer)] += num_bytes
+    found = values(Metrics(statistics, gauges))
+    assert found["skein_worker_aggregation_bytes_total", "lsgd/w1"] == 11
+    assert found["skein_worker_aggregation_bytes_total", "diloco/w1"] == 7
+    assert found["skein_worker_aggregation_bytes_total", "diloco/w2"] == 8
+
+
+def test_what_compute_tells_of_aggregation_is_read_when_asked() -> None:
+    gauges = Gauges()
+    metrics = Metrics(Statistics(), gauges)
+    assert "skein_worker_compression_ratio" not in {name for name, _ in values(metrics)}
+    gauges.set(Measure.CONSENSUS_DISTANCE, 0.25, of=2)
+    gauges.set(Measure.ERROR_FEEDBACK_NORM, 1.5, of=2)
+    gauges.set(Measure.PROBE_SCORE, 3.0, of=1)
+    gauges.exchanged(plain_bytes=3200, sent_bytes=100)
+    found = values(metrics)
+    assert found["skein_worker_consensus_distance", "2"] == 0.25
+    assert found["skein_worker_error_feedback_norm", "2"] == 1.5
+    assert found["skein_worker_probe_score_nats", "1"] == 3.0
+    assert found["skein_worker_compression_ratio", ""] == 32.0
+
+
+def test_a_first_leader_is_no_change_and_each_group_has_its_own() -> None:
+    gauges = Gauges()
+    for leader, group in ((0, "all"), (1, "oslo"), (1, "oslo"), (2, "all"), (2, "all"), (0, "all")):
+        gauges.led(leader, of=group)
+    assert values(Metrics(Statistics(), gauges))["skein_worker_leader_changes_total", ""] == 2
+
+
+def test_a_new_job_begins_without_what_the_last_one_told() -> None:
+    gauges = Gauges()
+    gauges.began(JobId("b"), "lsgd")
+    gauges.set(Measure.PROBE_SCORE, 3.0, of=0)
+    gauges.began(JobId("b"), "lsgd")
+    assert values(Metrics(Statistics(), gauges))["skein_worker_probe_score_nats", "0"] == 3.0
+    gauges.began(JobId("c"), "lsgd")
+    assert ("skein_worker_probe_score_nats", "0") not in values(Metrics(Statistics(), gauges))
 
 
 def test_every_name_begins_as_the_rules_say() -> None:

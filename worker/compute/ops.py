@@ -51,6 +51,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from worker.aggregating import Gauges
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.payload import Payload, pack, unpack
@@ -108,6 +109,7 @@ class Compute:
         self.device = device
         self.holding: Holding | None = None
         self.snapshots = Snapshots()
+        self.gauges = Gauges()
         self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
         self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
@@ -135,6 +137,7 @@ class Compute:
             if index not in carried:
                 chunk.lay_out(holding.groups, holding.worker)
         self.holding = holding
+        self.gauges.began(holding.job_id, holding.job.aggregation.rule)
         kept = holding.chunks.values()
         self._leaving = tuple(chunk for chunk in before if chunk not in kept)
 

@@ -282,7 +282,7 @@ class Outbox:
             self._credit -= len(part.data)
             await call.write(TENSOR_PART.encode(part))
             self._statistics.sent_parts[self.lane] += 1
-            self._statistics.sent_bytes[self.to.worker] += len(part.data)
+            self._statistics.sent(self.to.worker, parcel.envelope, len(part.data))
             parcel.num_bytes += len(part.data)
         parcel.sent_s = self._now()
 

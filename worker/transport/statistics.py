@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from skein.protocol.messages import Count
-from skein.types import WorkerId
+from skein.protocol.tensors import Envelope, ShardTensor
+from skein.types import JobId, WorkerId
 from skein.wire.channel import Lane
 
 
@@ -18,6 +19,8 @@ class Statistics:
 
     sent_bytes: Counter[WorkerId] = field(default_factory=Counter)
     received_bytes: Counter[WorkerId] = field(default_factory=Counter)
+    shard_bytes: Counter[tuple[JobId, WorkerId]] = field(default_factory=Counter)
+    """Of `sent_bytes` those of aggregation, by job and peer."""
     sent_parts: Counter[Lane] = field(default_factory=Counter)
     received_parts: int = 0
     accepted: Counter[Lane] = field(default_factory=Counter)
@@ -32,6 +35,12 @@ class Statistics:
     """What this worker did not take, by reason."""
     duplicates: int = 0
     """Tensors that came once more and were not delivered again."""
+
+    def sent(self, to: WorkerId, envelope: Envelope, num_bytes: int) -> None:
+        """So many bytes of a tensor have left for a peer."""
+        self.sent_bytes[to] += num_bytes
+        if isinstance(envelope.header, ShardTensor):
+            self.shard_bytes[envelope.job, to] += num_bytes
 
     def counts(self) -> tuple[Count, ...]:
         """Everything as labelled numbers, sorted by name and label."""

@@ -70,6 +70,7 @@ async def test_each_lane_delivers_and_counts() -> None:
     assert sorted(map(repr, envelopes)) == sorted(repr(envelope) for envelope, _ in arrived)
     assert all(bundle == (tensor_of(3 * MIB + 5),) for _, bundle in arrived)
     assert sender.statistics.sent_bytes == {B: 3 * (3 * MIB + 5)}
+    assert sender.statistics.shard_bytes == {(shard_envelope().job, B): 3 * MIB + 5}
     assert sender.statistics.sent_parts == {Lane.FORWARD: 4, Lane.BACKWARD: 4, Lane.REDUCE: 4}
     assert receiver.statistics.received_bytes == {A: 3 * (3 * MIB + 5)}
     labels = {(count.name, count.label) for count in sender.statistics.counts()}

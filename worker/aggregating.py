@@ -1,0 +1,70 @@
+"""What the compute thread tells of aggregation while it trains, for metrics and beats to read when they are asked.
+
+Rules of this file
+- One thread writes, others read: a value is set whole or not at all, and readers take copies.
+- Only the newest value counts. Changes are counted from the first one on, not from the process's start.
+"""
+
+from enum import StrEnum
+
+from skein.types import JobId
+
+
+class Measure(StrEnum):
+    """A number about one walker or one chunk, by what it is called in metrics after `skein_worker_`."""
+
+    CONSENSUS_DISTANCE = "consensus_distance"
+    """Norm of what parts this chunk's parameters from the mean of all it has just heard of, its own included."""
+    ERROR_FEEDBACK_NORM = "error_feedback_norm"
+    """Norm of what this chunk has still to say: rounded away so far, and kept for the next exchange."""
+    PROBE_SCORE = "probe_score_nats"
+    """Loss of a walker on the probe batch, per token; less is better."""
+
+
+class Gauges:
+    """The newest numbers of aggregation at this worker."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Measure, str], float] = {}
+        self._rules: dict[JobId, str] = {}
+        self._leaders: dict[str, int] = {}
+        self._ratio: float | None = None
+        self.num_leader_changes = 0
+
+    def began(self, job: JobId, rule: str) -> None:
+        """From now on this job's chunks are held here; what another's told is gone."""
+        if job not in self._rules:
+            self._values, self._leaders, self._ratio = {}, {}, None
+        self._rules[job] = rule
+
+    def set(self, measure: Measure, value: float, *, of: int) -> None:
+        """The newest value, of a stage by its index; for `PROBE_SCORE` of a walker by its position."""
+        self._values[measure, str(of)] = value
+
+    def exchanged(self, *, plain_bytes: int, sent_bytes: int) -> None:
+        """What an exchange's parts would weigh in float32, and what they do weigh."""
+        if sent_bytes > 0:
+            self._ratio = plain_bytes / sent_bytes
+
+    def led(self, leader: int, *, of: str) -> None:
+        """Who leads a group of walkers, which is named by the caller, or all of them."""
+        before = self._leaders.get(of)
+        self.num_leader_changes += before is not None and before != leader
+        self._leaders[of] = leader
+
+    # --- for readers ---
+
+    def rule_of(self, job: JobId) -> str:
+        """The rule of a job that this worker has held something of; "unknown" otherwise."""
+        return self._rules.get(job, "unknown")
+
+    def values(self, measure: Measure) -> dict[str, float]:
+        """By stage or walker."""
+        return {
+            label: value for (kind, label), value in sorted(dict(self._values).items()) if kind is measure
+        }
+
+    @property
+    def compression_ratio(self) -> float | None:
+        """How many times fewer bytes the newest exchange took than in float32; None before there was one."""
+        return self._ratio
