@@ -1,0 +1,206 @@
+"""How one walker's parameters get to all others soonest: a tree along fast links, in pieces that follow each other.
+
+Whoever has a piece sends it on while the next one comes. A sender has one uplink: it sends one piece to one child at a
+time, so many children cost as much as a slow link. Members are places in the order of the matrices.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from skein.topology.links import F64
+
+Tree = tuple[tuple[int, int], ...]
+"""(member, parent) for everyone but the leader, sorted by member; parents send to their children in that order."""
+
+_MOST_PIECES = 40_000
+"""Pieces that the search for a better tree may follow to a member: it takes less than a tenth of a second."""
+_WORK = 0.01
+_GAIN = 1e-9
+"""A change that saves a smaller share of the time is rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BroadcastProblem:
+    """`num_bytes` of the leader to all members, in `num_pieces` equal pieces, over links as measured.
+
+    `latency_s` and `bytes_per_s` are (num_members, num_members), row sends to column.
+    """
+
+    leader: int
+    latency_s: F64
+    bytes_per_s: F64
+    num_bytes: float
+    num_pieces: int = 16
+
+    def __post_init__(self) -> None:
+        n = len(self.latency_s)
+        if self.latency_s.shape != (n, n) or self.bytes_per_s.shape != (n, n):
+            raise ValueError(f"square matrices are needed: {self.latency_s.shape}, {self.bytes_per_s.shape}")
+        if not 0 <= self.leader < n or self.num_pieces < 1:
+            raise ValueError(f"leader {self.leader} of {n} members, {self.num_pieces} pieces")
+
+    @property
+    def members(self) -> range:
+        return range(len(self.latency_s))
+
+    def seconds(self, tree: Tree) -> float:
+        """When the last member has the last piece, as seconds from the start.
+
+        Raises:
+            ValueError: the tree does not reach every member.
+        """
+        found = self._arrivals_s(dict(tree))
+        if len(found) != len(self.members):
+            raise ValueError(f"the tree reaches {sorted(found)} of {len(self.members)} members")
+        return max(arrived_s[-1] for arrived_s in found.values())
+
+    def _arrivals_s(self, parent_by_member: Mapping[int, int]) -> dict[int, list[float]]:
+        """When each member that the leader reaches has each piece."""
+        children = defaultdict(list)
+        for member in sorted(parent_by_member):
+            children[parent_by_member[member]].append(member)
+        found = {self.leader: [0.0] * self.num_pieces}
+        waiting = [self.leader]
+        while waiting:
+            sender = waiting.pop()
+            found.update(self._sent_s(sender, found[sender], children[sender]))
+            waiting += children[sender]
+        return found
+
+    def _sent_s(self, sender: int, has_s: list[float], children: list[int]) -> dict[int, list[float]]:
+        """When each child has each piece: piece by piece, child by child, one at a time."""
+        latency_s, size = self.latency_s[sender].tolist(), self.num_bytes / self.num_pieces
+        takes_s = [size / rate for rate in self.bytes_per_s[sender, children].tolist()]
+        found: dict[int, list[float]] = {child: [] for child in children}
+        free_s = 0.0
+        for arrived_s in has_s:
+            free_s = max(free_s, arrived_s)
+            for child, piece_s in zip(children, takes_s, strict=True):
+                free_s += piece_s
+                found[child].append(free_s + latency_s[child])
+        return found
+
+    # --- trees ---
+
+    def star(self) -> Tree:
+        """The leader sends to everyone itself."""
+        return tuple((member, self.leader) for member in self.members if member != self.leader)
+
+    def chain(self) -> Tree:
+        """Each sends to whoever it reaches soonest of those left."""
+        at, left, found = self.leader, set(self.members) - {self.leader}, {}
+        while left:
+            nearest = min(left, key=lambda member: (self._link_s(at, member), member))
+            found[nearest] = at
+            left.remove(nearest)
+            at = nearest
+        return tuple(sorted(found.items()))
+
+    def grown(self) -> Tree:
+        """Member by member, each where it has everything soonest given what its parent sends already."""
+        found: dict[int, int] = {}
+        has_s, busy_s = {self.leader: 0.0}, {self.leader: 0.0}
+        while len(has_s) < len(self.members):
+            pairs = ((at, to) for at in sorted(has_s) for to in self.members if to not in has_s)
+            end_s, at, to = min((self._end_s(at, to, has_s, busy_s), at, to) for at, to in pairs)
+            found[to] = at
+            busy_s[at] += self.num_bytes / float(self.bytes_per_s[at, to])
+            has_s[to], busy_s[to] = end_s, 0.0
+        return tuple(sorted(found.items()))
+
+    def _end_s(self, at: int, to: int, has_s: Mapping[int, float], busy_s: Mapping[int, float]) -> float:
+        """About when `to` would have everything: the uplink's work, or a piece after its parent."""
+        takes_s = self.num_bytes / float(self.bytes_per_s[at, to])
+        return float(
+            self.latency_s[at, to]
+            + max(busy_s[at] + takes_s, has_s[at] + (busy_s[at] + takes_s) / self.num_pieces)
+        )
+
+    def _link_s(self, at: int, to: int) -> float:
+        return float(self.latency_s[at, to] + self.num_bytes / self.bytes_per_s[at, to])
+
+    def tree(self) -> Tree:
+        """The best tree found: that of star, chain and a grown one, with subtrees moved as long as that helps.
+
+        No slower than star and chain. The search is a short one: leaders change.
+        """
+        plain = (self.star(), self.chain())
+        best = min((*plain, self.grown()), key=self._cost_s)
+        num_left = _MOST_PIECES // (self.num_pieces * len(self.members))
+        while num_left > 0:
+            better, num_tried = self._improved(best, num_left)
+            if better is None:
+                break
+            best, num_left = better, num_left - num_tried
+        return self._soonest((best, *plain))
+
+    def _improved(self, tree: Tree, most: int) -> tuple[Tree | None, int]:
+        """The first better one of at most so many trees that differ by one subtree, and how many were tried.
+
+        Only what hangs on the way to the last member can hold that up.
+        """
+        on_the_way = {self.leader, *_upwards(self._last(tree), dict(tree))}
+        tops = [member for member, parent in tree if parent in on_the_way]
+        enough_s = self._cost_s(tree) * (1 - _GAIN)
+        others = islice((other for top in tops for other in self._with_moved(top, tree)), most)
+        num_tried = 0
+        for num_tried, other in enumerate(others, start=1):
+            if self._cost_s(other) < enough_s:
+                return other, num_tried
+        return None, num_tried
+
+    def _with_moved(self, top: int, tree: Tree) -> Iterator[Tree]:
+        """What is below `top`, entered by any of its members, under any other parent."""
+        parents, below = dict(tree), _below(top, tree)
+        for entry in sorted(below):
+            way = list(_upwards(entry, parents, until=top))
+            turned = parents | dict(zip(way[1:], way, strict=False))
+            for parent in self.members:
+                if parent not in below:
+                    yield tuple(sorted((turned | {entry: parent}).items()))
+
+    def _cost_s(self, tree: Tree) -> float:
+        """When the last member is done, and a little for what links have to carry: of trees as fast the cheapest."""
+        work_s = sum(self.num_bytes / float(self.bytes_per_s[parent, member]) for member, parent in tree)
+        return self.seconds(tree) + _WORK * work_s / len(self.members)
+
+    def _last(self, tree: Tree) -> int:
+        found = self._arrivals_s(dict(tree))
+        return min(found, key=lambda member: (-found[member][-1], member))
+
+    def _soonest(self, trees: Iterable[Tree]) -> Tree:
+        return min(trees, key=self.seconds)
+
+
+def _below(member: int, tree: Tree) -> set[int]:
+    """A member and everyone it reaches."""
+    children = defaultdict(list)
+    for child, parent in tree:
+        children[parent].append(child)
+    found, waiting = set[int](), [member]
+    while waiting:
+        at = waiting.pop()
+        found.add(at)
+        waiting += children[at]
+    return found
+
+
+def _upwards(member: int, parents: Mapping[int, int], until: int | None = None) -> Iterator[int]:
+    """A member and its ancestors below the leader, no further than `until`."""
+    while member in parents:
+        yield member
+        if member == until:
+            return
+        member = parents[member]
+
+
+def parents_of(tree: Tree, leader: int) -> tuple[int, ...]:
+    """Each member's parent by place, the leader's is itself.
+
+    >>> parents_of(((0, 1), (2, 0)), 1)
+    (1, 1, 0)
+    """
+    parent_by_member = {leader: leader, **dict(tree)}
+    return tuple(parent_by_member[member] for member in sorted(parent_by_member))

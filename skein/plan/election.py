@@ -1,0 +1,168 @@
+"""Which walker leads, what it claims, who checks that, and how many local steps come before it is asked.
+
+Rules of this file
+- All walkers are scored on equal samples, drawn anew for every election: whoever trains on the easiest data would
+  else lead for ever, and nobody could tell whether a score is true.
+- A claim names the parameters by digest before anybody gets them, so that they cannot be chosen afterwards.
+- Everything is a pure function of seed, step and claims: coordinator, workers and a replay of the log agree.
+"""
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from skein import rng
+from skein.data.order import permuted
+from skein.types import Step, WorkerId
+
+Who = TypeVar("Who", int, WorkerId)
+"""A walker, by place or by name."""
+
+TOLERANCE = 1e-3
+"""How far two devices may differ in a loss, as a share of it: bfloat16 rounds at 4e-3 an element, means far less."""
+_LEAST = 1e-6
+"""Losses nearer to zero than this are rounding; they differ by shares of this."""
+_AT_ONCE = 1e-9
+"""Steps that end so near to each other, as a share of a step, end together."""
+_DRAWN = 2.0**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim(Generic[Who]):
+    """What a walker says of itself: its mean loss on the probe (nats) and the digest of the parameters it has.
+
+    Both are those that `step` began with.
+    """
+
+    walker: Who
+    step: Step
+    score: float
+    digest: str
+
+
+def scores_of(claims: Iterable[Claim[Who]], step: Step) -> dict[Who, tuple[float, str]]:
+    """Score and digest by walker, of the claims about `step`; of several by one walker the first holds."""
+    found: dict[Who, tuple[float, str]] = {}
+    for claim in claims:
+        if claim.step == step:
+            found.setdefault(claim.walker, (claim.score, claim.digest))
+    return found
+
+
+def elect(scores: Mapping[Who, tuple[float, str]], blacklisted: AbstractSet[Who] = frozenset()) -> Who | None:
+    """The walker with the lowest score; ties go to the least id. None if nobody has a finite score.
+
+    Args:
+        scores: (score, digest) by walker: of a group for its leader, of all for the leader of all.
+        blacklisted: who claimed what was not true; does not lead.
+
+    >>> elect({2: (0.5, "b"), 0: (0.5, "a"), 1: (float("nan"), "c"), 3: (0.1, "d")}, {3})
+    0
+    """
+    fit = [(score, who) for who, (score, _) in scores.items() if math.isfinite(score)]
+    return min((pair for pair in fit if pair[1] not in blacklisted), default=(0.0, None))[1]
+
+
+def recheck(claim: Claim[Who], *, score: float, digest: str, tolerance: float = TOLERANCE) -> str | None:
+    """Why a claim is not true, from what a follower computed on the parameters it received; None if it is.
+
+    Args:
+        score: loss of the received parameters on the same probe.
+        digest: of the received parameters.
+        tolerance: how far unlike devices may differ, as a share of the loss.
+    """
+    if digest != claim.digest:
+        return f"the parameters received are {digest}, claimed were {claim.digest}"
+    is_near = abs(score - claim.score) <= tolerance * max(abs(score), _LEAST)
+    if not (math.isfinite(score) and is_near):
+        return f"the loss on the probe is {score:.6g}, claimed was {claim.score:.6g}"
+    return None
+
+
+def rechecking(seed: int, round_: int, followers: Collection[Who], *, ratio: float) -> tuple[Who, ...]:
+    """The followers that check the leader's claim in this round, sorted: each with probability `ratio`.
+
+    At least one does wherever the ratio is above zero, so that no lie stays unseen.
+
+    >>> rechecking(0, 3, [1, 2, 3], ratio=1.0), rechecking(0, 3, [1, 2, 3], ratio=0.0)
+    ((1, 2, 3), ())
+    """
+    if ratio <= 0 or not followers:
+        return ()
+    drawn = sorted((rng.key(seed, "recheck", round_, who) / _DRAWN, who) for who in followers)
+    return tuple(sorted(who for at, (draw, who) in enumerate(drawn) if draw < ratio or at == 0))
+
+
+class Ruling(StrEnum):
+    """What follows from checks: the claim stands, everybody is asked to check, or the leader has lied."""
+
+    STANDS = "stands"
+    ASK_ALL = "ask_all"
+    LIED = "lied"
+
+
+def judge(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> Ruling:
+    """What becomes of a claim: one accusation makes all check, and more than half of all have to agree on a lie.
+
+    So neither a leader nor an accuser is believed alone; a follower that is the only one is.
+
+    >>> judge({1: True}, num_followers=3), judge({1: False}, num_followers=3), judge({1: False, 2: False},
+    ...     num_followers=3)
+    (<Ruling.STANDS: 'stands'>, <Ruling.ASK_ALL: 'ask_all'>, <Ruling.LIED: 'lied'>)
+    """
+    against = sum(not is_true for is_true in is_true_by_follower.values())
+    if 2 * against > num_followers:
+        return Ruling.LIED
+    if against and len(is_true_by_follower) < num_followers:
+        return Ruling.ASK_ALL
+    return Ruling.STANDS
+
+
+def probe_positions(seed: int, round_: int, *, num_samples: int, num_validation: int) -> tuple[int, ...]:
+    """Positions of the validation set that all walkers are scored on in this round: sorted, none twice.
+
+    All of them if there are no more than `num_samples`.
+
+    Raises:
+        ValueError: the validation set is empty.
+    """
+    if num_validation < 1:
+        raise ValueError("scores need a validation set, and it is empty")
+    drawn = permuted(
+        range(min(num_samples, num_validation)), size=num_validation, key=rng.key(seed, "probe", round_)
+    )
+    return tuple(sorted(drawn.tolist()))
+
+
+def local_steps_by_walker(step_s: Mapping[Who, float], tau: int) -> dict[Who, int]:
+    """How many local steps each walker makes between two elections, `tau` on average, if nobody waits for the slowest.
+
+    A common count of finished steps reaches tau times the number of walkers; then each ends the step it is at. So fast
+    walkers make more steps, and an election waits for at most one step.
+
+    Args:
+        step_s: seconds per local step, by walker.
+
+    Raises:
+        ValueError: no walker, a step that takes no time, or fewer than one step.
+
+    Source: the counter of LSGD's asynchronous server.
+
+    >>> local_steps_by_walker({0: 1.0, 1: 1.0}, 4), local_steps_by_walker({0: 1.0, 1: 4.0}, 5)
+    ({0: 4, 1: 4}, {0: 8, 1: 2})
+    """
+    if not step_s or tau < 1 or not all(0 < seconds < math.inf for seconds in step_s.values()):
+        raise ValueError(
+            f"{tau} steps of {dict(step_s)} s: give walkers, a step or more, and seconds above 0"
+        )
+    done = [(step_s[who], who, 1) for who in sorted(step_s)]
+    heapq.heapify(done)
+    for _ in range(tau * len(step_s) - 1):
+        _, who, num_done = done[0]
+        heapq.heapreplace(done, ((num_done + 1) * step_s[who], who, num_done + 1))
+    at_s = done[0][0]
+    return {who: max(1, math.ceil(at_s / step_s[who] - _AT_ONCE)) for who in sorted(step_s)}
