@@ -5,6 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.plan.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
 
@@ -96,15 +97,33 @@ class TransferTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Chunks that reduce the same tensors. Shard i is summed by `owner(i)`, in the order of `members`."""
+    """Chunks that reduce the same tensors, and which way shards go. `owner(i)` makes the result of shard i.
+
+    `weights` has for each shard whose parts make it, with which weight and in which order; none: those of all members,
+    1 each. Only where the owner sees all parts may there be any.
+    """
 
     group: GroupId
     members: tuple[ChunkRef, ...]
     num_shards: int
+    pattern: Pattern = DIRECT
+    weights: tuple[Row, ...] = ()
+    fragment: int = 0
+    """Which piece of a walker this is about, where a rule cuts it into several."""
 
     def owner(self, shard: int) -> ChunkRef:
-        """The member that sums `shard` and hands the result out."""
-        return self.members[shard % len(self.members)]
+        """The member that makes the result of `shard`: owners are workers in turn."""
+        workers = self.workers
+        worker = workers[owner_of(self.pattern, len(workers), shard)]
+        return next(member for member in self.members if member.worker == worker)
+
+    def contributors(self, shard: int) -> tuple[ChunkRef, ...]:
+        """Whose parts make `shard`, in order of summation."""
+        if self.weights:
+            return tuple(self.members[i] for i in self.weights[shard].members)
+        if isinstance(self.pattern, Broadcast):
+            return (self.owner(shard),)
+        return self.members
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from skein.plan.plan import Group, Path
 from skein.protocol.messages import StepRecord
 from skein.protocol.tensors import Direction, HopTensor, Phase, ShardTensor
-from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step
+from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 
 
 class HopKey(NamedTuple):
@@ -81,33 +81,44 @@ class BackwardOp:
         return self.path.hops[self.hop]
 
 
+Parcel = tuple[WorkerId, ShardTensor]
+"""A shard and who is to have it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOp:
-    """Copy the group's accumulators of each local member into shards, filed as PART tensors. Accumulators stay."""
+    """Copy the group's accumulators of each local member into shards, filed as `parcels` say. Accumulators stay."""
 
     step: Step
     group: Group
     attempt: Attempt
     stages: tuple[StageIndex, ...]
+    parcels: tuple[Parcel, ...]
+    """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumOp:
-    """Add the parts of one shard in the order of the group's members, filed as the RESULT of `shard`."""
+    """Add `parts` of one shard, PARTs or SUMs, in that order; filed as `total`, a RESULT or a SUM that goes on."""
 
     step: Step
     group: Group
     attempt: Attempt
     shard: int
+    parts: tuple[ShardTensor, ...]
+    total: ShardTensor
+    to: tuple[WorkerId, ...]
+    """Who is to have the total, perhaps this worker too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOp:
-    """Put the group's result together (or take the only member's accumulators) and say what it is."""
+    """Put the group's `results` together (if none: take the only member's accumulators) and say what it is."""
 
     step: Step
     group: Group
     attempt: Attempt
+    results: tuple[ShardTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,15 +51,20 @@ class HopTensor:
 
 
 class ShardKind(StrEnum):
-    """A member's summand on its way to the shard's owner, or the sum on its way back."""
+    """A member's summand on its way to the shard's owner, a sum of several on the way there, or the result."""
 
     PART = "part"
+    SUM = "sum"
     RESULT = "result"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:
-    """One shard of one reduction; `member` is the contributing chunk (PART) or the shard's owner (RESULT)."""
+    """One shard of one reduction.
+
+    `member` is the contributing chunk (PART), the first one of the worker that added up (SUM), or the shard's owner
+    (RESULT).
+    """
 
     kind: ShardKind
     step: Step

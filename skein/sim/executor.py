@@ -31,7 +31,7 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor
 from skein.sim.invariants import Violated, Visits, lineage_after
 from skein.types import (
     Attempt,
@@ -305,36 +305,22 @@ class SimExecutor:
         accumulated[contribution] = accumulated.get(contribution, 0) + 1
 
     def _pack(self, op: PackOp) -> None:
-        for member in op.group.members:
-            if member.worker != self.worker:
-                continue
-            for shard in range(op.group.num_shards):
-                tensor = self._tensor(ShardKind.PART, op, shard, member)
-                self._shards[tensor] = dict(self.chunks[member.stage].accumulated)
+        for _, tensor in op.parcels:
+            self._shards[tensor] = dict(self.chunks[tensor.member.stage].accumulated)
 
     def _sum(self, op: SumOp) -> None:
         total: Contributions = {}
-        for member in op.group.members:
-            for key, count in self._shards.pop(self._tensor(ShardKind.PART, op, op.shard, member)).items():
+        for part in op.parts:
+            for key, count in self._shards.pop(part).items():
                 total[key] = total.get(key, 0) + count
-        self._shards[self._tensor(ShardKind.RESULT, op, op.shard, op.group.owner(op.shard))] = total
-
-    def _tensor(
-        self, kind: ShardKind, op: PackOp | SumOp | JoinOp, shard: int, member: ChunkRef
-    ) -> ShardTensor:
-        return ShardTensor(
-            kind=kind, step=op.step, group=op.group.group, attempt=op.attempt, shard=shard, member=member
-        )
+        self._shards[op.total] = total
 
     def _join(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
             result = dict(self.chunks[group.members[0].stage].accumulated)
         else:
-            shards = [
-                self._shards[self._tensor(ShardKind.RESULT, op, shard, group.owner(shard))]
-                for shard in range(group.num_shards)
-            ]
+            shards = [self._shards[tensor] for tensor in op.results]
             if any(shard != shards[0] for shard in shards):
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]

@@ -32,7 +32,7 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor
 from skein.sim.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
 from skein.sim.invariants import INITIAL, Violated, Visits
 from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
@@ -291,30 +291,26 @@ class NumericExecutor(SimExecutor):
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _pack_values(self, op: PackOp) -> None:
-        for member in op.group.members:
-            if member.worker == self.worker:
-                split = np.array_split(self._vector(op.group.group, member.stage), op.group.num_shards)
-                for shard, values in enumerate(split):
-                    self._parts[self._tensor(ShardKind.PART, op, shard, member)] = values
+        split = {
+            stage: np.array_split(self._vector(op.group.group, stage), op.group.num_shards)
+            for stage in op.stages
+        }
+        for _, tensor in op.parcels:
+            self._parts[tensor] = split[tensor.member.stage][tensor.shard]
 
     def _sum_values(self, op: SumOp) -> None:
-        parts = [
-            self._parts.pop(self._tensor(ShardKind.PART, op, op.shard, member)) for member in op.group.members
-        ]
+        parts = [self._parts.pop(tensor) for tensor in op.parts]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        self._parts[self._tensor(ShardKind.RESULT, op, op.shard, op.group.owner(op.shard))] = total
+        self._parts[op.total] = total
 
     def _join_values(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
             result = self._vector(group.group, group.members[0].stage)
         else:
-            shards = range(group.num_shards)
-            result = np.concatenate(
-                [self._parts[self._tensor(ShardKind.RESULT, op, s, group.owner(s))] for s in shards]
-            )
+            result = np.concatenate([self._parts[tensor] for tensor in op.results])
         self._results[group.group, op.attempt] = result
         return Joined(
             group=group.group,

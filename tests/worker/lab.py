@@ -1,6 +1,7 @@
 """Workers in one process without a network: computes, stores between them, and a step as a coordinator would run it."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from skein.config.job import (
 )
 from skein.config.optimizer import AdamWSpec
 from skein.model.layers import layers_of, tied_names
+from skein.plan.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages import Decision, GroupResult, Resumption, StepRecord
 from skein.protocol.ops import (
@@ -34,16 +36,16 @@ from skein.protocol.ops import (
     LossOp,
     Op,
     OpOutcome,
-    PackOp,
-    SumOp,
 )
-from skein.protocol.tensors import Phase
+from skein.protocol.tensors import Envelope, Phase, ShardTensor
+from skein.protocol.work.reduction import Exchange, handed_out
 from skein.types import (
     Attempt,
     ChunkRef,
     Epoch,
     Generation,
     GroupId,
+    Incarnation,
     JobId,
     Layout,
     MicrobatchId,
@@ -131,7 +133,9 @@ class Arrangement:
         return tuple(sorted({chunk.worker for chunk in self.chunks}))
 
 
-def arrange(job: JobSpec, ways: Sequence[Sequence[int]] | None = None) -> Arrangement:
+def arrange(
+    job: JobSpec, ways: Sequence[Sequence[int]] | None = None, pattern: Pattern = DIRECT
+) -> Arrangement:
     """An even cut; replica r's worker of stage s is w<r><s>, microbatches go round the replicas.
 
     Microbatch m visits the stages `ways[m % len(ways)]` in that order, by default all.
@@ -155,19 +159,31 @@ def arrange(job: JobSpec, ways: Sequence[Sequence[int]] | None = None) -> Arrang
             group=GroupId(f"s{stage.index}"),
             members=tuple(ref for ref in chunks if ref.stage == stage.index),
             num_shards=job.parallel.replicas,
+            pattern=pattern,
         )
         for stage in stages
     ]
     if tied_names(job.model) and len(stages) > 1:
         ends = {stages[0].index, stages[-1].index}
         members = tuple(ref for ref in chunks if ref.stage in ends)
-        groups.append(Group(group=TIED, members=members, num_shards=2))
+        groups.append(Group(group=TIED, members=members, num_shards=2, pattern=pattern))
     visited = ways or [[stage.index for stage in stages]]
     paths = tuple(
         Path(hops=tuple(rings[m % len(rings)][stage] for stage in visited[m % len(visited)]))
         for m in range(job.batch.num_microbatches)
     )
     return Arrangement(stages=stages, chunks=chunks, paths=paths, groups=tuple(groups))
+
+
+def _envelope(sender: WorkerId, header: ShardTensor) -> Envelope:
+    return Envelope(
+        job=JobId("j1"),
+        epoch=Epoch(1),
+        generation=GENERATION,
+        sender=sender,
+        incarnation=Incarnation("1"),
+        header=header,
+    )
 
 
 class Bench:
@@ -223,9 +239,11 @@ class Bench:
 class Lab:
     """All workers of a job; `step` runs one training step, op by op."""
 
-    def __init__(self, job: JobSpec, ways: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, job: JobSpec, ways: Sequence[Sequence[int]] | None = None, *, pattern: Pattern = DIRECT
+    ) -> None:
         self.job = job
-        self.arrangement = arrange(job, ways)
+        self.arrangement = arrange(job, ways, pattern)
         self.benches = {worker: Bench(worker, job, self.arrangement) for worker in self.arrangement.workers}
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""
@@ -276,23 +294,28 @@ class Lab:
         return loss
 
     def reduce(self, step: Step, group: Group) -> Joined:
-        if len(group.members) > 1:
-            for worker in group.workers:
-                stages = tuple(ref.stage for ref in group.members if ref.worker == worker)
-                self._pack(worker, PackOp(step=step, group=group, attempt=ATTEMPT, stages=stages))
-            for shard in range(group.num_shards):
-                op = SumOp(step=step, group=group, attempt=ATTEMPT, shard=shard)
-                self.run(group.owner(shard).worker, op, group.workers)
-        votes = [
-            self.run(worker, JoinOp(step=step, group=group, attempt=ATTEMPT)) for worker in group.workers
-        ]
+        """One reduction, by the machines that say who does what; the answer that all voted."""
+        machines = {worker: Exchange(worker, step, ATTEMPT) for worker in group.workers}
+        waiting = deque((worker, machine.prepare(group)) for worker, machine in machines.items())
+        votes = []
+        while waiting:
+            worker, moves = waiting.popleft()
+            for target, key in moves.parcels:
+                payload = self.benches[worker].store.for_sending(_envelope(worker, key))
+                self._hand_over(worker, target, key, payload)
+                waiting.append((target, machines[target].arrive(key)))
+            for op in moves.ops:
+                done = self.benches[worker].run(op)
+                if isinstance(op, JoinOp):
+                    votes.append(done.outcome)
+                    continue
+                for target, key in handed_out(op):
+                    self._hand_over(worker, target, key, done.outputs[key])
+                    waiting.append((target, machines[target].arrive(key)))
+        assert len(votes) == len(machines)
         assert len(set(votes)) == 1, votes
         assert isinstance(votes[0], Joined)
         return votes[0]
-
-    def _pack(self, worker: WorkerId, op: PackOp) -> None:
-        for key, payload in self.benches[worker].run(op).outputs.items():
-            self._hand_over(worker, op.group.owner(key.shard).worker, key, payload)  # type: ignore[union-attr]
 
     def step(self, step: int, *, decision: Decision = Decision.APPLY) -> StepRecord:
         """One step from data to update; what was decided."""

@@ -13,6 +13,7 @@ import torch
 from bench.reference import torch_optimizer
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.plan.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Decision
 from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome
@@ -229,14 +230,32 @@ def test_labels_go_along_where_a_line_comes_back_to_its_origin(text: Path, labs:
     assert {tensor.name for tensor in output} == {"x", "labels"}
 
 
-def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab]) -> None:
-    lab = Lab(tiny_job(text, replicas=2, precision=Precision.FP32))
+PATTERNS = {"direct": Direct(), "ring": Ring(), "tree": Tree(), "given tree": Tree(parents=(1, 2, 2))}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab], pattern: Pattern) -> None:
+    lab = Lab(tiny_job(text, replicas=3, is_tied=False, precision=Precision.FP32), pattern=pattern)
     labs.append(lab)
     for step in range(3):
         lab.step(step)
     for stage in lab.arrangement.stages:
-        one, other = (lab.chunk(stage.index, replica).copy_state() for replica in range(2))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        one, *others = (lab.chunk(stage.index, replica).copy_state() for replica in range(3))
+        assert all(torch.equal(one[name], other[name]) for other in others for name in one)
+
+
+@pytest.mark.parametrize("pattern", [Ring(), Tree()], ids=["ring", "tree"])
+@pytest.mark.parametrize("layout", Layout)
+def test_sums_that_are_made_on_the_way_give_the_gradient_of_plain_torch(
+    text: Path, labs: list[Lab], layout: Layout, pattern: Pattern
+) -> None:
+    lab = Lab(tiny_job(text, stages=2, replicas=3, layout=layout, is_tied=True), pattern=pattern)
+    labs.append(lab)
+    plain = PlainTorch(lab)
+    for step in range(2):
+        # As where all parts meet: float64 sums in another order.
+        record = lab.step(step)
+        assert (record.loss, record.gradient_norm) == pytest.approx(plain.step(step), rel=1e-12)
 
 
 def test_a_step_that_begins_anew_gives_the_same_bits(text: Path, labs: list[Lab]) -> None:

@@ -37,7 +37,7 @@ from skein.protocol.ops import (
     SumOp,
     TensorKey,
 )
-from skein.protocol.tensors import Direction, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import Direction, Phase
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -296,33 +296,25 @@ class Compute:
     # --- reduction; accumulators are only read ---
 
     def _pack(self, op: PackOp) -> Outputs:
+        flats = {stage: self._held.chunks[stage].accumulator(op.group.group) for stage in op.stages}
+        bounds = {stage: shard_bounds(flat.numel(), op.group.num_shards) for stage, flat in flats.items()}
         outputs: Outputs = {}
-        for stage in op.stages:
-            flat = self._held.chunks[stage].accumulator(op.group.group)
-            member = ChunkRef(stage=stage, worker=self._held.worker)
-            for shard, (start, stop) in enumerate(shard_bounds(flat.numel(), op.group.num_shards)):
-                key = _shard_key(op, ShardKind.PART, shard, member)
-                outputs[key] = self._payload({SHARD: flat[start:stop].clone()}, op.group.owner(shard))
+        for to, key in op.parcels:
+            start, stop = bounds[key.member.stage][key.shard]
+            part = {SHARD: flats[key.member.stage][start:stop].clone()}
+            outputs[key] = part if to == self._held.worker else pack(part)
         return outputs
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
-        keys = [_shard_key(op, ShardKind.PART, op.shard, member) for member in op.group.members]
-        total = sum_in_order([unpack(operands[key], self.device)[SHARD] for key in keys])
-        result = {SHARD: total}
-        is_local = op.group.workers == (self._held.worker,)
-        key = _shard_key(op, ShardKind.RESULT, op.shard, op.group.owner(op.shard))
-        return {key: result if is_local else pack(result)}
+        total = {SHARD: sum_in_order([unpack(operands[key], self.device)[SHARD] for key in op.parts])}
+        return {op.total: total if op.to == (self._held.worker,) else pack(total)}
 
     def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
         group = op.group
         if len(group.members) == 1:
             flat = self._held.chunks[group.members[0].stage].accumulator(group.group)
         else:
-            keys = [
-                _shard_key(op, ShardKind.RESULT, shard, group.owner(shard))
-                for shard in range(group.num_shards)
-            ]
-            flat = torch.cat([unpack(operands[key], self.device)[SHARD] for key in keys])
+            flat = torch.cat([unpack(operands[key], self.device)[SHARD] for key in op.results])
         norm = squared_norm(flat)
         # A sum of squares can only be infinite without an infinite element where squares overflow float64.
         joined = Joined(
@@ -396,12 +388,6 @@ class Compute:
         return tensor.to(self.device, non_blocking=True)
 
 
-def _shard_key(op: PackOp | SumOp | JoinOp, kind: ShardKind, shard: int, member: ChunkRef) -> ShardTensor:
-    return ShardTensor(
-        kind=kind, step=op.step, group=op.group.group, attempt=op.attempt, shard=shard, member=member
-    )
-
-
 def operand_keys(op: Op) -> Iterable[TensorKey]:
     """What an op takes from the payloads that are filed, besides what the torch thread holds."""
     match op:
@@ -411,12 +397,9 @@ def operand_keys(op: Op) -> Iterable[TensorKey]:
         case BackwardOp():
             yield HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
         case SumOp():
-            for member in op.group.members:
-                yield _shard_key(op, ShardKind.PART, op.shard, member)
+            yield from op.parts
         case JoinOp():
-            if len(op.group.members) > 1:
-                for shard in range(op.group.num_shards):
-                    yield _shard_key(op, ShardKind.RESULT, shard, op.group.owner(shard))
+            yield from op.results
         case PackOp() | ApplyOp() | SaveOp() | SnapshotOp():
             return
         case _:

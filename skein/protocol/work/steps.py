@@ -47,7 +47,7 @@ from skein.protocol.ops import (
 from skein.protocol.reports import EvaluationDone, StageDone, Vote
 from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
-from skein.protocol.work.reduction import Exchange
+from skein.protocol.work.reduction import Exchange, Moves, handed_out
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import DropTensor
 from skein.types import Attempt, GroupId, MicrobatchId, StageIndex, StageSpec, Step
@@ -243,7 +243,8 @@ class Steps:
                 ledger = self.pipeline.ledger(part.stage)
                 self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
                 return
-        self._queue.extend(self._exchange(directive.group, directive.attempt).prepare(group))
+        exchange = self._exchange(directive.group, directive.attempt)
+        self._advance(exchange, exchange.prepare(group))
 
     def _commit_step(self, directive: Commit) -> None:
         record = directive.record
@@ -298,7 +299,8 @@ class Steps:
         if isinstance(header, ShardTensor):
             if header.group not in self._groups:
                 return False
-            self._queue.extend(self._exchange(header.group, header.attempt).arrive(header))
+            exchange = self._exchange(header.group, header.attempt)
+            self._advance(exchange, exchange.arrive(header))
             return True
         if not self.pipeline.may_hold(header):
             return False
@@ -381,10 +383,14 @@ class Steps:
             exchange.is_joined = True
             self._vote(op, outcome)
             return
-        parcels = exchange.packed() if isinstance(op, PackOp) else exchange.summed(op.shard)
-        for to, header in parcels:
+        self._advance(exchange, Moves(parcels=handed_out(op)))
+
+    def _advance(self, exchange: Exchange, moves: Moves) -> None:
+        """Run what an exchange can run now, and hand over its shards: to others, or back to it."""
+        self._queue.extend(moves.ops)
+        for to, header in moves.parcels:
             if to == self._me:
-                self._queue.extend(exchange.arrive(header))
+                self._advance(exchange, exchange.arrive(header))
             else:
                 self._standing.send(to, header)
 

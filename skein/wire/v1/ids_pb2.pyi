@@ -293,30 +293,194 @@ class Path(_message.Message):
 Global___Path: _TypeAlias = Path  # noqa: Y015
 
 @_typing.final
+class Direct(_message.Message):
+    """Each part goes to the shard's owner, which sends the result to all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Direct: _TypeAlias = Direct  # noqa: Y015
+
+@_typing.final
+class Ring(_message.Message):
+    """Sums grow along the ring of places, results go round the same way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ring: _TypeAlias = Ring  # noqa: Y015
+
+@_typing.final
+class Tree(_message.Message):
+    """Sums go up a tree to the owner, results down."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By place, the root's its own; none: a binary tree in order of places."""
+
+    def __init__(
+        self,
+        *,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parents", b"parents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tree: _TypeAlias = Tree  # noqa: Y015
+
+@_typing.final
+class Neighbours(_message.Message):
+    """Shard i is place i's alone, made of the parts that its row of weights names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Neighbours: _TypeAlias = Neighbours  # noqa: Y015
+
+@_typing.final
+class Broadcast(_message.Message):
+    """What the leader has goes down a tree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    leader: _builtins.int
+    """A place."""
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By place, the leader's its own."""
+
+    def __init__(
+        self,
+        *,
+        leader: _builtins.int = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "parents", b"parents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Broadcast: _TypeAlias = Broadcast  # noqa: Y015
+
+@_typing.final
+class Row(_message.Message):
+    """Whose parts make a shard, in order of summation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions in Group.members."""
+
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As many."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        weights: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Row: _TypeAlias = Row  # noqa: Y015
+
+@_typing.final
 class Group(_message.Message):
-    """Chunks that reduce the same tensors."""
+    """Chunks that reduce the same tensors, and which way shards go. Places are the workers of `members`, each once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    BROADCAST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     num_shards: _builtins.int
+    fragment: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRef]: ...
+    @_builtins.property
+    def direct(self) -> Global___Direct: ...
+    @_builtins.property
+    def ring(self) -> Global___Ring: ...
+    @_builtins.property
+    def tree(self) -> Global___Tree: ...
+    @_builtins.property
+    def neighbours(self) -> Global___Neighbours: ...
+    @_builtins.property
+    def broadcast(self) -> Global___Broadcast: ...
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]:
+        """By shard; none: all members, 1 each."""
+
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
         members: _abc.Iterable[Global___ChunkRef] | None = ...,
         num_shards: _builtins.int = ...,
+        direct: Global___Direct | None = ...,
+        ring: Global___Ring | None = ...,
+        tree: Global___Tree | None = ...,
+        neighbours: Global___Neighbours | None = ...,
+        broadcast: Global___Broadcast | None = ...,
+        weights: _abc.Iterable[Global___Row] | None = ...,
+        fragment: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "direct", b"direct", "neighbours", b"neighbours", "pattern", b"pattern", "ring", b"ring", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "members", b"members", "num_shards", b"num_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "direct", b"direct", "fragment", b"fragment", "group", b"group", "members", b"members", "neighbours", b"neighbours", "num_shards", b"num_shards", "pattern", b"pattern", "ring", b"ring", "tree", b"tree", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_pattern: _TypeAlias = _typing.Literal["direct", "ring", "tree", "neighbours", "broadcast"]  # noqa: Y015
+    _WhichOneofArgType_pattern: _TypeAlias = _typing.Literal["pattern", b"pattern"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_pattern) -> _WhichOneofReturnType_pattern | None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015
 

@@ -33,7 +33,9 @@ class _ShardKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardKind.V
     SHARD_KIND_PART: _ShardKind.ValueType  # 1
     """A member's summand, on its way to the shard's owner."""
     SHARD_KIND_RESULT: _ShardKind.ValueType  # 2
-    """The sum, on its way back."""
+    """The result, on its way back."""
+    SHARD_KIND_SUM: _ShardKind.ValueType  # 3
+    """A sum of several summands, on its way to the shard's owner."""
 
 class ShardKind(_ShardKind, metaclass=_ShardKindEnumTypeWrapper):
     """What a shard of a reduction is."""
@@ -43,7 +45,9 @@ SHARD_KIND_UNSPECIFIED: ShardKind.ValueType  # 0
 SHARD_KIND_PART: ShardKind.ValueType  # 1
 """A member's summand, on its way to the shard's owner."""
 SHARD_KIND_RESULT: ShardKind.ValueType  # 2
-"""The sum, on its way back."""
+"""The result, on its way back."""
+SHARD_KIND_SUM: ShardKind.ValueType  # 3
+"""A sum of several summands, on its way to the shard's owner."""
 Global___ShardKind: _TypeAlias = ShardKind  # noqa: Y015
 
 class _StateKind:
