@@ -23,6 +23,7 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
 from skein.plan.cut import cut
 from skein.plan.plan import Alternates, ChunkPlan, Group, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Ledger, StepRecord
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.protocol.reports import StageDone, Vote
@@ -40,8 +41,9 @@ from skein.protocol.tensors import Phase
 from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import STEP, Chunk, own_group
+from worker.compute.chunk import Chunk, own_group
 from worker.compute.ops import Compute, Done, Holding
+from worker.compute.state import STEP
 from worker.data.dataset import open_dataset
 
 MAX_JUMP = 4
@@ -257,7 +259,10 @@ class SkippingTraining:
             clip_norm=spec.clip_norm,
             batch_samples=self.job.batch.samples,
         )
-        deciding = Round(terms, plan, expected=expected, epoch=_EPOCH, generation=_GENERATION)
+        ends = [path.hops[-1] for path in plan.paths]
+        deciding = Round(
+            terms, plain_groups(plan), ends, expected=expected, epoch=_EPOCH, generation=_GENERATION
+        )
         events: deque[RoundEvent] = deque(
             LedgerHeard(worker=_HERE, done=self._done(step, ref, expected[ref], losses)) for ref in self._refs
         )

@@ -17,6 +17,7 @@ from itertools import islice
 
 import numpy as np
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
@@ -37,6 +38,7 @@ from skein.plan.place import Demand, Pool, Seating, reseat, seat
 from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
 from skein.plan.times import with_times
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.plan.walkers import lines_of, paths_within, walkers_of
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
 from skein.types import ChunkRef, GroupId, Layout, StageSpec, WorkerId
@@ -213,7 +215,15 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     # Who holds several stages has only a part of its time for each.
     speeds = pool.speeds / np.array([max(len(held), 1) for held in seating.held])
     layout = setting.job.parallel.layout
-    paths, evaluation_paths = setting.paths(stages, holders, speeds)
+    if setting.job.aggregation.walkers is Walkers.MANY:
+        earlier = () if previous is None else [[x.worker for x in line] for line in walkers_of(previous)]
+        lines = lines_of(holders, pool, [line[: len(holders)] for line in earlier])
+        holders = [[line[stage] for line in lines] for stage in range(len(holders))]
+        paths, evaluation_paths = paths_within(
+            lines, stages, layout, setting.job.batch.num_microbatches, pool
+        )
+    else:
+        paths, evaluation_paths = setting.paths(stages, holders, speeds)
     if layout is Layout.LOOP:
         holders.append(holders[0])
     chunks = tuple(

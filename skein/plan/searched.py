@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.balanced import alternates_of, and_more, counted, groups_of, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
@@ -70,6 +71,9 @@ def make_plan(
     """
     plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
     if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
+        return plan
+    if job.aggregation.walkers is Walkers.MANY:
+        # The search lets microbatches go through any holder; walkers keep to their own.
         return plan
     if previous is not None:
         return _after(job, fleet, plan, previous, seed, may_go_on=may_go_on, steps_left=steps_left)

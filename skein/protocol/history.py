@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.reroute import ways
+from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import (
     Averaged,
@@ -53,6 +55,8 @@ class JobHistory:
     averaged: dict[StageSpec, Step] = field(default_factory=dict)
     """At which version a stage was last made of its neighbours."""
     incidents: list[Incident] = field(default_factory=list)
+    learned: tuple[int, ...] = ()
+    """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     end: JobEnded | None = None
 
     @property
@@ -117,11 +121,13 @@ class History:
                 if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
                     job.turned_at = job.version
                 job.plan = record
+                job.learned = ()
             case StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.num_tokens += record.record.num_tokens
+                job.learned = _learned(job, record.record)
                 if job.outdated and job.plan is not None:
                     placed = set(job.plan.plan.workers)
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
@@ -161,3 +167,15 @@ class History:
         """The final state of a job; None while it has not ended."""
         end = self.jobs[job].end
         return None if end is None else end.state
+
+
+def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
+    if job.spec.aggregation.walkers is Walkers.ONE or job.plan is None:
+        return ()
+    results = {result.group: result for result in record.results}
+    if any(is_exchange(group) for group in results):
+        return ()
+    members = job.plan.plan.groups[-1].members
+    now = [results[local_group(member).group].num_tokens for member in members]
+    before = job.learned or (0,) * len(now)
+    return tuple(a + b for a, b in zip(before, now, strict=True))

@@ -8,6 +8,7 @@ them field by field, so names here are names there.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.config.aggregation import Reach
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.tensors import HopTensor
 from skein.types import (
@@ -159,8 +160,9 @@ class Resumption:
 class GroupResult:
     """The attempt whose result a commit applies, and what its holders voted.
 
-    `weight` is 1 over the valid tokens of the microbatches that visited the group's stages, the factor on their summed
-    gradient; 0 if there are none: then the step leaves these stages as they are.
+    `weight` is the factor on their summed gradient: 1 over `num_tokens`, the valid tokens of the microbatches that
+    visited the group's stages; 0 if there are none: then the step leaves these stages as they are. Where walkers are
+    clipped apart, the clip is in it.
     """
 
     group: GroupId
@@ -168,6 +170,7 @@ class GroupResult:
     digest: str
     squared_norm: float
     weight: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,15 +288,29 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeTerms:
+    """Which exchange of the job's rule a reduction is, and the numbers of the step that it ends.
+
+    `scales` has for each member of the group the factor on its summed gradients: 1 / tokens times its clip, 0 for one
+    that makes no local step.
+    """
+
+    reach: Reach
+    learning_rate: float
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """Reduce `group`: its members' ledgers, disjoint and covering, are `parts`."""
+    """Reduce `group`: its members' ledgers, disjoint and covering, are `parts`; or exchange, by the job's rule."""
 
     epoch: Epoch
     generation: Generation
     step: Step
-    group: GroupId
+    group: Group
     attempt: Attempt
     parts: tuple[Ledger, ...]
+    exchange: ExchangeTerms | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from math import fsum, isfinite
 from typing import NamedTuple
 
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import StepRecord
+from skein.protocol.messages import ExchangeTerms, StepRecord
 from skein.protocol.tensors import Direction, HopTensor, Phase, ShardTensor
 from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 
@@ -95,6 +95,8 @@ class PackOp:
     stages: tuple[StageIndex, ...]
     parcels: tuple[Parcel, ...]
     """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
+    exchange: ExchangeTerms | None = None
+    """Not None: what is packed is what the job's rule sends, after its local step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class SumOp:
     total: ShardTensor
     to: tuple[WorkerId, ...]
     """Who is to have the total, perhaps this worker too."""
+    exchange: ExchangeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ class JoinOp:
     group: Group
     attempt: Attempt
     results: tuple[ShardTensor, ...] = ()
+    exchange: ExchangeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

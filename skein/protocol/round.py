@@ -2,22 +2,27 @@
 
 Rules of this file
 - A group is reduced as soon as its members' ledgers are complete, while other stages still compute.
-- A step is decided when every holder of every group has voted the same attempt and digest.
+- An exchange is asked for once all reductions are voted on, with the numbers that follow from those votes.
+- A step is decided when every holder of every group has voted the same attempt and, where all are to have the same
+  result, the same digest.
+- A walker whose own gradient is not finite makes no local step; the others do.
 - A stage's gradient is a sum over the microbatches that visited it, so it is divided by their tokens and no others.
 - All numbers of the decision come from what was reported; members compute with these, never with their own.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from skein.plan.plan import Group, Plan
-from skein.protocol.messages import Decision, GroupResult, Ledger, StepRecord
+from skein.config.aggregation import Reach
+from skein.plan.plan import Group
+from skein.plan.rounds import StepGroups, local_group, weighed
+from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.ops import exact_sum
 from skein.protocol.reports import StageDone, Vote
 from skein.protocol.story import Story
+from skein.protocol.weighing import Numbers, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
 
 # --- events ---
@@ -51,6 +56,7 @@ class AskReduction:
     group: Group
     attempt: Attempt
     parts: tuple[Ledger, ...]
+    exchange: ExchangeTerms | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,8 @@ class Round:
     def __init__(
         self,
         terms: StepTerms,
-        plan: Plan,
+        groups: StepGroups,
+        ends: Collection[ChunkRef],
         *,
         expected: Mapping[ChunkRef, tuple[MicrobatchId, ...]],
         epoch: Epoch,
@@ -96,19 +103,23 @@ class Round:
         self.terms = terms
         self._epoch = epoch
         self._generation = generation
-        self._groups = {group.group: group for group in plan.groups}
-        self._voters = {group.group: frozenset(group.workers) for group in plan.groups}
+        self._step_groups = groups
+        every = (*groups.reduced, *groups.exchanged)
+        self._groups = {group.group: group for group in every}
+        self._reach = dict(zip((x.group for x in groups.exchanged), groups.reach, strict=True))
+        self._voters = {group.group: frozenset(group.workers) for group in every}
         self._groups_of: dict[ChunkRef, list[Group]] = {}
-        for group in plan.groups:
+        for group in groups.reduced:
             for member in group.members:
                 self._groups_of.setdefault(member, []).append(group)
         self._expected = expected
-        self._ends = frozenset(path.hops[-1] for path in plan.paths)
-        self._missing = {g.group: set(g.members) for g in plan.groups}
+        self._ends = frozenset(ends)
+        self._missing = {g.group: set(g.members) for g in groups.reduced}
         self._done: dict[ChunkRef, StageDone] = {}
         self._attempts: dict[GroupId, Attempt] = {}
         self._votes: dict[GroupId, dict[WorkerId, Vote]] = {}
         self._results: dict[GroupId, Vote] = {}
+        self._numbers: Numbers | None = None
         self._story = Story(num_ids=256)
 
     def handle(self, event: RoundEvent, *, now: float) -> list[RoundCommand]:
@@ -158,8 +169,31 @@ class Round:
         self._attempts[group.group] = attempt
         self._votes[group.group] = {}
         self._story.tell(group.group, f"attempt {number}", now=now)
+        if group.group in self._reach:
+            group = self._weighed(group)
         parts = tuple(self._done[member].ledger for member in group.members)
-        return AskReduction(group=group, attempt=attempt, parts=parts)
+        return AskReduction(group=group, attempt=attempt, parts=parts, exchange=self._exchange_terms(group))
+
+    def _weighed(self, group: Group) -> Group:
+        """An exchange with the weights that its members have by now."""
+        before, numbers = self._step_groups.num_tokens, self._numbers
+        if before is None:
+            return group
+        assert numbers is not None
+        now = [numbers.num_tokens_by_group[local_group(member).group] for member in group.members]
+        return weighed(group, [a + b for a, b in zip(before, now, strict=True)])
+
+    def _exchange_terms(self, group: Group) -> ExchangeTerms | None:
+        """The numbers that members need before they know the decision, which will have the same."""
+        if group.group not in self._reach:
+            return None
+        assert self._numbers is not None
+        weights = self._numbers.weights
+        return ExchangeTerms(
+            reach=self._reach[group.group],
+            learning_rate=self.terms.learning_rate,
+            scales=tuple(weights[local_group(member).group] for member in group.members),
+        )
 
     def _vote(self, event: VoteHeard, *, now: float) -> list[RoundCommand]:
         vote = event.vote
@@ -173,52 +207,54 @@ class Round:
         votes[event.worker] = vote
         if len(votes) < len(self._voters[vote.group]):
             return []
-        if len({v.digest for v in votes.values()}) > 1:
+        is_common = self._reach.get(vote.group) is not Reach.NEIGHBOURS
+        if is_common and len({v.digest for v in votes.values()}) > 1:
             if vote.attempt.number >= 1:
                 reason = f"holders of {vote.group} disagree on its result twice"
                 return [RoundFailed(reason=reason, blamed=_minority(group, votes))]
             return [self._ask(group, number=1, now=now)]
-        self._results[vote.group] = votes[group.members[0].worker]
-        if len(self._results) < len(self._groups):
-            return []
-        return [StepDecided(record=self._decide())]
+        self._results[vote.group] = _result(group, votes, is_common=is_common)
+        return self._go_on(now=now)
 
-    def _decide(self) -> StepRecord:
-        """Token counts, norm and clip from the reports, once, in a fixed order."""
+    def _go_on(self, *, now: float) -> list[RoundCommand]:
+        """A group has its result: ask for the exchanges, decide, or wait for the others."""
+        if self._numbers is None and len(self._results) == len(self._step_groups.reduced):
+            self._numbers = self._weigh()
+            if not self._numbers.reason:
+                asked = [self._ask(group, number=0, now=now) for group in self._step_groups.exchanged]
+                if asked:
+                    return list(asked)
+        if self._numbers is None or (not self._numbers.reason and len(self._results) < len(self._groups)):
+            return []
+        return [StepDecided(record=self._decide(self._numbers))]
+
+    def _weigh(self) -> Numbers:
+        """Token counts, norms and weights from the reports, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
         tokens = _tokens_by_microbatch(done)
-        num_tokens = sum(tokens.values())
-        loss_sum = exact_sum(d.loss_sum for d in done)
-        weight = 1.0 / num_tokens if num_tokens else 0.0
-        votes = [self._results[group] for group in sorted(self._results)]
+        votes = [self._results[group.group] for group in self._step_groups.reduced]
         visitors = {v.group: self._num_tokens(self._groups[v.group], tokens) for v in votes}
-        spoilt = [v.group for v in votes if not v.is_finite or not 0.0 <= v.squared_norm < inf]
-        squared_norm = inf
-        if not spoilt:
-            # The common weight stays outside: where nothing is skipped, the sum is that of the plain squares.
-            squared_norm = exact_sum(
-                v.squared_norm * (num_tokens / visitors[v.group]) ** 2 for v in votes if visitors[v.group]
-            )
-        norm = weight * sqrt(squared_norm) if squared_norm < inf else 0.0
-        reason = ""
-        if not num_tokens:
-            reason = "no valid token in the batch"
-        elif not isfinite(loss_sum):
-            reason = "loss not finite"
-        elif spoilt:
-            reason = "gradient not finite in " + ", ".join(spoilt)
-        elif squared_norm == inf:
-            reason = "gradient norm not finite"
-        clip = 1.0
-        if self.terms.clip_norm is not None and not reason:
-            clip = min(1.0, self.terms.clip_norm / (norm + 1e-6))
+        return weigh(
+            self._step_groups,
+            votes,
+            visitors,
+            loss_sum=exact_sum(d.loss_sum for d in done),
+            num_tokens=sum(tokens.values()),
+            clip_norm=self.terms.clip_norm,
+        )
+
+    def _decide(self, numbers: Numbers) -> StepRecord:
+        votes = [self._results[group] for group in sorted(self._results)]
+        spoilt = [v.group for v in votes if v.group in self._reach and not v.is_finite]
+        reason = numbers.reason or ("result not finite in " + ", ".join(spoilt) if spoilt else "")
         results = tuple(
             GroupResult(
                 group=v.group,
                 attempt=v.attempt,
                 digest=v.digest,
                 squared_norm=v.squared_norm,
-                weight=1.0 / visitors[v.group] if visitors[v.group] else 0.0,
+                weight=numbers.weights.get(v.group, 1.0),
+                num_tokens=numbers.num_tokens_by_group.get(v.group, 0),
             )
             for v in votes
         )
@@ -227,11 +263,11 @@ class Round:
             decision=Decision.SKIP if reason else Decision.APPLY,
             reason=reason,
             results=results,
-            loss=loss_sum * weight,
-            num_tokens=num_tokens,
-            weight=weight,
-            gradient_norm=norm,
-            clip=clip,
+            loss=numbers.loss,
+            num_tokens=numbers.num_tokens,
+            weight=1.0 / numbers.num_tokens if numbers.num_tokens else 0.0,
+            gradient_norm=numbers.gradient_norm,
+            clip=numbers.clip,
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
         )
@@ -239,6 +275,14 @@ class Round:
     def _num_tokens(self, group: Group, tokens: Mapping[MicrobatchId, int]) -> int:
         """Valid tokens of the microbatches that visited the group's stages."""
         return sum(tokens[m] for m in {m for member in group.members for m in self._expected[member]})
+
+
+def _result(group: Group, votes: Mapping[WorkerId, Vote], *, is_common: bool) -> Vote:
+    """What stands for all votes on a group: the first member's, or for results of their own what holds for all."""
+    first = votes[group.members[0].worker]
+    if is_common:
+        return first
+    return replace(first, digest="", is_finite=all(vote.is_finite for vote in votes.values()))
 
 
 def _tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:

@@ -34,8 +34,8 @@ from skein.protocol.worker_io import (
     StartPrefetch,
     WorkerCommand,
 )
-from skein.types import Epoch, Generation, GroupId, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
-from tests.support.hands import JOB, Hand, identity, record
+from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
+from tests.support.hands import JOB, Hand, alone, identity, record
 from tests.support.plans import chunk, path, plan_of, stage_spec
 from tests.support.reports import attempt, ledger
 
@@ -403,9 +403,10 @@ def prepare() -> Prepare:
         epoch=Epoch(1),
         generation=Generation(1),
         step=Step(0),
-        group=GroupId("s0"),
+        group=alone("s0", (ledger(0, "w0a", 0),)),
         attempt=attempt(0),
         parts=(ledger(0, "w0a", 0),),
+        exchange=None,
     )
 
 

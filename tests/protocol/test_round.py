@@ -5,6 +5,7 @@ from math import fsum, inf, isfinite, nan, sqrt
 import pytest
 
 from skein.plan.plan import Plan
+from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Decision, Ledger, StepRecord
 from skein.protocol.round import (
     AskReduction,
@@ -24,7 +25,14 @@ TERMS = StepTerms(step=Step(0), learning_rate=0.01, clip_norm=1.0, batch_samples
 
 
 def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
-    return Round(terms, plan, expected=plan.microbatches_by_chunk(), epoch=Epoch(1), generation=Generation(1))
+    return Round(
+        terms,
+        plain_groups(plan),
+        [path.hops[-1] for path in plan.paths],
+        expected=plan.microbatches_by_chunk(),
+        epoch=Epoch(1),
+        generation=Generation(1),
+    )
 
 
 def hear_ledgers(

@@ -179,6 +179,7 @@ def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | Non
             digest="",
             squared_norm=norm,
             weight=2.0,
+            num_tokens=1,
         )
         for stage, norm in (norms or {}).items()
     )

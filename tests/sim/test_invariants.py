@@ -36,7 +36,6 @@ from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after, v
 from skein.types import (
     Epoch,
     Generation,
-    GroupId,
     Incarnation,
     JobId,
     MicrobatchId,
@@ -44,7 +43,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from tests.support.hands import Hand, record
+from tests.support.hands import Hand, alone, record
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, schedule
 from tests.support.reports import attempt
@@ -275,9 +274,10 @@ def test_a_reduction_of_parts_that_overlap_or_leave_out_is_caught(parts: tuple[t
             epoch=Epoch(1),
             generation=Generation(1),
             step=Step(0),
-            group=GroupId("s0"),
+            group=alone("s0", ledgers),
             attempt=attempt(),
             parts=ledgers,
+            exchange=None,
         )
 
     invariants.announced(prepare((0, 2), (1, 3)))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from skein.plan.plan import Plan
+from skein.plan.plan import Group, Plan
 from skein.protocol.messages import (
     Assign,
     Commit,
@@ -40,7 +40,18 @@ from skein.protocol.worker_io import (
     WorkerCommand,
     WorkerEvent,
 )
-from skein.types import Attempt, Epoch, Generation, GroupId, Incarnation, JobId, SiteId, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    SiteId,
+    Step,
+    WorkerId,
+)
 from tests.support.reports import attempt, profile
 
 JOB = JobId("small-1")
@@ -66,7 +77,9 @@ def record(
 ) -> StepRecord:
     """A decision on `step`, naming these attempts by group."""
     results = tuple(
-        GroupResult(group=GroupId(group), attempt=tried, digest="same", squared_norm=1.0, weight=1.0)
+        GroupResult(
+            group=GroupId(group), attempt=tried, digest="same", squared_norm=1.0, weight=1.0, num_tokens=1
+        )
         for group, tried in (attempts or {}).items()
     )
     return StepRecord(
@@ -84,6 +97,12 @@ def record(
     )
 
 
+def alone(group: str, parts: Sequence[Ledger]) -> Group:
+    """A group of just those whose ledgers are listed."""
+    members = tuple(ChunkRef(stage=part.stage, worker=part.worker) for part in parts)
+    return Group(group=GroupId(group), members=members, num_shards=1)
+
+
 class Hand:
     """One worker of a plan, its driver and its coordinator. Time stands still unless it is told to pass."""
 
@@ -92,6 +111,7 @@ class Hand:
         self.now = 0.0
         self.commands: list[WorkerCommand] = []
         self.running: Op | None = None
+        self._groups: dict[GroupId, Group] = {}
 
     def give(self, event: WorkerEvent) -> list[WorkerCommand]:
         """Hand an event in; keeps an eye on the op that runs."""
@@ -105,6 +125,8 @@ class Hand:
         return self.commands
 
     def hear(self, directive: Directive) -> list[WorkerCommand]:
+        if isinstance(directive, Assign):
+            self._groups = {group.group: group for group in directive.groups}
         return self.give(DirectiveArrived(directive=directive))
 
     def found(self, kind: type[R]) -> list[R]:
@@ -247,9 +269,10 @@ class Hand:
                 epoch=Epoch(1),
                 generation=Generation(generation),
                 step=Step(step),
-                group=GroupId(group),
+                group=self._groups.get(GroupId(group)) or alone(group, parts),
                 attempt=attempt(number),
                 parts=tuple(parts),
+                exchange=None,
             )
         )
 

@@ -367,6 +367,7 @@ def decide(
                 digest=vote.digest,
                 squared_norm=vote.squared_norm,
                 weight=weights[group],
+                num_tokens=0,
             )
             for group, vote in joined.items()
         ),

@@ -105,9 +105,12 @@ async def step(session: Session, number: int, *, goes_on: bool) -> StepRecord:
             epoch=WELCOME.epoch,
             generation=Generation(1),
             step=Step(number),
-            group=GROUP,
+            group=Group(
+                group=GROUP, members=(ChunkRef(stage=STAGE.index, worker=done.ledger.worker),), num_shards=1
+            ),
             attempt=attempt,
             parts=(done.ledger,),
+            exchange=None,
         )
     )
     vote = await session.heard(Vote)
@@ -118,6 +121,7 @@ async def step(session: Session, number: int, *, goes_on: bool) -> StepRecord:
         digest=vote.digest,
         squared_norm=vote.squared_norm,
         weight=1 / num_tokens,
+        num_tokens=num_tokens,
     )
     record = StepRecord(
         step=Step(number),

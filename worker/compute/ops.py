@@ -72,7 +72,9 @@ class Saved:
     version: Step
     stage: StageIndex
     url: str | None
+    params: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
+    """All else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,19 +342,20 @@ class Compute:
                     )
         self.snapshots.finish()
         for chunk in self._held.chunks.values():
-            chunk.apply(record, results, self._held.job.optimizer)
+            chunk.apply(record, results)
             self.snapshots.applied(chunk, record, results)
         self._clear()
 
     def _save(self, op: SaveOp) -> Saved:
-        chunk = self._chunk_for(op)
+        params, state = self._chunk_for(op).copy_for_checkpoint()
         return Saved(
             job_id=self._held.job_id,
             generation=op.generation,
             version=op.version,
             stage=op.stage,
             url=op.url,
-            state=chunk.copy_for_checkpoint(),
+            params=params,
+            state=state,
         )
 
     def _snapshot(self, op: SnapshotOp) -> None:

@@ -1,8 +1,9 @@
 """A plan, from asking for it to chunks that are ready: what every worker is to hold, and where it comes from."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from skein.config.aggregation import Walkers
 from skein.plan.check import violations
 from skein.plan.plan import ChunkPlan, Plan
 from skein.plan.reroute import renamed, rerouted, ways
@@ -25,6 +26,7 @@ from skein.protocol.runs.planning import (
 from skein.protocol.runs.resuming import Resumed, resume
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
+from skein.protocol.runs.walking import walker_sources
 from skein.topology.fleet import Fleet, Link
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
@@ -79,7 +81,10 @@ class Placement:
         fleet = self._fleet(candidates)
         recorded = recorded_plan(self._job, fleet)
         if recorded is None:
-            self._ask(fleet, self.held() or self.plan or self._adopted_before())
+            before = self.plan or self._adopted_before()
+            # What is held does not tell who belongs to one walker.
+            is_many = self._job.spec.aggregation.walkers is Walkers.MANY
+            self._ask(fleet, before if is_many and before is not None else self.held() or before)
         return recorded
 
     def _adopted_before(self) -> Plan | None:
@@ -89,6 +94,10 @@ class Placement:
     def ask_beside(self, candidates: Iterable[Entry]) -> None:
         """Ask for a plan that could follow the present one, while that goes on."""
         self._ask(fleet_of(candidates, self.links, self._measured), self.plan)
+
+    def tree(self, workers: Sequence[WorkerId], leader: int) -> tuple[int, ...]:
+        """Parents by which what one of these has, by position, is handed on, along the fastest links."""
+        return tuple(leader for _ in workers)
 
     def _ask(self, fleet: Fleet, previous: Plan | None) -> None:
         self.awaited = self._out.next_request()
@@ -122,6 +131,9 @@ class Placement:
         members = [entry for entry in entries if self._members.is_this(entry)]
         if self._job.version >= self._job.spec.budget.steps:
             return None
+        if self._job.spec.aggregation.walkers is Walkers.MANY:
+            # Nobody else has the lost one's parameters, so nobody can take over its part of this step.
+            return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
         if self._job.turned_at == self._job.version and not self._is_begun:
             # Who has not built what is new tells of the step as it was before.
@@ -147,6 +159,8 @@ class Placement:
             return None
         listed = list(candidates)
         here = [entry.hello.worker for entry in listed]
+        if self._job.spec.aggregation.walkers is Walkers.MANY:
+            return None
         if self._tried == (present.chunks, here):
             return None
         self._tried = present.chunks, here
@@ -206,19 +220,20 @@ class Placement:
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
-        job = self._job
-        sources = choose_sources(
-            plan,
-            self._members.acks,
-            version=job.version,
-            checkpoint=job.newest_checkpoint,
-            averaging=averaging_of(job),
-        )
+        sources = self._sources(plan)
         if sources.averaged:
             self._average(sources, now=now)
         self._roll_back_to(sources, now=now)
         self._adopt(plan, sources, {})
         return sources
+
+    def _sources(self, plan: Plan) -> Sources:
+        job, acks = self._job, self._members.acks
+        version, checkpoint = job.version, job.newest_checkpoint
+        if job.spec.aggregation.walkers is Walkers.MANY:
+            before = self._adopted_before()
+            return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint)
+        return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
 
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
         history, job = self._out.history, self._job

@@ -47,6 +47,7 @@ from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.improving import Improving
 from skein.protocol.runs.incidents import Incidents
+from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
@@ -107,7 +108,7 @@ class Run:
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
         self._improving = Improving(job, self._members, self._placement, measured, outbox, links)
         self._revision = self._improving.revision
-        self._stepping = Stepping(job, self._placement, self._members, outbox)
+        self._stepping = Stepping(job, self._placement, self._members, Leading(job), outbox)
         self._incidents = Incidents(job, outbox)
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""

@@ -1,10 +1,12 @@
 """The step in progress: a Round, the reductions it asks for, and the terms it decides by."""
 
 from skein.config.schedule import learning_rate
+from skein.plan.rounds import step_groups
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Prepare
 from skein.protocol.round import AskReduction, Round, RoundEvent, RoundFailed, StepDecided, StepTerms
+from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
 
@@ -12,26 +14,40 @@ from skein.protocol.runs.placement import Placement
 class Stepping:
     """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
 
-    def __init__(self, job: JobHistory, placement: Placement, members: Members, outbox: Outbox) -> None:
+    def __init__(
+        self, job: JobHistory, placement: Placement, members: Members, leading: Leading, outbox: Outbox
+    ) -> None:
         self.round: Round | None = None
         self._job = job
         self._placement = placement
         self._members = members
+        self._leading = leading
         self._out = outbox
 
     def begin(self) -> None:
         """The job's version is the step that is computed now."""
         spec, version, history = self._job.spec, self._job.version, self._out.history
-        assert self._placement.plan is not None
+        plan = self._placement.plan
+        assert plan is not None
         terms = StepTerms(
             step=version,
             learning_rate=learning_rate(spec.optimizer, version, spec.budget.steps),
             clip_norm=spec.optimizer.clip_norm,
             batch_samples=spec.batch.samples,
         )
+        groups = step_groups(
+            plan,
+            spec.aggregation,
+            version,
+            seed=spec.seed,
+            num_tokens=self._job.learned,
+            leaders=self._leading.leaders(plan),
+            tree=self._placement.tree,
+        )
         self.round = Round(
             terms,
-            self._placement.plan,
+            groups,
+            [path.hops[-1] for path in plan.paths],
             expected=self._placement.expected(),
             epoch=history.epoch,
             generation=history.generation,
@@ -53,9 +69,10 @@ class Stepping:
             epoch=history.epoch,
             generation=history.generation,
             step=self._job.version,
-            group=command.group.group,
+            group=command.group,
             attempt=command.attempt,
             parts=command.parts,
+            exchange=command.exchange,
         )
         for worker in dict.fromkeys(part.worker for part in command.parts):
             self._members.send(worker, prepare)

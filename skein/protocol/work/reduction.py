@@ -19,6 +19,7 @@ from skein.plan.exchange import (
     sum_target,
 )
 from skein.plan.plan import Group
+from skein.protocol.messages import ExchangeTerms
 from skein.protocol.ops import JoinOp, PackOp, Parcel, SumOp
 from skein.protocol.tensors import ShardKind, ShardTensor
 from skein.types import Attempt, ChunkRef, Step, WorkerId
@@ -53,11 +54,14 @@ class Exchange:
         self._results: set[int] = set()
         self._is_join_queued = False
 
-    def prepare(self, group: Group) -> Moves:
-        """The coordinator asks for this attempt; gives the first ops, and results that have come to be passed on."""
+    def prepare(self, group: Group, exchange: ExchangeTerms | None = None) -> Moves:
+        """The coordinator asks for this attempt; gives the first ops, and results that have come to be passed on.
+
+        With `exchange`, what is packed, combined and joined is the business of the job's rule.
+        """
         if self._ways is not None:
             return Moves()
-        ways = self._ways = _Ways(group, self.worker, self.step, self.attempt)
+        ways = self._ways = _Ways(group, self.worker, self.step, self.attempt, exchange)
         if len(group.members) == 1:
             return Moves(ops=(ways.join(()),))
         self._sums = ways.sums()
@@ -100,8 +104,11 @@ def handed_out(op: PackOp | SumOp) -> tuple[Parcel, ...]:
 class _Ways:
     """What one worker has to do with each shard of a group."""
 
-    def __init__(self, group: Group, worker: WorkerId, step: Step, attempt: Attempt) -> None:
+    def __init__(
+        self, group: Group, worker: WorkerId, step: Step, attempt: Attempt, exchange: ExchangeTerms | None
+    ) -> None:
         self._group = group
+        self._exchange = exchange
         self._step = step
         self._attempt = attempt
         self._workers = group.workers
@@ -131,6 +138,7 @@ class _Ways:
             attempt=self._attempt,
             stages=stages,
             parcels=parcels,
+            exchange=self._exchange,
         )
 
     def sums(self) -> dict[int, SumOp]:
@@ -145,6 +153,7 @@ class _Ways:
             group=self._group,
             attempt=self._attempt,
             results=results,
+            exchange=self._exchange,
         )
 
     def passed_on(self, shard: int) -> tuple[Parcel, ...]:
@@ -165,6 +174,7 @@ class _Ways:
             parts=tuple(self._parts(shard)),
             total=self._result(shard) if is_owner else self._tensor(ShardKind.SUM, shard, self._own[0]),
             to=to,
+            exchange=self._exchange,
         )
 
     def _parts(self, shard: int) -> Iterator[ShardTensor]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from skein.plan.plan import Group
+from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.messages import (
     Assign,
     ChunkProgress,
@@ -50,7 +51,7 @@ from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.work.reduction import Exchange, Moves, handed_out
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import DropTensor
-from skein.types import Attempt, GroupId, MicrobatchId, StageIndex, StageSpec, Step
+from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step
 
 StepDirective = Start | Evaluate | Prepare | Commit | Save
 
@@ -235,16 +236,17 @@ class Steps:
                 )
 
     def _prepare(self, directive: Prepare) -> None:
-        group = self._groups.get(directive.group)
-        if group is None or self.pipeline is None or directive.step != self.version:
+        if self.pipeline is None or directive.step != self.version:
+            return
+        if self._me not in directive.group.workers:
             return
         for part in directive.parts:
             if part.worker == self._me and self.pipeline.ledger(part.stage) != part:
                 ledger = self.pipeline.ledger(part.stage)
                 self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
                 return
-        exchange = self._exchange(directive.group, directive.attempt)
-        self._advance(exchange, exchange.prepare(group))
+        exchange = self._exchange(directive.group.group, directive.attempt)
+        self._advance(exchange, exchange.prepare(directive.group, directive.exchange))
 
     def _commit_step(self, directive: Commit) -> None:
         record = directive.record
@@ -259,13 +261,15 @@ class Steps:
     def _has_results(self, record: StepRecord) -> bool:
         if record.decision is Decision.SKIP:
             return True
-        attempts = {result.group: result.attempt for result in record.results}
-        return all(
-            group in attempts
-            and (group, attempts[group]) in self._exchanges
-            and self._exchanges[group, attempts[group]].is_joined
-            for group in self._groups
-        )
+        known = {*self._groups, *self._local, *(group for group, _ in self._exchanges)}
+        exchanges = [self._exchanges.get((x.group, x.attempt)) for x in record.results if x.group in known]
+        return bool(exchanges) and all(exchange is not None and exchange.is_joined for exchange in exchanges)
+
+    @property
+    def _local(self) -> tuple[GroupId, ...]:
+        """The groups of chunks on their own."""
+        chunks = (ChunkRef(stage=stage.index, worker=self._me) for stage in self.chunks)
+        return tuple(local_group(chunk).group for chunk in chunks)
 
     def _exchange(self, group: GroupId, attempt: Attempt) -> Exchange:
         key = (group, attempt)
@@ -297,7 +301,8 @@ class Steps:
         """Use a tensor of this generation and step; False if it is not for this worker."""
         assert self.pipeline is not None
         if isinstance(header, ShardTensor):
-            if header.group not in self._groups:
+            is_own = header.member.stage in {stage.index for stage in self.chunks}
+            if header.group not in self._groups and not (is_exchange(header.group) and is_own):
                 return False
             exchange = self._exchange(header.group, header.attempt)
             self._advance(exchange, exchange.arrive(header))

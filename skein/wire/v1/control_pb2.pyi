@@ -88,6 +88,34 @@ LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
 """Something went wrong and was not."""
 Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
 
+class _Reach:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReachEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reach.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REACH_UNSPECIFIED: _Reach.ValueType  # 0
+    """Never sent; refused."""
+    REACH_ALL: _Reach.ValueType  # 1
+    """Every walker."""
+    REACH_GROUP: _Reach.ValueType  # 2
+    """Those of one group, which is a site."""
+    REACH_NEIGHBOURS: _Reach.ValueType  # 3
+    """Each with its neighbours in a graph."""
+
+class Reach(_Reach, metaclass=_ReachEnumTypeWrapper):
+    """Who takes part in an exchange."""
+
+REACH_UNSPECIFIED: Reach.ValueType  # 0
+"""Never sent; refused."""
+REACH_ALL: Reach.ValueType  # 1
+"""Every walker."""
+REACH_GROUP: Reach.ValueType  # 2
+"""Those of one group, which is a site."""
+REACH_NEIGHBOURS: Reach.ValueType  # 3
+"""Each with its neighbours in a graph."""
+Global___Reach: _TypeAlias = Reach  # noqa: Y015
+
 @_typing.final
 class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1230,31 +1258,68 @@ class Prepare(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     step: _builtins.int
-    group: _builtins.str
+    @_builtins.property
+    def group(self) -> _ids_pb2.Group: ...
     @_builtins.property
     def attempt(self) -> _ids_pb2.Attempt: ...
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Ledger]: ...
+    @_builtins.property
+    def exchange(self) -> Global___ExchangeTerms: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         generation: _builtins.int = ...,
         step: _builtins.int = ...,
-        group: _builtins.str = ...,
+        group: _ids_pb2.Group | None = ...,
         attempt: _ids_pb2.Attempt | None = ...,
         parts: _abc.Iterable[_ids_pb2.Ledger] | None = ...,
+        exchange: Global___ExchangeTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exchange", b"_exchange", "attempt", b"attempt", "exchange", b"exchange", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "generation", b"generation", "group", b"group", "parts", b"parts", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exchange", b"_exchange", "attempt", b"attempt", "epoch", b"epoch", "exchange", b"exchange", "generation", b"generation", "group", b"group", "parts", b"parts", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exchange: _TypeAlias = _typing.Literal["exchange"]  # noqa: Y015
+    _WhichOneofArgType__exchange: _TypeAlias = _typing.Literal["_exchange", b"_exchange"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exchange) -> _WhichOneofReturnType__exchange | None: ...
+
+Global___Prepare: _TypeAlias = Prepare  # noqa: Y015
+
+@_typing.final
+class ExchangeTerms(_message.Message):
+    """Which exchange of the job's rule a reduction is, and the numbers of the step that it ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REACH_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    SCALES_FIELD_NUMBER: _builtins.int
+    reach: Global___Reach.ValueType
+    learning_rate: _builtins.float
+    @_builtins.property
+    def scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By member: the factor on its summed gradients."""
+
+    def __init__(
+        self,
+        *,
+        reach: Global___Reach.ValueType = ...,
+        learning_rate: _builtins.float = ...,
+        scales: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Prepare: _TypeAlias = Prepare  # noqa: Y015
+Global___ExchangeTerms: _TypeAlias = ExchangeTerms  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):

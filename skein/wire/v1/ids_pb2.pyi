@@ -813,10 +813,12 @@ class GroupResult(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     digest: _builtins.str
     squared_norm: _builtins.float
     weight: _builtins.float
+    num_tokens: _builtins.int
     @_builtins.property
     def attempt(self) -> Global___Attempt: ...
     def __init__(
@@ -827,10 +829,11 @@ class GroupResult(_message.Message):
         digest: _builtins.str = ...,
         squared_norm: _builtins.float = ...,
         weight: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "group", b"group", "squared_norm", b"squared_norm", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "group", b"group", "num_tokens", b"num_tokens", "squared_norm", b"squared_norm", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,162 @@
+"""Which groups end a step: what is reduced as soon as ledgers are complete, and what is exchanged after that.
+
+Rules of this file
+- Under ONE walker without an exchange, the plan's groups are reduced. Else every chunk is its own group first: its
+  holder votes the norm of its own sums, and from all norms come the numbers with which the exchange is asked for.
+- Members of an exchange are in the order of the plan's groups, which is that of the walkers.
+- Equal inputs give equal groups: a coordinator that begins anew asks for the same exchange.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from skein.config.aggregation import AggregationSpec, DiLoCo, Due, Gossip, Lsgd, Reach, Walkers
+from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
+from skein.plan.plan import Group, Plan
+from skein.plan.quorum import token_weights
+from skein.topology.graphs import GraphKind, Mixing, mixing_at
+from skein.types import ChunkRef, GroupId, WorkerId
+
+Tree = Callable[[Sequence[WorkerId], int], tuple[int, ...]]
+"""Parents by which what one of these workers has, by position, is handed on to the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroups:
+    """The groups of one step: `reduced`, then `exchanged`, of which `reach[i]` says which exchange of the rule it is.
+
+    `units` are the reduced groups whose norms are taken together; with `has_one_norm` that is all of them. Each
+    gradient is shared by `num_sharing` chunks before an exchange makes one of it. `may_lose_some`: a unit that is not
+    finite makes no step, and the others do. `num_tokens` is what each walker has learned from since the last exchange
+    and before this step, where that is what its part weighs.
+    """
+
+    reduced: tuple[Group, ...]
+    units: tuple[tuple[GroupId, ...], ...]
+    exchanged: tuple[Group, ...] = ()
+    reach: tuple[Reach, ...] = ()
+    num_sharing: int = 1
+    has_one_norm: bool = False
+    may_lose_some: bool = False
+    num_tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaders:
+    """Who leads, as walkers by position: all, and each walker's own group."""
+
+    of_all: int
+    of_group: tuple[int, ...]
+
+
+def local_group(chunk: ChunkRef) -> Group:
+    """A chunk on its own."""
+    return Group(group=GroupId(f"s{chunk.stage}@{chunk.worker}"), members=(chunk,), num_shards=1)
+
+
+def is_exchange(group: GroupId) -> bool:
+    """Whether a group is that of an exchange, and no reduction."""
+    return group.startswith("x")
+
+
+def plain_groups(plan: Plan) -> StepGroups:
+    """Those of a step whose gradients are summed over all holders, and nothing else."""
+    units = (tuple(group.group for group in plan.groups),)
+    return StepGroups(reduced=plan.groups, units=units, has_one_norm=True)
+
+
+def step_groups(
+    plan: Plan,
+    aggregation: AggregationSpec,
+    step: int,
+    *,
+    seed: int,
+    num_tokens: Sequence[int],
+    leaders: Leaders | None,
+    tree: Tree,
+) -> StepGroups:
+    """The groups of `step`.
+
+    Args:
+        plan: in place.
+        aggregation: the job's.
+        step: 0-based.
+        seed: the job's, for graphs that are drawn.
+        num_tokens: by walker, what it has learned from since the last exchange; empty: nothing.
+        leaders: where the rule has any; None: nobody leads this time, and there is no exchange.
+        tree: how a leader's parameters spread.
+    """
+    dues = aggregation.due(step)
+    if aggregation.walkers is Walkers.ONE and not dues:
+        return plain_groups(plan)
+    asked = [
+        (due.reach, exchange)
+        for due in dues
+        for group in plan.groups
+        for exchange in _exchanges(group, due, aggregation, seed=seed, leaders=leaders, tree=tree)
+    ]
+    chunks = [group.members for group in plan.groups]
+    groups = StepGroups(
+        reduced=tuple(local_group(member) for members in chunks for member in members),
+        units=tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True)),
+        exchanged=tuple(exchange for _, exchange in asked),
+        reach=tuple(reach for reach, _ in asked),
+    )
+    if aggregation.walkers is Walkers.ONE:
+        alone = tuple((group.group,) for group in groups.reduced)
+        return replace(groups, units=alone, num_sharing=len(chunks[0]))
+    is_weighed = isinstance(aggregation, DiLoCo)
+    tokens = tuple(num_tokens) or (0,) * len(chunks[0])
+    return replace(groups, may_lose_some=True, num_tokens=tokens if is_weighed else None)
+
+
+def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
+    """An exchange in which each member counts by what it has learned from."""
+    pairs = token_weights(dict(enumerate(num_tokens)))
+    row = Row(members=tuple(i for i, _ in pairs), weights=tuple(weight for _, weight in pairs))
+    return replace(group, weights=(row,) * group.num_shards)
+
+
+def _exchanges(
+    group: Group, due: Due, aggregation: AggregationSpec, *, seed: int, leaders: Leaders | None, tree: Tree
+) -> list[Group]:
+    """What one stage's holders exchange."""
+    name, n = GroupId(f"x{group.members[0].stage}"), len(group.members)
+    base = replace(group, group=name, pattern=Direct(), weights=(), fragment=due.fragment)
+    if isinstance(aggregation, Lsgd):
+        return [] if leaders is None else _pulls(base, due.reach, leaders, tree)
+    if isinstance(aggregation, Gossip):
+        rows = group.weights or _rows(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
+        return [replace(base, num_shards=n, pattern=Neighbours(), weights=rows)]
+    row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
+    return [replace(base, weights=(row,) * base.num_shards)]
+
+
+def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Group]:
+    """Each leader's group, unless the leader is alone in it."""
+    followers: dict[int, list[int]] = {}
+    for walker in range(len(base.members)):
+        leader = leaders.of_all if reach is Reach.ALL else leaders.of_group[walker]
+        followers.setdefault(leader, []).append(walker)
+    groups = []
+    for leader, walkers in sorted(followers.items()):
+        members, place = tuple(base.members[i] for i in walkers), walkers.index(leader)
+        if len(walkers) > 1:
+            name = GroupId(f"{base.group}.{leader}" if reach is Reach.GROUP else f"{base.group}.all")
+            pattern = Broadcast(leader=place, parents=tree([x.worker for x in members], place))
+            groups.append(replace(base, group=name, members=members, pattern=pattern))
+    return groups
+
+
+def _drawn(aggregation: Gossip) -> GraphKind:
+    """The graph by its name, for a plan without weights of its own: the measured are in the plan where links are."""
+    return "ring" if aggregation.graph == "measured" else aggregation.graph
+
+
+def _rows(mixing: Mixing) -> tuple[Row, ...]:
+    """Who takes what from whom."""
+    rows = []
+    for i in range(mixing.num_members):
+        senders = [j for j in range(mixing.num_members) if mixing.rows[i, j]]
+        rows.append(Row(members=tuple(senders), weights=tuple(float(mixing.rows[i, j]) for j in senders)))
+    return tuple(rows)
