@@ -23,7 +23,7 @@ TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=16777216
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench e2e proto fmt compose-test docs sim constraints clean
+.PHONY: help setup demo test check bench bench-aggregation e2e proto fmt compose-test docs sim constraints clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -68,6 +68,9 @@ sim: setup ## SEEDS=300 simulated fault schedules
 
 bench: setup ## every comparison under bench/, one JSON line each
 	$(BIN)/skein bench all
+
+bench-aggregation: setup ## what aggregation rules cost, teach and bear; figures and plots go to docs/plots
+	$(TEST_ENV) $(BIN)/skein bench aggregation --record docs/plots/aggregation.json --plots docs/plots
 
 compose-test: ## docker-compose up for real, a job through the published port, every dashboard query
 	deploy/compose-test.sh

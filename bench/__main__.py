@@ -4,6 +4,7 @@ import importlib
 import sys
 
 NAMES = (
+    "aggregation",
     "chaos",
     "chaos-compare",
     "convergence",

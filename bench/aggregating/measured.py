@@ -1,0 +1,15 @@
+"""What one part of `bench.aggregation` gives back: each module beside this one has `measure(*, is_quick)`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.plot import Chart
+from bench.report import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Figures beside their goals, and charts by the name of their file, without `aggregation-` and `.svg`."""
+
+    rows: tuple[Row, ...]
+    charts: Mapping[str, Chart] = field(default_factory=dict)
