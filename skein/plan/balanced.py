@@ -37,7 +37,7 @@ from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
 from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
 from skein.plan.times import with_times
-from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.plan.timing import Traffic, depths, lower_bound_s, pattern_of, predict_s, reduction_s, traffic
 from skein.plan.walkers import lines_of, paths_within, walkers_of
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
@@ -89,7 +89,7 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     layers = job_layers(job)
     pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, plan.stages)
     chunks = tuple(placed.chunk for placed in plan.chunks)
-    groups = groups_of(plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages))
+    groups = groups_of(job, plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages), pool)
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     slots = {placed.chunk: placed.slots for placed in plan.chunks}
     return predict_s(traffic(plan.paths, loads, pool), slots, reductions_s)
@@ -235,7 +235,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
     shared = tied_bytes(setting.job, setting.layers, stages)
-    groups = tuple(groups_of(stages, chunks, loads, shared))
+    groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     plan = Plan(
         layout=layout,
@@ -284,22 +284,29 @@ def alternates_of(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates
 
 
 def groups_of(
-    stages: Sequence[StageSpec], chunks: Sequence[ChunkRef], loads: Sequence[StageLoad], shared_bytes: int
+    job: JobSpec,
+    stages: Sequence[StageSpec],
+    chunks: Sequence[ChunkRef],
+    loads: Sequence[StageLoad],
+    shared_bytes: int,
+    pool: Pool,
 ) -> Iterator[tuple[Group, int]]:
     """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
+
+    def group(name: str, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
+        workers = tuple(dict.fromkeys(member.worker for member in members))
+        shards = num_shards(num_bytes, len(workers))
+        pattern = pattern_of(job.aggregation, workers, shards, num_bytes, pool)
+        return Group(group=GroupId(name), members=members, num_shards=shards, pattern=pattern)
+
     for stage, load in zip(stages, loads, strict=True):
         members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
-        yield _group(f"s{stage.index}", members, load.own_bytes), load.own_bytes
+        yield group(f"s{stage.index}", members, load.own_bytes), load.own_bytes
     if shared_bytes:
         ends = tuple(
             chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
         )
-        yield _group("tied", ends, shared_bytes), shared_bytes
-
-
-def _group(name: str, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
-    num_workers = len({member.worker for member in members})
-    return Group(group=GroupId(name), members=members, num_shards=num_shards(num_bytes, num_workers))
+        yield group("tied", ends, shared_bytes), shared_bytes
 
 
 def _reasons(

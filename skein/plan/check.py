@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 from skein.config.job import JobSpec
+from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, OpKind, Path, Plan, PlannedOp, Schedule
@@ -190,6 +191,7 @@ def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"groups {[group.group for group in plan.groups]}, expected {list(expected)}"
     for group in plan.groups:
         yield from _group(group, plan, expected.get(group.group, []))
+        yield from _pattern(group, job)
 
 
 def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
@@ -198,6 +200,15 @@ def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
         yield f"group {group.group} has other members than the chunks of its stages"
     if not 1 <= group.num_shards <= max(1, len(group.workers)):
         yield f"group {group.group} has {group.num_shards} shards for {len(group.workers)} workers"
+
+
+def _pattern(group: Group, job: JobSpec) -> Iterator[str]:
+    if not isinstance(group.pattern, Direct | Ring | Tree):
+        yield f"group {group.group} does not sum the gradients of all for all: {group.pattern}"
+    elif not isinstance(group.pattern, Direct) and not is_additive(job.aggregation):
+        yield f"group {group.group} adds on the way what may only be combined at the owner: {group.pattern}"
+    if isinstance(group.pattern, Tree) and not is_tree(group.pattern.parents, len(group.workers)):
+        yield f"group {group.group} has no tree over its {len(group.workers)} workers: {group.pattern.parents}"
 
 
 def _memory(plan: Plan, job: JobSpec, fleet: Fleet) -> Iterator[str]:

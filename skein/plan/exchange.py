@@ -16,6 +16,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from skein.config.aggregation import AggregationSpec, AllReduce, NoRobust
 from skein.topology.links import F64
 
 I64 = npt.NDArray[np.int64]
@@ -72,9 +73,27 @@ class Row:
         return tuple(zip(self.members, self.weights, strict=True))
 
 
-def adds_on_the_way(pattern: Pattern) -> bool:
-    """Whether sums of some parts travel, besides parts and results."""
-    return isinstance(pattern, Ring | Tree)
+def is_additive(aggregation: AggregationSpec) -> bool:
+    """Whether gradients under a rule are plain sums of what travels, so that they may be added on the way."""
+    if not isinstance(aggregation, AllReduce):
+        return False
+    return aggregation.wire == "fp32" and isinstance(aggregation.robust, NoRobust)
+
+
+def is_tree(parents: tuple[int, ...], num_places: int) -> bool:
+    """Whether `parents` may be those of a Tree; none at all may.
+
+    >>> is_tree((1, 1, 1), 3), is_tree((1, 2, 0), 3), is_tree((0, 1), 2), is_tree((0,), 2)
+    (True, False, False, False)
+    """
+    if not parents:
+        return True
+    if len(parents) != num_places or not all(0 <= parent < num_places for parent in parents):
+        return False
+    ends = set(range(num_places))
+    for _ in range(num_places):
+        ends = {parents[end] for end in ends}
+    return len(ends) == 1 and all(parents[end] == end for end in ends)
 
 
 def owner_of(pattern: Pattern, num_places: int, shard: int) -> int:

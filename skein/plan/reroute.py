@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from skein.plan.exchange import Tree
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
@@ -114,6 +115,9 @@ def usable(plan: Plan, held: Sequence[ChunkRef]) -> list[ChunkRef]:
 
 def _group(group: Group, held: Collection[ChunkRef]) -> Group:
     left = replace(group, members=tuple(member for member in group.members if member in held))
+    if isinstance(left.pattern, Tree) and left.members != group.members:
+        # The parents of a given tree are places, and those have moved.
+        left = replace(left, pattern=Tree())
     return replace(left, num_shards=min(left.num_shards, len(left.workers)))
 
 

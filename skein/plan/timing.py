@@ -4,12 +4,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 
+from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.plan.exchange import DIRECT, Pattern, Ring, Tree, cheapest, is_additive, seconds
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import Group, Path
+from skein.topology.links import F64
 from skein.types import ChunkRef, WorkerId
 
 # A quotient this little above a whole number is that number and rounding.
@@ -145,10 +149,38 @@ def lower_bound_s(of: Traffic, loads: Sequence[StageLoad], pool: Pool) -> float:
 
 
 def reduction_s(group: Group, num_bytes: int, pool: Pool) -> float:
-    """Seconds for the members' parts to reach the shards' owners and for the sums to come back."""
-    workers = [pool.workers.index(worker) for worker in group.workers]
-    if len(workers) < 2:
+    """Seconds for the members' parts to reach the shards' owners and for the sums to come back, by the group's way."""
+    if len(group.workers) < 2:
         return 0.0
-    pairs = np.ix_(workers, workers)
-    at_owner_bytes = (len(workers) - 1) * num_bytes / group.num_shards
-    return 2 * float(pool.links.latency_s[pairs].max() + at_owner_bytes / pool.links.bytes_per_s[pairs].min())
+    return seconds(group.pattern, group.num_shards, num_bytes, *_links_among(group.workers, pool))
+
+
+def pattern_of(
+    aggregation: AggregationSpec, workers: Sequence[WorkerId], num_shards: int, num_bytes: int, pool: Pool
+) -> Pattern:
+    """Which way the shards of these workers' gradients go: as the job file says, or the cheapest.
+
+    Where what travels is not what is added (a rounded wire format, a combination that is no sum, a rule of another
+    kind), owners see all parts: Direct.
+    """
+    if not isinstance(aggregation, AllReduce) or not is_additive(aggregation):
+        return DIRECT
+    match aggregation.pattern:
+        case "ring":
+            return Ring()
+        case "tree":
+            return Tree()
+        case "direct":
+            return DIRECT
+        case "auto":
+            return cheapest(num_shards, num_bytes, *_links_among(workers, pool))
+        case _:
+            assert_never(aggregation.pattern)
+
+
+def _links_among(workers: Sequence[WorkerId], pool: Pool) -> tuple[F64, F64]:
+    """Latency and bandwidth from each to each, (num_workers, num_workers)."""
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    places = [position[worker] for worker in workers]
+    pairs = np.ix_(places, places)
+    return pool.links.latency_s[pairs], pool.links.bytes_per_s[pairs]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+from skein.config.aggregation import AllReduce, PatternName
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -33,6 +34,7 @@ class Shape:
     num_workers: int
     is_tied: bool
     skip_ratio: float
+    pattern: PatternName = "auto"
 
     def job(self, *, steps: int, every: int = 3) -> JobSpec:
         """A language model of two blocks per stage, evaluated and saved every so many steps; 0: never."""
@@ -49,6 +51,7 @@ class Shape:
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
             parallel=ParallelSpec(stages=self.stages, replicas=self.replicas, layout=self.layout),
             skip=SkipSpec(ratio=self.skip_ratio),
+            aggregation=AllReduce(pattern=self.pattern),
             budget=BudgetSpec(steps=steps),
             evaluation=EvaluationSpec(every_steps=every, samples=4),
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
@@ -72,12 +75,15 @@ def shape_of(text: str) -> Shape:
         layout = Layout(words.pop(0))
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
+        pattern: PatternName = "auto"
         while words:
             match words.pop(0):
                 case "tied":
                     is_tied = True
                 case "skip":
                     skip = Fraction(words.pop(0))
+                case "direct" | "ring" | "tree" as pattern:
+                    pass
                 case "on":
                     num_workers = int(words.pop(0))
                 case other:
@@ -92,6 +98,7 @@ def shape_of(text: str) -> Shape:
         num_workers=num_workers,
         is_tied=is_tied,
         skip_ratio=float(skip),
+        pattern=pattern,
     )
 
 
@@ -110,6 +117,10 @@ SHAPES = tuple(
         "line 4x2 skip 1/4",
         "loop 4x2 tied skip 1/2",
         "loop 3x2 skip 1/3 on 4",
+        "line 2x3 ring",
+        "loop 2x3 tied ring on 5",
+        "line 2x4 tree",
+        "line 2x3 tied tree",
     )
 )
 """What seeds walk over."""

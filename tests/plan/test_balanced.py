@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skein.config.aggregation import AllReduce, PatternName
 from skein.config.job import JobSpec, SkipSpec
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
+from skein.plan.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Infeasible, Plan
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId
@@ -399,3 +401,26 @@ def test_a_thousand_workers_are_planned() -> None:
     plan = planned(spec, on)
     assert violations(plan, spec, on) == ()
     assert len(plan.workers) == 1000
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"), [("direct", Direct()), ("ring", Ring()), ("tree", Tree()), ("auto", Direct())]
+)
+def test_shards_go_the_way_that_the_job_asks_for(asked: PatternName, pattern: Pattern) -> None:
+    spec = job(stages=1, replicas=4).model_copy(update={"aggregation": AllReduce(pattern=asked)})
+    assert {group.pattern for group in planned(spec, fleet([1e10] * 4)).groups} == {pattern}
+
+
+def test_by_itself_a_small_stage_of_many_holders_over_slow_links_goes_up_a_tree() -> None:
+    names = [f"w{i}" for i in range(8)]
+    links = [link(a, b, 1e-3, 1e6) for a in names for b in names if a != b]
+    plan = planned(job(stages=1, replicas=8, is_tied=False), fleet([1e10] * 8, links=links))
+    assert [group.num_shards for group in plan.groups] == [1]
+    assert [group.pattern for group in plan.groups] == [Tree()]
+
+
+def test_what_is_rounded_on_the_wire_goes_straight_to_its_owner() -> None:
+    names = [f"w{i}" for i in range(8)]
+    links = [link(a, b, 1e-3, 1e6) for a in names for b in names if a != b]
+    spec = job(stages=1, replicas=8, is_tied=False).model_copy(update={"aggregation": AllReduce(wire="int8")})
+    assert [x.pattern for x in planned(spec, fleet([1e10] * 8, links=links)).groups] == [Direct()]

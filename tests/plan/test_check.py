@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from skein.config.aggregation import AllReduce
 from skein.config.job import JobSpec, SkipSpec
 from skein.plan.check import violations
+from skein.plan.exchange import Broadcast, Pattern, Ring, Tree
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkPlan, Path, Plan, PlannedOp
 from skein.types import ChunkRef, GroupId, Layout, StageIndex, WorkerId
@@ -38,6 +41,11 @@ def with_slots(placed: ChunkPlan, slots: int) -> Plan:
 def with_ops(change: Callable[[tuple[PlannedOp, ...]], tuple[PlannedOp, ...]]) -> Plan:
     first, *others = PLAN.schedules
     return replace(PLAN, schedules=(replace(first, ops=change(first.ops)), *others))
+
+
+def with_pattern(pattern: Pattern) -> Plan:
+    first, *others = PLAN.groups
+    return replace(PLAN, groups=(replace(first, pattern=pattern), *others))
 
 
 def with_others(change: Callable[[Alternates], tuple[ChunkRef, ...]]) -> Plan:
@@ -87,11 +95,24 @@ def test_a_good_plan_has_no_violations() -> None:
             "group s0 has other members",
         ),
         (replace(PLAN, groups=(replace(PLAN.groups[0], num_shards=3), *PLAN.groups[1:])), "3 shards for 2 workers"),
+        (with_pattern(Broadcast(leader=0, parents=(0, 0))), "does not sum the gradients of all for all"),
+        (with_pattern(Tree(parents=(1, 0))), "has no tree over its 2 workers"),
         (replace(PLAN, lower_bound_s=2 * PLAN.predicted_step_s), "below its own lower bound"),
     ],
 )  # fmt: skip
 def test_what_is_broken_is_named(plan: Plan, found: str) -> None:
     assert found in "; ".join(violations(plan, SPEC, FLEET))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("pattern", [Ring(), Tree()])
+def test_what_is_rounded_on_the_wire_is_not_added_on_the_way(
+    wire: Literal["bf16", "int8"], pattern: Pattern
+) -> None:
+    plan = with_pattern(pattern)
+    assert violations(plan, SPEC, FLEET) == ()
+    rounding = SPEC.model_copy(update={"aggregation": AllReduce(wire=wire)})
+    assert "adds on the way" in "; ".join(violations(plan, rounding, FLEET))
 
 
 def test_a_plan_with_a_worker_that_left_is_refused() -> None:
