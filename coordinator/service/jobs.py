@@ -42,7 +42,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
-        spec = settled(parse_spec(request.spec))
+        spec = await asyncio.to_thread(settled, parse_spec(request.spec))
         history = self._machine.history
         if request.key not in history.job_by_key:
             await asyncio.to_thread(_check, spec)
@@ -137,7 +137,9 @@ def parse_spec(text: str) -> JobSpec:
     try:
         return JobSpec.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
+        if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
+            raise cause from error
         field = ".".join(str(part) for part in first["loc"]) or "job"
         raise UserError(field, first["input"], first["msg"].removeprefix("Value error, ")) from error
 

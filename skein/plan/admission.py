@@ -3,20 +3,33 @@
 Rules of this file
 - Both functions are called wherever a job comes in, by the client for its user's sake, by the coordinator for its own.
 - `settled` never fails and changes nothing in what it has settled; what it gives is what is stored and run.
+- Judging stability takes from a millisecond to some seconds: nobody does it on an event loop.
 """
 
-from skein.config.aggregation import AllReduce
+from typing import assert_never
+
+from skein.config.aggregation import AllReduce, Gossip
 from skein.config.explain import Words
 from skein.config.job import JobSpec, LlamaModel
+from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.errors import UserError
 from skein.model.layers import tied_names
 from skein.plan.cut import check_job
+from skein.topology.stability import Stable, Verdict, verdict
 from skein.types import Layout
+
+_MOST_JUDGED = 64
+"""A graph of more walkers is judged as one of so many: more of the same are as stable, and would take minutes."""
 
 
 def settled(job: JobSpec) -> JobSpec:
-    """`job` with everything decided that its file leaves to us."""
-    return job
+    """`job` with everything decided that its file leaves to us: an unstable gossip method, where it says so."""
+    rule = job.aggregation
+    if not isinstance(rule, Gossip) or rule.if_unstable == "refuse" or rule.method == "qg_dmsgd":
+        return job
+    if isinstance(_judged(job, rule), Stable):
+        return job
+    return job.model_copy(update={"aggregation": rule.model_copy(update={"method": "qg_dmsgd"})})
 
 
 def check_admissible(job: JobSpec) -> None:
@@ -27,6 +40,47 @@ def check_admissible(job: JobSpec) -> None:
     """
     check_job(job)
     _check_ties(job)
+    if isinstance(job.aggregation, Gossip):
+        _check_stability(job, job.aggregation)
+
+
+def momentum_of(optimizer: OptimizerSpec) -> float:
+    """What part of the last step's direction goes into the next: gossip's momentum is the optimizer's.
+
+    >>> momentum_of(AdamWSpec())
+    0.9
+    """
+    match optimizer:
+        case SgdSpec():
+            return optimizer.momentum
+        case AdamWSpec() | LambSpec():
+            return optimizer.betas[0]
+        case _:
+            assert_never(optimizer)
+
+
+def _check_stability(job: JobSpec, rule: Gossip) -> None:
+    judged = _judged(job, rule)
+    if isinstance(judged, Stable):
+        return
+    is_graph = judged.method == rule.method
+    field, value, cure = (
+        ("graph", rule.graph, judged.graph) if is_graph else ("method", rule.method, judged.method)
+    )
+    every = f" every {rule.every_steps} steps" if rule.every_steps > 1 else ""
+    hint = (
+        f"{rule.method} with momentum {momentum_of(job.optimizer):g} on graph {rule.graph} of {job.parallel.replicas} "
+        f"walkers{every} has stability radius {judged.radius:.3f}, and from 1 on walkers part: give {cure}"
+    )
+    if rule.if_unstable == "refuse" and rule.method != "qg_dmsgd":
+        hint += ", or if_unstable: qg_dmsgd"
+    raise UserError(f"aggregation.{field}", value, hint)
+
+
+def _judged(job: JobSpec, rule: Gossip) -> Verdict:
+    num_walkers = min(job.parallel.replicas, _MOST_JUDGED)
+    momentum = momentum_of(job.optimizer)
+    return verdict(rule.method, momentum, rule.graph, num_walkers, every_steps=rule.every_steps)
 
 
 def _check_ties(job: JobSpec) -> None:
@@ -39,11 +93,12 @@ def _check_ties(job: JobSpec) -> None:
         return
     assert isinstance(job.model, LlamaModel), "nothing else ties anything"
     preset = job.model.preset
-    field, value = (
-        ("parallel.layout", Words("loop")) if parallel.stages == 1 else ("parallel.stages", parallel.stages)
-    )
+    is_loop = parallel.stages == 1
+    field, value = ("layout", Words("loop")) if is_loop else ("stages", parallel.stages)
     untied = "set model.shape.tie_word_embeddings: false"
     if preset is not None:
         untied = f"give the sizes of {preset} as model.shape, with tie_word_embeddings: false"
-    hint = f"the first and the last stage share {', '.join(sorted(names))}, and {rule} sums nothing between stages: "
-    raise UserError(field, value, f"{hint}{untied}, or parallel: {{stages: 1, layout: line}}")
+    shared = f"the first and the last stage share {', '.join(sorted(names))}"
+    cures = f"{untied}, or parallel: {{stages: 1, layout: line}}"
+    hint = f"{shared}, and {rule} sums nothing between stages: {cures}"
+    raise UserError(f"parallel.{field}", value, hint)

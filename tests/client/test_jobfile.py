@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from client.jobfile import prepare_job, read_job, read_job_text
+from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec, JsonlSource, LlamaModel, TextSource, TokenSource
 from skein.errors import UserError
 from skein.model.huggingface import config_of
@@ -40,6 +41,16 @@ def test_what_no_fleet_could_run_is_refused(change: str) -> None:
     with pytest.raises(UserError) as caught:
         good(change)
     assert str(caught.value).startswith(WRONG[change])
+
+
+def test_gossip_that_would_diverge_is_settled_before_it_is_sent() -> None:
+    rule = "{rule: gossip, graph: one_peer_exponential, if_unstable: qg_dmsgd}"
+    changes = ("model={family: llama, shape: {tie_word_embeddings: false}}", "parallel.replicas=8")
+    found = good(*changes, f"aggregation={rule}", "batch.samples=32").aggregation
+    assert isinstance(found, Gossip)
+    assert found.method == "qg_dmsgd"
+    with pytest.raises(UserError, match=r"^aggregation.method: 'decentlam': .* stability radius 1\.114"):
+        good(*changes, "aggregation={rule: gossip, graph: one_peer_exponential}")
 
 
 def test_images_for_a_classifier_are_accepted() -> None:

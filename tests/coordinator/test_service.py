@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import socket
 import time
 import urllib.request
@@ -19,6 +20,7 @@ from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
+from skein.config.aggregation import Gossip
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
 from skein.protocol.records import Record
@@ -101,6 +103,13 @@ class ScriptedWorker:
 async def submit(channel: aio.Channel, key: str = "k", spec: str | None = None) -> jobs_pb2.SubmitReply:
     request = jobs_pb2.SubmitRequest(key=key, spec=spec or job_spec().canonical_json())
     return await jobs_pb2_grpc.JobsStub(channel).Submit(request)
+
+
+def gossip(graph: str, *, if_unstable: str = "refuse") -> str:
+    """A job of eight walkers, with AdamW's momentum of 0.9."""
+    rule = {"rule": "gossip", "graph": graph, "if_unstable": if_unstable}
+    sizes = {"parallel": {"stages": 1, "replicas": 8}, "batch": {"samples": 8, "microbatch_samples": 1}}
+    return json.dumps(job_spec().model_dump(mode="json") | sizes | {"aggregation": rule})
 
 
 async def status_of(call: Awaitable[object]) -> StatusCode:
@@ -215,6 +224,16 @@ async def test_submitting_a_key_again_gives_the_same_job(tmp_path: Path) -> None
         assert (await submit(channel, "other")).job != first.job
 
 
+async def test_what_is_stored_is_the_settled_job_and_asking_again_finds_it(tmp_path: Path) -> None:
+    spec = gossip("one_peer_exponential", if_unstable="qg_dmsgd")
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        first, again = await submit(channel, spec=spec), await submit(channel, spec=spec)
+        assert (first.is_new, again.is_new) == (True, False)
+        [job] = running.driver.machine.history.jobs.values()
+        assert isinstance(job.spec.aggregation, Gossip)
+        assert job.spec.aggregation.method == "qg_dmsgd"
+
+
 async def test_a_key_does_not_stand_for_two_jobs(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as running, connected(running) as channel:
         await submit(channel)
@@ -232,6 +251,8 @@ async def test_a_key_does_not_stand_for_two_jobs(tmp_path: Path) -> None:
         (job_spec().canonical_json().replace('"seed":0', '"seed":0,"sede":1'), "sede"),
         (job_spec().canonical_json().replace('"stages":1', '"stages":400'), "parallel.stages"),
         (job_spec().canonical_json().replace('"url":null', '"url":"nosuch://x"'), "checkpoint.url"),
+        (gossip("static_exponential"), "aggregation.graph"),
+        (gossip("ring").replace('"replicas": 8', '"replicas": 1'), "parallel.replicas"),
         ('{"name":"' + "x" * (1 << 20) + '"}', "job"),
     ],
 )

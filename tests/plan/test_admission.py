@@ -2,6 +2,7 @@
 
 import pytest
 
+from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.errors import UserError
@@ -55,3 +56,84 @@ def test_who_named_a_preset_is_told_how_to_untie_it() -> None:
 def test_what_no_fleet_could_run_is_refused_first() -> None:
     with pytest.raises(UserError, match=r"^parallel.stages: 9: the model has 6 layers to cut"):
         check_admissible(job(*DILOCO, "parallel.stages=9"))
+
+
+# --- stability ---
+
+GOSSIP = ("aggregation.rule=gossip", UNTIED, "optimizer={name: sgd}")
+EIGHT = ("parallel.replicas=8",)
+
+
+def gossiping(*overrides: str) -> JobSpec:
+    return job(*GOSSIP, *overrides)
+
+
+def test_an_unstable_graph_is_refused_with_its_radius_and_the_nearest_that_is_stable() -> None:
+    with pytest.raises(UserError) as caught:
+        check_admissible(gossiping(*EIGHT, "aggregation.graph=static_exponential"))
+    assert str(caught.value) == (
+        "aggregation.graph: 'static_exponential': decentlam with momentum 0.9 on graph static_exponential of 8 walkers "
+        "has stability radius 1.237, and from 1 on walkers part: give symmetric_exponential, or if_unstable: qg_dmsgd"
+    )
+    check_admissible(gossiping(*EIGHT, "aggregation.graph=symmetric_exponential"))
+
+
+def test_an_unstable_method_is_refused_with_one_that_is_stable_there() -> None:
+    with pytest.raises(UserError) as caught:
+        check_admissible(gossiping(*EIGHT, "aggregation.graph=one_peer_exponential"))
+    assert (caught.value.field, caught.value.value) == ("aggregation.method", "decentlam")
+    assert caught.value.hint.endswith(
+        "has stability radius 1.114, and from 1 on walkers part: give qg_dmsgd, or if_unstable: qg_dmsgd"
+    )
+
+
+@pytest.mark.parametrize(
+    ("momentum", "graph", "is_stable"),
+    [
+        (momentum, graph, is_stable)
+        # The rows of n = 8 in the table of stability radii: 1 or more is refused.
+        for graph, row in {
+            "ring": (True, True, True),
+            "static_exponential": (True, False, False),
+            "one_peer_exponential": (True, False, False),
+        }.items()
+        for momentum, is_stable in zip((0.5, 0.8, 0.9), row, strict=True)
+    ],
+)
+def test_what_decentlam_may_do_depends_on_momentum_and_graph(
+    momentum: float, graph: str, is_stable: bool
+) -> None:
+    asked = gossiping(*EIGHT, f"aggregation.graph={graph}", f"optimizer.momentum={momentum}")
+    if is_stable:
+        check_admissible(asked)
+    else:
+        with pytest.raises(UserError, match="stability radius"):
+            check_admissible(asked)
+
+
+def test_a_job_that_says_so_takes_qg_dmsgd_instead_and_stays_so() -> None:
+    asked = gossiping(*EIGHT, "aggregation.graph=one_peer_exponential", "aggregation.if_unstable=qg_dmsgd")
+    found = settled(asked)
+    assert isinstance(found.aggregation, Gossip)
+    assert found.aggregation.method == "qg_dmsgd"
+    assert found.aggregation.graph == "one_peer_exponential"
+    check_admissible(found)
+    assert settled(found) == found
+
+
+def test_a_stable_job_keeps_its_method_whatever_it_says_of_unstable_ones() -> None:
+    asked = gossiping("aggregation.if_unstable=qg_dmsgd", "aggregation.graph=ring")
+    assert settled(asked) == asked
+
+
+def test_the_first_beta_is_adams_momentum() -> None:
+    adam = ("aggregation.rule=gossip", UNTIED, *EIGHT, "aggregation.graph=static_exponential")
+    with pytest.raises(UserError, match=r"with momentum 0\.9 "):
+        check_admissible(job(*adam))
+    check_admissible(job(*adam, "optimizer.betas=[0.5, 0.95]"))
+
+
+def test_periods_count_and_are_told() -> None:
+    # DecentLaM's correction is applied again and again until the next exchange renews it.
+    with pytest.raises(UserError, match=r"walkers every 8 steps has stability radius"):
+        check_admissible(gossiping("aggregation.graph=ring", "aggregation.every_steps=8"))
