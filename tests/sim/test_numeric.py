@@ -12,7 +12,17 @@ from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
 
-SHAPES = ("line 2x2", "line 3x2", "loop 2x2", "loop 3x2 tied", "line 3x2 tied", "line 1x3", "line 4x1")
+SHAPES = (
+    "line 2x2",
+    "line 3x2",
+    "loop 2x2",
+    "loop 3x2 tied",
+    "line 3x2 tied",
+    "line 1x3",
+    "line 4x1",
+    "line 2x3 ring",
+    "line 2x3 tree",
+)
 STEPS = 6
 RTOL = 1e-9
 """Sums of some tens of float64 numbers of like size differ by their order in the last few of 52 bits."""
