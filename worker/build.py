@@ -28,8 +28,9 @@ from worker.bundle import WireTensor, to_torch
 from worker.checkpoint import Archive, UrlArchive, check_url, read_state
 from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import Chunk, state_names
+from worker.compute.chunk import Chunk
 from worker.compute.ops import Holding
+from worker.compute.state import saved_names, state_names
 from worker.copies import Copies
 from worker.data.dataset import Dataset, open_dataset
 from worker.executor import Executor, one_line
@@ -318,7 +319,7 @@ class Builder:
         wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
         if not wanted:
             return {}
-        names = frozenset().union(*[state_names(job, chunk.stage) for chunk in wanted])
+        names = saved_names(job, [chunk.stage for chunk in wanted])
         manifest = await self._files.manifest(assign.job, wanted[0].source.version)
         archive = archive_of(manifest.url, self._files, assign.job, manifest.version)
         return await asyncio.to_thread(read_state, manifest.stages, names, archive)

@@ -26,15 +26,13 @@ from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles, checkpoint_folder
 from skein.types import Generation, JobId, StageIndex, Step
-from worker.compute.chunk import STEP
 
 _FIELD = "checkpoint.url"
-_MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _READ_BYTES = 1 << 22
 
 
 def file_names(stage: StageIndex, generation: Generation) -> tuple[str, str]:
-    """Names of the files with a stage's parameters and with its optimizer's state.
+    """Names of the files with a stage's parameters and with the rest of its state.
 
     Each generation writes its own: a late writer of an older one must not touch what a manifest names.
 
@@ -141,19 +139,22 @@ def _sync(path: str) -> None:
 
 
 def write_stage(
-    stage: StageIndex, generation: Generation, state: Mapping[str, Tensor], archive: Archive
+    stage: StageIndex,
+    generation: Generation,
+    archive: Archive,
+    *,
+    params: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
 ) -> tuple[CheckpointFile, ...]:
-    """Writes a chunk's state, as `generation` asked for it, to `archive`; what was written.
+    """Writes a chunk's parameters and the rest of its state, as `generation` asked for them; what was written.
 
     Raises:
         OSError | RemoteError: it could not be.
     """
-    optimizer = {name: tensor for name, tensor in state.items() if name == STEP or name.startswith(_MOMENTS)}
-    model = {name: tensor for name, tensor in state.items() if name not in optimizer}
     with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
         return tuple(
             _write(Path(folder) / name, tensors, archive)
-            for name, tensors in zip(file_names(stage, generation), (model, optimizer), strict=True)
+            for name, tensors in zip(file_names(stage, generation), (params, state), strict=True)
         )
 
 

@@ -412,7 +412,9 @@ class Driver:
         began_s = self._loop.time()
         try:
             archive = archive_of(saved.url, self._files, saved.job_id, version)
-            files = await asyncio.to_thread(write_stage, stage, generation, saved.state, archive)
+            files = await asyncio.to_thread(
+                write_stage, stage, generation, archive, params=saved.params, state=saved.state
+            )
         except (OSError, RemoteError, UserError) as error:
             reason = one_line(error)
             _log.warning("checkpoint=%d stage=%d not written: %s", version, stage, reason)

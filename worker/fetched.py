@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Protocol
 
 from pydantic import ValidationError
@@ -18,17 +17,16 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError
-from skein.model.parameters import layer_parameters
 from skein.numeric.gradients import digest
+from skein.numeric.optim.choose import optimizer_of
 from skein.protocol.messages import Member, Prefetch, StepRecord
 from skein.protocol.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
-from skein.types import GroupId, JobId, StageIndex, StageSpec, Step
+from skein.types import GroupId, JobId, StageIndex, Step
 from skein.units import format_bytes
 from worker.bundle import WireTensor, to_torch
-from worker.compute.chunk import STEP, optimizer_names
 from worker.compute.snapshots import bring_forward, changes
+from worker.compute.state import state_sizes
 from worker.executor import one_line
-from worker.model.base import parameter_dtype
 from worker.transport.fetch import AbsentError
 from worker.transport.gather import Gathering
 
@@ -36,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.25
 """Before peers that have not got there yet are asked again."""
-_STEP_BYTES = 8
 
 
 class Givers(Protocol):
@@ -203,7 +200,7 @@ class FetchedCopy:
             results,
             stage=self.prefetch.stage.index,
             model=self._job.model,
-            optimizer=self._job.optimizer,
+            optimizer=optimizer_of(self._job.optimizer),
         )
         self._records.popleft()
         self.version = Step(record.step + 1)
@@ -271,16 +268,6 @@ def failure_of(prefetch: Prefetch, reason: str) -> PrefetchFailed:
         kind=kind_of(prefetch),
         reason=reason,
     )
-
-
-def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
-    """Bytes of each tensor of a stage's state, by name."""
-    element_bytes = parameter_dtype(job.precision).itemsize
-    sizes = {STEP: _STEP_BYTES}
-    for layer in layer_parameters(job.model)[stage.first : stage.stop]:
-        for name, shape in layer.items():
-            sizes |= dict.fromkeys((name, *optimizer_names([name])), element_bytes * prod(shape))
-    return sizes
 
 
 async def _over(*works: asyncio.Future[None] | None) -> None:

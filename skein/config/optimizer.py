@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
 from skein.config.spec import Spec, told_by
+from skein.errors import UserError
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,6 +39,13 @@ class SgdSpec(_Optimizer):
     name: Literal["sgd"]
     momentum: _Beta = 0.9
     nesterov: bool = False
+    """Look ahead along the momentum; wants one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SgdSpec":
+        if self.nesterov and not self.momentum:
+            raise UserError("nesterov", self.nesterov, "give false, or a momentum above 0")
+        return self
 
 
 class LambSpec(_Optimizer):
@@ -52,6 +60,12 @@ class LambSpec(_Optimizer):
     """Upper bound of the norms' ratio."""
     bias_correction: bool = False
     """Divide the moments by what their start at zero has taken from them. 1-bit LAMB allows no such correction."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LambSpec":
+        if self.min_ratio > self.max_ratio:
+            raise UserError("min_ratio", self.min_ratio, f"give at most max_ratio ({self.max_ratio:g})")
+        return self
 
 
 OptimizerSpec = Annotated[

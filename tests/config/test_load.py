@@ -64,6 +64,10 @@ WRONG_VALUES = {
     "optimizer={name: sgd, betas: [0.9, 0.9]}": "optimizer.betas: [0.9, 0.9]: no such key: "
     "here are learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
     "clip_norm, name, momentum, nesterov",
+    "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: True: give false, or a momentum above 0",
+    "optimizer={name: lamb, min_ratio: 20}": "optimizer.min_ratio: 20.0: give at most max_ratio (10)",
+    "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: here are learning_rate, schedule, "
+    "final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
     "optimizer.schedule=step": "optimizer.schedule: 'step': give cosine, linear or constant",
     "optimizer.lerning_rate=0.1": "optimizer.lerning_rate: 0.1: no such key: did you mean learning_rate? here are "
     "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",

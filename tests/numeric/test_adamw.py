@@ -5,7 +5,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from skein.numeric.optim import adamw
+from skein.numeric.optim.adamw import AdamW
+from skein.numeric.optim.groups import decayed_names
+from skein.numeric.walker import Walker
 
 F32 = NDArray[np.float32]
 
@@ -26,65 +28,38 @@ def test_every_bit_is_what_ieee_arithmetic_gives() -> None:
     generator = np.random.default_rng(0)
     p = generator.standard_normal((300, 1000)).astype(np.float32)
     m, v = np.zeros_like(p), np.zeros_like(p)
+    rule = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     params = {"w": torch.from_numpy(p.copy())}
-    state = adamw.init(params)
+    walker = Walker(params=params, state=rule.init(params))
     for step in range(1, 4):
         g = generator.standard_normal(p.shape).astype(np.float32)
         p, m, v = numpy_update(p, g, m, v, step)
-        state = adamw.update(
-            params,
-            {"w": torch.from_numpy(g)},
-            state,
-            learning_rate=1e-3,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-            decayed={"w"},
-            gradient_scale=0.5,
-        )
-    assert np.array_equal(params["w"].numpy(), p)
-    assert np.array_equal(state.exp_avg["w"].numpy(), m)
-    assert np.array_equal(state.exp_avg_sq["w"].numpy(), v)
+        grads = {"w": torch.from_numpy(g)}
+        rule.update(walker, grads, learning_rate=1e-3, gradient_scale=0.5, decayed={"w"})
+    assert np.array_equal(walker.params["w"].numpy(), p)
+    assert np.array_equal(walker.state["exp_avg"]["w"].numpy(), m)
+    assert np.array_equal(walker.state["exp_avg_sq"]["w"].numpy(), v)
 
 
 def test_parameters_that_autograd_watches_are_updated_too() -> None:
-    params = {"w": torch.nn.Parameter(torch.ones(3))}
-    state = adamw.update(
-        params,
-        {"w": torch.ones(3)},
-        adamw.init(params),
-        learning_rate=0.5,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.0,
-        decayed=set(),
-        gradient_scale=1.0,
-    )
+    rule = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    watched = torch.nn.Parameter(torch.ones(3))
+    walker = Walker(params={"w": watched}, state=rule.init({"w": watched}))
+    rule.update(walker, {"w": torch.ones(3)}, learning_rate=0.5, gradient_scale=1.0, decayed=set())
     # The first update moves by the learning rate, up to eps and the rounding of float32.
-    assert params["w"].tolist() == pytest.approx([0.5] * 3, rel=1e-6)
-    assert params["w"].requires_grad
-    assert not state.exp_avg["w"].requires_grad
+    assert watched.tolist() == pytest.approx([0.5] * 3, rel=1e-6)
+    assert watched.requires_grad
+    assert not walker.state["exp_avg"]["w"].requires_grad
 
 
 def test_matrices_embeddings_and_kernels_decay_and_vectors_do_not() -> None:
     shapes = {"embed": (4, 2), "kernel": (2, 2, 3, 3), "norm": (4,), "bias": (2,), "scale": ()}
-    assert adamw.decayed_names({name: torch.ones(shape) for name, shape in shapes.items()}) == {
-        "embed",
-        "kernel",
-    }
+    assert decayed_names({name: torch.ones(shape) for name, shape in shapes.items()}) == {"embed", "kernel"}
 
 
 def test_parameters_of_two_dtypes_are_refused() -> None:
     params = {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.float64)}
+    rule = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    walker = Walker(params=params, state=rule.init(params))
     with pytest.raises(ValueError, match="one dtype"):
-        adamw.update(
-            params,
-            params,
-            adamw.init(params),
-            learning_rate=1.0,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.0,
-            decayed=set(),
-            gradient_scale=1.0,
-        )
+        rule.update(walker, params, learning_rate=1.0, gradient_scale=1.0, decayed=set())

@@ -16,7 +16,7 @@ from skein.protocol.records import StageFiles, checkpoint_folder
 from skein.types import JobId, Layout, Precision, StageIndex, Step
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
-from worker.compute.chunk import STEP, state_names
+from worker.compute.state import STEP, saved_names
 
 JOB = JobId("j1")
 
@@ -31,11 +31,10 @@ def save(lab: Lab, url: Path, version: int) -> tuple[StageFiles, ...]:
             SaveOp(generation=GENERATION, version=Step(version), stage=stage.index, url=str(url))
         )
         assert done.saved is not None
-        saved.append(
-            StageFiles(
-                stage=stage.index, files=write_stage(stage.index, GENERATION, done.saved.state, archive)
-            )
+        files = write_stage(
+            stage.index, GENERATION, archive, params=done.saved.params, state=done.saved.state
         )
+        saved.append(StageFiles(stage=stage.index, files=files))
     return tuple(saved)
 
 
@@ -45,7 +44,7 @@ def restore(lab: Lab, url: Path, version: int, files: tuple[StageFiles, ...]) ->
         holding = lab.benches[ref.worker].compute.holding
         assert holding is not None
         chunk = holding.chunks[ref.stage]
-        names = state_names(lab.job, chunk.stage)
+        names = saved_names(lab.job, [chunk.stage])
         chunk.load_state(read_state(files, names, archive), version=Step(version))
 
 
@@ -150,7 +149,9 @@ def test_a_changed_file_is_refused(text: Path, tmp_path: Path, labs: list[Lab]) 
 
 def test_a_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
     archive = UrlArchive(str(tmp_path), JOB, Step(0))
-    files = write_stage(StageIndex(0), GENERATION, {"a": torch.ones(2), STEP: torch.tensor(0)}, archive)
+    files = write_stage(
+        StageIndex(0), GENERATION, archive, params={"a": torch.ones(2)}, state={STEP: torch.tensor(0)}
+    )
     with pytest.raises(LocalError, match="lacks b"):
         read_state((StageFiles(stage=StageIndex(0), files=files),), ["a", "b"], archive)
 
@@ -168,7 +169,7 @@ def test_a_failed_write_leaves_nothing_under_the_final_name(tmp_path: Path) -> N
     archive = UrlArchive(str(tmp_path / "file" / "below"), JOB, Step(0))
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(OSError, match="file"):
-        write_stage(StageIndex(0), GENERATION, {STEP: torch.tensor(0)}, archive)
+        write_stage(StageIndex(0), GENERATION, archive, params={}, state={STEP: torch.tensor(0)})
 
 
 @pytest.mark.parametrize(

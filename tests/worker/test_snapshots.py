@@ -8,14 +8,15 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError
+from skein.numeric.optim.choose import optimizer_of
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId
 from tests.worker.lab import Lab, tiny_job
 from worker.bundle import to_torch
 from worker.compute import snapshots
-from worker.compute.chunk import STEP
 from worker.compute.snapshots import Snapshots, bring_forward, changes
+from worker.compute.state import STEP
 
 JOB = JobId("j1")
 """As the lab calls its job."""
@@ -57,7 +58,7 @@ def advance(lab: Lab, state: dict[str, Tensor], record: StepRecord, stage: int =
         results_of(lab, record.step, stage),
         stage=StageIndex(stage),
         model=lab.job.model,
-        optimizer=lab.job.optimizer,
+        optimizer=optimizer_of(lab.job.optimizer),
     )
 
 
@@ -121,7 +122,7 @@ def test_a_result_that_does_not_fit_changes_nothing(text: Path, labs: list[Lab])
             spoilt,
             stage=StageIndex(0),
             model=lab.job.model,
-            optimizer=lab.job.optimizer,
+            optimizer=optimizer_of(lab.job.optimizer),
         )
     assert_equal(state, state_at(lab, 0))
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.neighbours import counterparts
+from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.walker import Walker
 from skein.types import StageSpec
-from worker.compute.chunk import STEP, optimizer_names
+from worker.compute.state import copied, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,6 @@ def averaged_state(job: JobSpec, stage: StageSpec, sides: Sequence[Side]) -> dic
             part = given.to(torch.float64) * (side.weight / total)
             sums[name] = sums[name] + part if name in sums else part
             types[name] = given.dtype
-    state = {name: summed.to(types[name]) for name, summed in sums.items()}
-    for name in optimizer_names(state):
-        state[name] = torch.zeros_like(state[name.partition(".")[2]])
-    state[STEP] = torch.tensor(0, dtype=torch.int64)
-    return state
+    params = {name: summed.to(types[name]) for name, summed in sums.items()}
+    optimizer = optimizer_of(job.optimizer)
+    return named(Walker(params=params, state=optimizer.init(params)), copied(optimizer.slots))

@@ -1,4 +1,4 @@
-"""One stage as this worker holds it: parameters, accumulators, optimizer state and version.
+"""One stage as this worker holds it: its walker's tensors, accumulators and version.
 
 Accumulators are the `.grad` of every parameter, as views into one flat vector per reduction group, so that a reduction
 reads contiguous memory and copies nothing that it does not send. They are unnormalised sums, and zeroed, never freed.
@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from skein.config.job import JobSpec
-from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
-from skein.model.parameters import layer_parameters
 from skein.numeric.gradients import unflatten
-from skein.numeric.optim import adamw
+from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.optim.groups import decayed_names
+from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages import Decision, StepRecord
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from worker.compute.state import STEP, by_name, copied, named, saved
 from worker.model.stage import Stage, build_stage
 
 TIED = GroupId("tied")
-STEP = "step"
-"""Under this name the count of updates travels with the tensors of a chunk's state."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def own_group(stage: StageIndex) -> GroupId:
@@ -33,32 +32,34 @@ def own_group(stage: StageIndex) -> GroupId:
     return GroupId(f"s{stage}")
 
 
-def optimizer_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of the optimizer's tensors for parameters called `names`, sorted, without `STEP`."""
-    return tuple(sorted(f"{moment}.{name}" for name in names for moment in _MOMENTS))
+def update(
+    optimizer: Optimizer, walker: Walker, grads: Mapping[str, Tensor], record: StepRecord, *, weight: float
+) -> None:
+    """What a committed step does to a walker, in place, wherever its tensors lie.
 
-
-def parameter_names(state: Iterable[str]) -> frozenset[str]:
-    """Which names of a state are parameters'."""
-    moments = tuple(f"{moment}." for moment in _MOMENTS)
-    return frozenset(name for name in state if name != STEP and not name.startswith(moments))
-
-
-def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
-    """Names of all tensors in the state of `stage`."""
-    layers = layer_parameters(job.model)[stage.first : stage.stop]
-    names = frozenset(name for layer in layers for name in layer)
-    return names | {*optimizer_names(names), STEP}
+    Args:
+        grads: sums over microbatches, by name of the parameter; `weight` makes means of them.
+    """
+    optimizer.update(
+        walker,
+        grads,
+        learning_rate=record.learning_rate,
+        gradient_scale=weight * record.clip,
+        decayed=decayed_names(walker.params),
+    )
 
 
 class Chunk:
     """A stage's module with all that belongs to it. Only the torch thread touches it."""
 
-    def __init__(self, module: Stage, *, version: Step) -> None:
+    def __init__(self, module: Stage, optimizer: Optimizer, *, version: Step) -> None:
         self.module = module
+        self.optimizer = optimizer
         self.version = version
         self.params: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
-        self.optimizer = adamw.init({name: param.detach() for name, param in self.params.items()})
+        params = {name: param.detach() for name, param in self.params.items()}
+        self.walker = Walker(params=params, state=optimizer.init(params))
+        """Its parameters are the module's own memory."""
         self._accumulators: dict[GroupId, Tensor] = {}
         self._names: dict[GroupId, tuple[str, ...]] = {}
 
@@ -73,7 +74,7 @@ class Chunk:
             precision=job.precision,
             device=device,
         )
-        return cls(module, version=version)
+        return cls(module, optimizer_of(job.optimizer), version=version)
 
     @property
     def stage(self) -> StageSpec:
@@ -97,7 +98,7 @@ class Chunk:
         return flat
 
     def _params_of(self, group: GroupId) -> dict[str, Tensor]:
-        return {name: self.params[name].detach() for name in self._names[group]}
+        return {name: self.walker.params[name] for name in self._names[group]}
 
     @property
     def groups(self) -> tuple[GroupId, ...]:
@@ -113,16 +114,17 @@ class Chunk:
         for flat in self._accumulators.values():
             flat.zero_()
 
-    def apply(
-        self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor], optimizer: OptimizerSpec
-    ) -> None:
+    def apply(self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor]) -> None:
         """Turns version t into t + 1 with the numbers in `record`. Accumulators are left to the caller.
 
         A stage that no microbatch visited stays as it is, moments included.
         """
         weight = self._weight(record)
         if record.decision is Decision.APPLY and weight:
-            self._update(record, weight, result_by_group, optimizer)
+            grads: dict[str, Tensor] = {}
+            for group in self.groups:
+                grads |= unflatten(result_by_group[group], self._params_of(group))
+            update(self.optimizer, self.walker, grads, record, weight=weight)
         self.version = Step(record.step + 1)
 
     def _weight(self, record: StepRecord) -> float:
@@ -132,78 +134,50 @@ class Chunk:
             raise LocalError(f"stage {self.stage.index}: its groups have weights {sorted(weights)}")
         return weights.pop() if weights else 0.0
 
-    def _update(
-        self,
-        record: StepRecord,
-        weight: float,
-        result_by_group: Mapping[GroupId, Tensor],
-        optimizer: OptimizerSpec,
-    ) -> None:
-        params = {name: param.detach() for name, param in self.params.items()}
-        grads: dict[str, Tensor] = {}
-        for group, names in self._names.items():
-            if names:
-                grads |= unflatten(result_by_group[group], self._params_of(group))
-        assert isinstance(optimizer, AdamWSpec)
-        self.optimizer = adamw.update(
-            params,
-            grads,
-            self.optimizer,
-            learning_rate=record.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            decayed=adamw.decayed_names(params),
-            gradient_scale=weight * record.clip,
-        )
-
     # --- state, as it travels and is saved ---
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, optimizer tensors (`exp_avg.<name>` and so on) and `STEP` as they are until the next update."""
-        state = {name: param.detach() for name, param in self.params.items()}
-        for moment, tensors in self._moments().items():
-            state |= {f"{moment}.{name}": tensor for name, tensor in tensors.items()}
-        state[STEP] = torch.tensor(self.optimizer.step, dtype=torch.int64)
-        return state
+        """What another holder of the stage is given, by name, as it is until the next update."""
+        return named(self.walker, copied(self.optimizer.slots))
 
     def copy_state(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copies of the `state` in host memory; only of `names`, if given."""
         return {name: _copied(x) for name, x in self.state().items() if names is None or name in names}
 
-    def copy_for_checkpoint(self) -> dict[str, Tensor]:
-        """As `copy_state`, without what the first stage saves too."""
+    def copy_for_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of the parameters and of all else that is saved, less what the first stage saves too."""
         elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
-        left_out = elsewhere | set(optimizer_names(elsewhere))
-        return {name: tensor for name, tensor in self.copy_state().items() if name not in left_out}
-
-    def _moments(self) -> dict[str, dict[str, Tensor]]:
-        return {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
+        slots = saved(self.optimizer.slots)
+        left_out = {*elsewhere, *(f"{slot}.{name}" for slot in slots for name in elsewhere)}
+        copies = {name: _copied(x) for name, x in named(self.walker, slots).items() if name not in left_out}
+        return {name: copies.pop(name) for name in self.params.keys() - elsewhere}, copies
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], *, version: Step) -> None:
-        """Takes over a state that `copy_state` made, or several with more tensors than this stage has.
+        """Takes over a state that `copy_state` made, or a checkpoint's, or several with more tensors than are here.
+
+        Slots that not every copy and every checkpoint has begin anew where `state` lacks them.
 
         Raises:
             LocalError: a tensor is missing or of another shape; nothing has changed then.
         """
-        targets: dict[str, Tensor] = {name: param.detach() for name, param in self.params.items()}
-        for moment, tensors in self._moments().items():
-            targets |= {f"{moment}.{name}": tensor for name, tensor in tensors.items()}
+        slots = self.optimizer.slots
+        targets = named(self.walker, slots)
+        source = {**self._anew(slots.keys() - (copied(slots) & saved(slots))), **state}
         for name, target in targets.items():
-            if name not in state or state[name].shape != target.shape:
-                found = tuple(state[name].shape) if name in state else "nothing"
+            if name not in source or source[name].shape != target.shape:
+                found = tuple(source[name].shape) if name in source else "nothing"
                 raise LocalError(
                     f"stage {self.stage.index}: {name} should be {tuple(target.shape)}, found {found}"
                 )
-        if STEP not in state:
-            raise LocalError(f"stage {self.stage.index}: the state says not how many updates were made")
-        for name, target in targets.items():
-            target.copy_(state[name])
-        self.optimizer = adamw.AdamWState(
-            step=int(state[STEP]), exp_avg=self.optimizer.exp_avg, exp_avg_sq=self.optimizer.exp_avg_sq
-        )
+        for name in targets.keys() - {STEP}:
+            targets[name].copy_(source[name])
+        self.walker.num_updates = int(state[STEP])
         self.version = version
+
+    def _anew(self, slots: Collection[str]) -> dict[str, Tensor]:
+        """The state of `slots` before the first update."""
+        return by_name(self.optimizer.init(self.walker.params), slots) if slots else {}
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from skein.config.job import ModelSpec
-from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.numeric.gradients import unflatten
-from skein.numeric.optim import adamw
+from skein.numeric.optim.optimizer import Optimizer
 from skein.protocol.messages import ChunkVersion, Decision, StepRecord
 from skein.protocol.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, StageIndex, StageSpec, Step
 from worker.bundle import WireTensor, to_wire
-from worker.compute.chunk import STEP, TIED, Chunk, own_group, parameter_names
+from worker.compute.chunk import TIED, Chunk, own_group, update
+from worker.compute.state import copied, named, walker_of
 
 PIECE_BYTES = 64 << 20
 """Copied at once: raise it if snapshots of large chunks take too many ops to be complete."""
@@ -233,7 +233,7 @@ def bring_forward(
     *,
     stage: StageIndex,
     model: ModelSpec,
-    optimizer: OptimizerSpec,
+    optimizer: Optimizer,
 ) -> None:
     """Do to a chunk's copied state what `Chunk.apply` does to the chunk, to the last bit and in place.
 
@@ -242,27 +242,11 @@ def bring_forward(
     """
     if not changes(record, stage):
         return
-    params = {name: state[name] for name in sorted(parameter_names(state))}
-    grads = _gradients(params, record, result_by_group, stage=stage, model=model)
-    before = adamw.AdamWState(
-        step=int(state[STEP]),
-        exp_avg={name: state[f"exp_avg.{name}"] for name in params},
-        exp_avg_sq={name: state[f"exp_avg_sq.{name}"] for name in params},
-    )
+    walker = walker_of(state, optimizer)
+    grads = _gradients(walker.params, record, result_by_group, stage=stage, model=model)
     weight = next(x.weight for x in record.results if x.group == own_group(stage))
-    assert isinstance(optimizer, AdamWSpec)
-    after = adamw.update(
-        params,
-        grads,
-        before,
-        learning_rate=record.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        decayed=adamw.decayed_names(params),
-        gradient_scale=weight * record.clip,
-    )
-    state[STEP] = torch.tensor(after.step, dtype=torch.int64)
+    update(optimizer, walker, grads, record, weight=weight)
+    state |= named(walker, copied(optimizer.slots))
 
 
 def _gradients(

@@ -1,0 +1,103 @@
+"""A walker's tensors under the names by which they travel and are saved: `<name>`, `<slot>.<name>` and `STEP`.
+
+Rules of this file
+- Which slots there are, and what they hold, the optimizer says; no slot is known here by name.
+- What a slot does not want copied, or saved, begins anew wherever the state is taken over.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from skein.config.job import JobSpec
+from skein.errors import LocalError
+from skein.model.parameters import layer_parameters
+from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.walker import Slot, Tensors, Walker
+from skein.types import StageSpec
+from worker.model.base import parameter_dtype
+
+STEP = "step"
+"""Under this name the count of updates travels with the tensors of a chunk's state."""
+
+
+def copied(slots: Mapping[str, Slot]) -> frozenset[str]:
+    """Slots that a newcomer gets a copy of."""
+    return frozenset(name for name, slot in slots.items() if slot.is_copied)
+
+
+def saved(slots: Mapping[str, Slot]) -> frozenset[str]:
+    """Slots that a checkpoint has."""
+    return frozenset(name for name, slot in slots.items() if slot.is_saved)
+
+
+def named(walker: Walker, slots: Collection[str]) -> dict[str, Tensor]:
+    """The walker's own tensors by name: parameters, those of `slots`, and a count of its updates."""
+    num_updates = torch.tensor(walker.num_updates, dtype=torch.int64)
+    return {**walker.params, **by_name(walker.state, slots), STEP: num_updates}
+
+
+def by_name(state: Mapping[str, Tensors], slots: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of `slots`.
+
+    >>> sorted(by_name({"mean": {"a": torch.ones(1), "b": torch.ones(1)}, "other": {}}, {"mean"}))
+    ['mean.a', 'mean.b']
+    """
+    return {f"{slot}.{name}": tensor for slot in sorted(slots) for name, tensor in state[slot].items()}
+
+
+def walker_of(state: Mapping[str, Tensor], optimizer: Optimizer) -> Walker:
+    """The walker whose tensors `named` gave; slots that it left out begin anew. No tensor is copied.
+
+    Raises:
+        LocalError: the state says not how many updates were made.
+    """
+    if STEP not in state:
+        raise LocalError("the state says not how many updates were made")
+    slots = optimizer.slots
+    params: Tensors = {}
+    by_slot: dict[str, Tensors] = {slot: {} for slot in slots}
+    for name in sorted(state.keys() - {STEP}):
+        slot, _, inner = name.partition(".")
+        if slot in by_slot:
+            by_slot[slot][inner] = state[name]
+        else:
+            params[name] = state[name]
+    left_out = slots.keys() - copied(slots)
+    if left_out:
+        fresh = optimizer.init(params)
+        by_slot |= {slot: fresh[slot] for slot in left_out if not by_slot[slot]}
+    return Walker(params=params, state=by_slot, num_updates=int(state[STEP]))
+
+
+# --- without a walker ---
+
+
+def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
+    """Names of all tensors that a holder of `stage` gives to another."""
+    return frozenset(_drafted(job, stage, copied(optimizer_of(job.optimizer).slots)))
+
+
+def saved_names(job: JobSpec, stages: Iterable[StageSpec]) -> frozenset[str]:
+    """Names of all tensors that a checkpoint has of `stages`."""
+    slots = saved(optimizer_of(job.optimizer).slots)
+    return frozenset[str]().union(*(_drafted(job, stage, slots) for stage in stages))
+
+
+def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
+    """Bytes of each tensor that a holder of `stage` gives to another, by name."""
+    drafted = _drafted(job, stage, copied(optimizer_of(job.optimizer).slots))
+    return {name: tensor.nbytes for name, tensor in drafted.items()}
+
+
+def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str, Tensor]:
+    """State of `stage` by name, in tensors that take no memory."""
+    dtype = parameter_dtype(job.precision)
+    params = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for layer in layer_parameters(job.model)[stage.first : stage.stop]
+        for name, shape in layer.items()
+    }
+    return named(Walker(params=params, state=optimizer_of(job.optimizer).init(params)), slots)
