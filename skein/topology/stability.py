@@ -181,7 +181,8 @@ def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_ste
     state = stream(seed, "gossip stability").standard_normal(2 * num_members)
     log_growth = 0.0
     for round_ in range(_NUM_DRAWN_ROUNDS):
-        both = (step(graph.at(round_, seed=seed).rows, momentum) @ alone @ state).reshape(2, num_members)
+        now = step(graph.at(round_, seed=seed).rows, momentum)
+        both = (now @ (alone @ state)).reshape(2, num_members)
         state = (both - both.mean(axis=1, keepdims=True)).reshape(-1)  # rounding may not leave the subspace
         norm = float(np.linalg.norm(state))
         if norm == 0.0:
