@@ -1,6 +1,7 @@
 """The learning rate over a job."""
 
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -9,26 +10,50 @@ from hypothesis import strategies as st
 from skein.config.optimizer import AdamWSpec
 from skein.config.schedule import learning_rate
 
-
-def spec(*, warmup_steps: int, ratio: float = 0.1) -> AdamWSpec:
-    return AdamWSpec(learning_rate=2e-3, warmup_steps=warmup_steps, final_learning_rate_ratio=ratio)
+Schedule = Literal["cosine", "linear", "constant"]
 
 
+def spec(*, warmup_steps: int, ratio: float = 0.1, schedule: Schedule = "cosine") -> AdamWSpec:
+    return AdamWSpec(
+        learning_rate=2e-3, warmup_steps=warmup_steps, final_learning_rate_ratio=ratio, schedule=schedule
+    )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @given(
     warmup_steps=st.integers(0, 50),
     steps_after=st.integers(1, 100),
     ratio=st.floats(0, 1),
 )
 def test_it_rises_to_the_peak_and_falls_to_the_floor(
-    warmup_steps: int, steps_after: int, ratio: float
+    schedule: Schedule, warmup_steps: int, steps_after: int, ratio: float
 ) -> None:
-    optimizer, total_steps = spec(warmup_steps=warmup_steps, ratio=ratio), warmup_steps + steps_after + 1
+    optimizer = spec(warmup_steps=warmup_steps, ratio=ratio, schedule=schedule)
+    total_steps = warmup_steps + steps_after + 1
     rates = [learning_rate(optimizer, step, total_steps) for step in range(total_steps)]
     top = max(warmup_steps - 1, 0)
     assert rates[top] == max(rates) == 2e-3
     assert all(earlier < later for earlier, later in pairwise(rates[: top + 1]))
     assert all(earlier >= later for earlier, later in pairwise(rates[top:]))
     assert rates[-1] == pytest.approx(2e-3 * ratio, rel=1e-12, abs=1e-18)
+
+
+def test_a_line_falls_by_the_same_at_every_step() -> None:
+    optimizer = spec(warmup_steps=3, ratio=0.2, schedule="linear")
+    falling = [learning_rate(optimizer, step, 11) for step in range(2, 11)]
+    # Two roundings of numbers of order 1e-3.
+    assert [a - b for a, b in pairwise(falling)] == pytest.approx([2e-3 * 0.8 / 8] * 8, abs=1e-18)
+
+
+def test_a_constant_rate_stays_at_the_peak_after_its_warm_up() -> None:
+    optimizer = spec(warmup_steps=2, schedule="constant")
+    assert [learning_rate(optimizer, step, 5) for step in range(5)] == [1e-3, 2e-3, 2e-3, 2e-3, 2e-3]
+
+
+def test_half_way_down_cosine_and_line_meet_and_before_it_the_cosine_is_above() -> None:
+    cosine, linear = (spec(warmup_steps=0, schedule=schedule) for schedule in ("cosine", "linear"))
+    assert learning_rate(cosine, 4, 9) == pytest.approx(learning_rate(linear, 4, 9), rel=1e-12)
+    assert learning_rate(cosine, 2, 9) > learning_rate(linear, 2, 9)
 
 
 def test_the_first_step_already_learns() -> None:
