@@ -1,4 +1,7 @@
-"""What one part of `bench.aggregation` gives back: each module beside this one has `measure(*, is_quick)`."""
+"""What one part of `bench.aggregation` gives back.
+
+Each module beside this one has `measure(*, is_quick: bool) -> Measured`, or, without charts, `rows` in the same form.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

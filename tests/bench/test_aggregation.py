@@ -18,7 +18,8 @@ ROW = Row(what="x", value=1.0, unit="s", against="y", ratio=0.5, goal="none", ho
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_can_be_measured(part: str) -> None:
-    assert callable(importlib.import_module(f"bench.aggregating.{part}").measure)
+    module = importlib.import_module(f"bench.aggregating.{part}")
+    assert hasattr(module, "measure") or hasattr(module, "rows")
 
 
 def test_a_record_keeps_the_parts_that_were_not_measured_anew(tmp_path: Path) -> None:
