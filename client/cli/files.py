@@ -17,16 +17,18 @@ from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
 from skein.model.parameters import parameter_shapes
+from skein.plan.estimates import estimate_of_job
 
 
 def outline(job: JobSpec) -> str:
-    """A job in one line: what will be trained, how, and the name of its content."""
+    """A job in one line: what will be trained, how, and the name of its content; in another what aggregation costs."""
     num_parameters = sum(math.prod(shape) for shape in parameter_shapes(job.model).values())
     parallel, batch = job.parallel, job.batch
+    cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
-        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}; hash {job.content_hash()[:12]}"
+        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}; hash {job.content_hash()[:12]}{cost}"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from client.api import Job
+from client.api import Client, Job
 from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.files import outline
 from client.cli.follow import LINE_S, follow, view
@@ -25,8 +25,11 @@ from client.cli.show import (
     time_rows,
     timed,
 )
+from client.estimating import expected
 from client.jobfile import read_job
+from skein.config.job import JobSpec
 from skein.errors import SkeinError
+from skein.plan.estimates import estimate_of_job
 from skein.types import JobState
 from skein.wire.views import Ended, JobEvent, StepFinished
 
@@ -56,7 +59,9 @@ def submit(
     is_dry: bool,
     is_json: bool,
 ) -> int:
-    """Hand in the job that FILE describes, - for standard input. Prints its id, and nothing else."""
+    """Hand in the job that FILE describes, - for standard input. Prints its id, and nothing else; what aggregation will
+    cost goes to standard error.
+    """
     named = () if name is None else (f"name={name}",)
     spec = read_job(file, overrides=(*overrides, *named))
     if is_dry:
@@ -66,7 +71,18 @@ def submit(
         job = client.submit(spec, key=key)
         print_json({"job": job.id, "is_new": job.is_new}) if is_json else click.echo(job.id)
         sys.stdout.flush()
+        if not is_json and spec.parallel.replicas > 1:
+            click.echo(_cost(client, spec), err=True)
         return wait_for(job, total_steps=spec.budget.steps, is_json=is_json) if is_waiting else DONE
+
+
+def _cost(client: Client, spec: JobSpec) -> str:
+    """What the job's aggregation will cost, on the workers that are there now."""
+    try:
+        return expected(spec, client.workers(), client.links()).words
+    except SkeinError:
+        # The job is in; whoever may submit and not look round is told less.
+        return estimate_of_job(spec).words
 
 
 def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:

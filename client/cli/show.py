@@ -10,6 +10,8 @@ from typing import assert_never
 
 import click
 
+from skein.config.job import JobSpec
+from skein.plan.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
 from skein.units import format_bytes
 from skein.wire.views import (
@@ -149,9 +151,15 @@ def job_lines(status: JobStatus) -> list[str]:
         "workers": f"{status.num_workers}, generation {status.generation}",
         "incidents": incidents,
         "plan": status.plan or _NONE,
+        "rule": _rule(status.spec),
         "checkpoint": checkpoint,
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+def _rule(text: str) -> str:
+    """A job's aggregation and what it costs, from its specification."""
+    return estimate_of_job(JobSpec.model_validate_json(text)).words
 
 
 TIME_COLUMNS = ("CHUNK OR LINK", "OP", "PLANNED", "MEASURED", "OFF BY")

@@ -50,6 +50,42 @@ def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsy
     assert (spec.name, spec.budget.steps) == ("second", 9)
 
 
+REPLICAS = ("--set", "parallel.replicas=2", "--set", "parallel.stages=1")
+COST = "all_reduce: each worker sends 3.6 MiB a step, as much as all-reduce in fp32"
+
+
+def test_submit_says_what_aggregation_costs_on_the_workers_there_are(
+    coordinator: Scripted, job_file: Path, capsys: Captured
+) -> None:
+    coordinator.script.workers = [worker("w1"), worker("w2")]
+    assert run(["submit", str(job_file), *REPLICAS]) == 0
+    # 3.6 MiB at 1 MiB/s and twice 12.5 ms.
+    assert capsys.readouterr() == ("first-job-1\n", f"{COST}, about 3.67 s if nothing overlaps\n")
+
+
+def test_submit_says_what_it_knows_where_workers_are_too_few(
+    coordinator: Scripted, job_file: Path, capsys: Captured
+) -> None:
+    assert len(coordinator.script.workers) == 1
+    assert run(["submit", str(job_file), *REPLICAS]) == 0
+    assert capsys.readouterr() == ("first-job-1\n", f"{COST}\n")
+
+
+def test_checking_a_job_says_what_aggregation_costs(job_file: Path, capsys: Captured) -> None:
+    assert run(["job", "check", str(job_file), *REPLICAS]) == 0
+    text, cost = capsys.readouterr().out.splitlines()
+    assert text.startswith("first-job: llama")
+    assert cost == COST
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_status_names_the_rule(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rule")]
+    # One replica, but its two stages share the embedding's matrix: 256 x 128 numbers, sent once by each.
+    assert told == "rule       all_reduce: each worker sends 128.0 KiB a step, as much as all-reduce in fp32"
+
+
 def test_submit_under_a_key_gives_the_same_job(job_file: Path, capsys: Captured) -> None:
     for _ in range(2):
         assert run(["submit", str(job_file), "--key", "monday", "--json"]) == 0
@@ -402,7 +438,7 @@ def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) ->
 
 def test_version_names_the_protocol(capsys: Captured) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("(protocol 3)\n")
+    assert capsys.readouterr().out.endswith("(protocol 4)\n")
 
 
 # --- doctor ---
