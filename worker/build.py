@@ -169,6 +169,7 @@ class Builder:
             wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
             for wanted in assign.chunks
         }
+        num_walkers = max(1, assign.num_evaluation_paths)
         # Stage 0 is the first hop of every path, so this is the order in which batches are wanted.
         begin = [x for x in assign.schedule.ops if x.stage == 0 and x.kind is not OpKind.BACKWARD]
         microbatches = [op.microbatch for op in begin]
@@ -178,7 +179,9 @@ class Builder:
             worker=self._worker,
             chunks=chunks,
             groups=assign.groups,
-            batches=None if dataset is None else BatchReader(dataset, job, microbatches),
+            batches=None
+            if dataset is None
+            else BatchReader(dataset, job, microbatches, num_walkers=num_walkers),
             resumption=assign.resumption,
         )
 
@@ -236,6 +239,7 @@ class Builder:
             case SourceKind.PEER:
                 state = await self._given(assign.job, wanted, members, state_names(job, stage))
                 await self._on_torch(partial(chunk.load_state, state, version=source.version))
+                await self._on_torch(chunk.begin_as_newcomer)
             case SourceKind.NEIGHBOURS:
                 state = await self._averaged(assign.job, job, wanted, members)
                 await self._on_torch(partial(chunk.load_state, state, version=source.version))

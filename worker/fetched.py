@@ -17,8 +17,8 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError
+from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.gradients import digest
-from skein.numeric.optim.choose import optimizer_of
 from skein.protocol.messages import Member, Prefetch, StepRecord
 from skein.protocol.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
 from skein.types import GroupId, JobId, StageIndex, Step
@@ -200,7 +200,7 @@ class FetchedCopy:
             results,
             stage=self.prefetch.stage.index,
             model=self._job.model,
-            optimizer=optimizer_of(self._job.optimizer),
+            rule=rule_of(self._job.aggregation, self._job.optimizer),
         )
         self._records.popleft()
         self.version = Step(record.step + 1)

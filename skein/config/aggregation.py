@@ -108,8 +108,9 @@ class AllReduce(Spec):
         return Walkers.ONE
 
     def due(self, step: int) -> tuple[Due, ...]:
-        """Reduced like every gradient: there is no exchange of its own."""
-        return ()
+        """Every step, unless plain sums will do: those are reduced like every gradient."""
+        is_plain = self.wire == "fp32" and self.robust.kind == "none"
+        return () if is_plain else (Due(round=step),)
 
 
 class _OneBit(Spec):

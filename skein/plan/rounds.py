@@ -10,12 +10,26 @@ Rules of this file
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from skein.config.aggregation import AggregationSpec, DiLoCo, Due, Gossip, Lsgd, Reach, Walkers
+from skein.config.aggregation import (
+    AggregationSpec,
+    AllReduce,
+    CentredClip,
+    DiLoCo,
+    Due,
+    Gossip,
+    Krum,
+    Lsgd,
+    Reach,
+    Walkers,
+)
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.plan import Group, Plan
 from skein.plan.quorum import token_weights
 from skein.topology.graphs import GraphKind, Mixing, mixing_at
-from skein.types import ChunkRef, GroupId, WorkerId
+from skein.types import ChunkRef, GroupId, StageIndex, WorkerId
+
+_PIECES = 4
+"""In how many pieces each shard of a leader's parameters is handed on, so that nobody waits for the whole."""
 
 Tree = Callable[[Sequence[WorkerId], int], tuple[int, ...]]
 """Parents by which what one of these workers has, by position, is handed on to the others."""
@@ -25,19 +39,22 @@ Tree = Callable[[Sequence[WorkerId], int], tuple[int, ...]]
 class StepGroups:
     """The groups of one step: `reduced`, then `exchanged`, of which `reach[i]` says which exchange of the rule it is.
 
-    `units` are the reduced groups whose norms are taken together; with `has_one_norm` that is all of them. Each
-    gradient is shared by `num_sharing` chunks before an exchange makes one of it. `may_lose_some`: a unit that is not
-    finite makes no step, and the others do. `num_tokens` is what each walker has learned from since the last exchange
-    and before this step, where that is what its part weighs.
+    `units` are the reduced groups whose norms are taken together; with `has_one_norm` that is all of them.
+    `num_sharing[i]` chunks, `reduced[i]` one of them, have parts of one gradient, which the exchange makes of their mean;
+    none: each has a gradient of its own. `may_lose_some`: a unit that is not finite makes no step, and the others do.
+    `num_tokens` is what each walker has learned from since the last exchange and before this step, where that is what
+    its part weighs.
     """
 
     reduced: tuple[Group, ...]
     units: tuple[tuple[GroupId, ...], ...]
     exchanged: tuple[Group, ...] = ()
     reach: tuple[Reach, ...] = ()
-    num_sharing: int = 1
+    num_sharing: tuple[int, ...] = ()
     has_one_norm: bool = False
     may_lose_some: bool = False
+    clips_result: bool = False
+    """What an exchange gives is a gradient: the norm of that is clipped, and none before."""
     num_tokens: tuple[int, ...] | None = None
 
 
@@ -57,6 +74,15 @@ def local_group(chunk: ChunkRef) -> Group:
 def is_exchange(group: GroupId) -> bool:
     """Whether a group is that of an exchange, and no reduction."""
     return group.startswith("x")
+
+
+def exchanged_stage(group: GroupId) -> StageIndex | None:
+    """Of which stage a group exchanges something; None for a reduction.
+
+    >>> exchanged_stage(GroupId("x2.all")), exchanged_stage(GroupId("s2"))
+    (2, None)
+    """
+    return StageIndex(int(group[1:].partition(".")[0])) if is_exchange(group) else None
 
 
 def plain_groups(plan: Plan) -> StepGroups:
@@ -98,16 +124,19 @@ def step_groups(
     chunks = [group.members for group in plan.groups]
     groups = StepGroups(
         reduced=tuple(local_group(member) for members in chunks for member in members),
-        units=tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True)),
+        units=(),
         exchanged=tuple(exchange for _, exchange in asked),
         reach=tuple(reach for reach, _ in asked),
     )
     if aggregation.walkers is Walkers.ONE:
         alone = tuple((group.group,) for group in groups.reduced)
-        return replace(groups, units=alone, num_sharing=len(chunks[0]))
+        is_gradient = isinstance(aggregation, AllReduce)
+        sharing = tuple(len(members) for members in chunks for _ in members)
+        return replace(groups, units=alone, num_sharing=sharing, clips_result=is_gradient)
     is_weighed = isinstance(aggregation, DiLoCo)
     tokens = tuple(num_tokens) or (0,) * len(chunks[0])
-    return replace(groups, may_lose_some=True, num_tokens=tokens if is_weighed else None)
+    units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
+    return replace(groups, units=units, may_lose_some=True, num_tokens=tokens if is_weighed else None)
 
 
 def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
@@ -129,7 +158,12 @@ def _exchanges(
         rows = group.weights or _rows(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
         return [replace(base, num_shards=n, pattern=Neighbours(), weights=rows)]
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
-    return [replace(base, weights=(row,) * base.num_shards)]
+    # Who compares members looks at the whole of what each sends.
+    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(
+        aggregation.robust, Krum | CentredClip
+    )
+    num_shards = 1 if is_whole else base.num_shards
+    return [replace(base, num_shards=num_shards, weights=(row,) * num_shards)]
 
 
 def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Group]:
@@ -144,7 +178,8 @@ def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Grou
         if len(walkers) > 1:
             name = GroupId(f"{base.group}.{leader}" if reach is Reach.GROUP else f"{base.group}.all")
             pattern = Broadcast(leader=place, parents=tree([x.worker for x in members], place))
-            groups.append(replace(base, group=name, members=members, pattern=pattern))
+            pieces = base.num_shards * _PIECES
+            groups.append(replace(base, group=name, members=members, pattern=pattern, num_shards=pieces))
     return groups
 
 

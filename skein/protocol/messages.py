@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from skein.config.aggregation import Reach
 from skein.plan.plan import Group, Path, Schedule
-from skein.protocol.tensors import HopTensor
+from skein.protocol.tensors import HopTensor, Phase
 from skein.types import (
     Attempt,
     Epoch,
@@ -279,12 +279,16 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Forward `num_microbatches` of validation data through `version`, loss only."""
+    """Forward `num_microbatches` of validation data through `version`, loss only.
+
+    In a probe all evaluation paths, one for each walker, get the same samples.
+    """
 
     epoch: Epoch
     generation: Generation
     version: Step
     num_microbatches: int
+    phase: Phase = Phase.EVALUATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,10 +160,11 @@ Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A LossOp's answer: summed nats and valid tokens."""
+    """A LossOp's answer: summed nats and valid tokens; in a probe also the digest of the chunk's parameters."""
 
     loss_sum: float
     num_tokens: int
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,7 @@ class Joined:
     digest: str
     squared_norm: float
     is_finite: bool
+    probe_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from skein.protocol.messages import (
     Count,
     Ledger,
 )
+from skein.protocol.tensors import Phase
 from skein.topology.fleet import Link, Profile
 from skein.types import (
     Attempt,
@@ -93,7 +94,10 @@ class StageDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """A holder has the complete result of an attempt."""
+    """A holder has the complete result of an attempt.
+
+    `probe_loss` is the loss of a leader's parameters as this follower has received them, where it is to check them.
+    """
 
     generation: Generation
     step: Step
@@ -102,17 +106,23 @@ class Vote:
     digest: str
     squared_norm: float
     is_finite: bool
+    probe_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone:
-    """A head's share of an evaluation of `version`: summed loss in nats over so many tokens and microbatches."""
+    """A head's share of an evaluation of `version`: summed loss in nats over so many tokens and microbatches.
+
+    `digest` is that of the head's parameters in a probe, else empty.
+    """
 
     generation: Generation
     version: Step
     microbatches: tuple[MicrobatchId, ...]
     loss_sum: float
     num_tokens: int
+    phase: Phase = Phase.EVALUATE
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

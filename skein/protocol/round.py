@@ -13,6 +13,7 @@ Rules of this file
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import assert_never
 
 from skein.config.aggregation import Reach
@@ -22,7 +23,7 @@ from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger
 from skein.protocol.ops import exact_sum
 from skein.protocol.reports import StageDone, Vote
 from skein.protocol.story import Story
-from skein.protocol.weighing import Numbers, weigh
+from skein.protocol.weighing import Numbers, clip_of, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
 
 # --- events ---
@@ -233,20 +234,24 @@ class Round:
         done = [self._done[chunk] for chunk in sorted(self._done)]
         tokens = _tokens_by_microbatch(done)
         votes = [self._results[group.group] for group in self._step_groups.reduced]
-        visitors = {v.group: self._num_tokens(self._groups[v.group], tokens) for v in votes}
+        visitors = {v.group: self._num_tokens(self._sharing(self._groups[v.group]), tokens) for v in votes}
         return weigh(
             self._step_groups,
             votes,
             visitors,
             loss_sum=exact_sum(d.loss_sum for d in done),
             num_tokens=sum(tokens.values()),
-            clip_norm=self.terms.clip_norm,
+            clip_norm=None if self._step_groups.clips_result else self.terms.clip_norm,
         )
 
     def _decide(self, numbers: Numbers) -> StepRecord:
         votes = [self._results[group] for group in sorted(self._results)]
         spoilt = [v.group for v in votes if v.group in self._reach and not v.is_finite]
         reason = numbers.reason or ("result not finite in " + ", ".join(spoilt) if spoilt else "")
+        norm, clip = numbers.gradient_norm, numbers.clip
+        if self._step_groups.clips_result and not reason:
+            norm = sqrt(exact_sum(v.squared_norm for v in votes if v.group in self._reach))
+            clip = clip_of(norm, self.terms.clip_norm)
         results = tuple(
             GroupResult(
                 group=v.group,
@@ -266,15 +271,22 @@ class Round:
             loss=numbers.loss,
             num_tokens=numbers.num_tokens,
             weight=1.0 / numbers.num_tokens if numbers.num_tokens else 0.0,
-            gradient_norm=numbers.gradient_norm,
-            clip=numbers.clip,
+            gradient_norm=norm,
+            clip=clip,
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
         )
 
-    def _num_tokens(self, group: Group, tokens: Mapping[MicrobatchId, int]) -> int:
-        """Valid tokens of the microbatches that visited the group's stages."""
-        return sum(tokens[m] for m in {m for member in group.members for m in self._expected[member]})
+    def _sharing(self, group: Group) -> Collection[ChunkRef]:
+        """Chunks whose gradients are summed with the group's: its members, or all holders of its stage."""
+        if not self._step_groups.num_sharing:
+            return group.members
+        stages = {member.stage for member in group.members}
+        return [chunk for chunk in self._expected if chunk.stage in stages]
+
+    def _num_tokens(self, chunks: Collection[ChunkRef], tokens: Mapping[MicrobatchId, int]) -> int:
+        """Valid tokens of the microbatches that visited these chunks."""
+        return sum(tokens[m] for m in {m for chunk in chunks for m in self._expected[chunk]})
 
 
 def _result(group: Group, votes: Mapping[WorkerId, Vote], *, is_common: bool) -> Vote:

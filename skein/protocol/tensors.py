@@ -22,10 +22,14 @@ from skein.types import (
 
 
 class Phase(StrEnum):
-    """What a microbatch travels for: a step's gradient, or the loss on validation data."""
+    """What a microbatch travels for: a step's gradient, the loss on validation data, or that of each walker on a probe.
+
+    In an evaluation and in a probe nothing goes backward but the word that a slot is free again.
+    """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    PROBE = "probe"
 
 
 class Direction(StrEnum):

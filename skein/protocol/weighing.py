@@ -47,25 +47,29 @@ def weigh(
     Args:
         groups: of the step.
         votes: one for each reduced group, that stands for all.
-        visitors: valid tokens by which each of these groups divides.
+        visitors: valid tokens by which each of these groups divides: where several chunks share a stage's gradient,
+            those of all of them.
         loss_sum: nats over all microbatches.
         num_tokens: valid tokens of all microbatches.
         clip_norm: above which a mean gradient is scaled down; None: never.
     """
     by_group = {vote.group: vote for vote in votes}
+    sharing = groups.num_sharing or (1,) * len(groups.reduced)
+    # A mean over so many chunks is to be the stage's gradient, so each has so many times its share of it.
+    times = {group.group: n for group, n in zip(groups.reduced, sharing, strict=True)}
     spoilt = [v.group for v in votes if not v.is_finite or not 0.0 <= v.squared_norm < inf]
     weights: dict[GroupId, float] = {}
     norms: list[float] = []
     clip = 1.0
     for unit in groups.units:
         own = [by_group[group] for group in unit]
-        norm = inf if set(unit) & set(spoilt) else _norm(own, visitors, groups.num_sharing, num_tokens)
-        factor = 0.0 if norm == inf else _clip(norm, clip_norm)
+        norm = inf if set(unit) & set(spoilt) else _norm(own, visitors, times, num_tokens)
+        factor = 0.0 if norm == inf else clip_of(norm, clip_norm)
         norms.append(norm)
         if groups.has_one_norm:
             clip, factor = factor, 1.0
         for group in unit:
-            weights[group] = factor * groups.num_sharing / visitors[group] if visitors[group] else 0.0
+            weights[group] = factor * times[group] / visitors[group] if visitors[group] else 0.0
     finite = [norm for norm in norms if norm < inf]
     reason = ""
     if not num_tokens:
@@ -87,11 +91,13 @@ def weigh(
     )
 
 
-def _norm(votes: Sequence[Vote], visitors: Mapping[GroupId, int], num_sharing: int, num_tokens: int) -> float:
+def _norm(
+    votes: Sequence[Vote], visitors: Mapping[GroupId, int], times: Mapping[GroupId, int], num_tokens: int
+) -> float:
     """Of the mean gradient of groups that are clipped together; infinite if it is beyond what a float holds."""
     # The common weight stays outside: where nothing is skipped, the sum is that of the plain squares.
     squared = exact_sum(
-        v.squared_norm * (num_tokens * num_sharing / visitors[v.group]) ** 2
+        v.squared_norm * (num_tokens * times[v.group] / visitors[v.group]) ** 2
         for v in votes
         if visitors[v.group]
     )
@@ -107,5 +113,6 @@ def _typical(norms: Sequence[float]) -> float:
     return sqrt(exact_sum(norm**2 for norm in norms) / len(norms))
 
 
-def _clip(norm: float, clip_norm: float | None) -> float:
+def clip_of(norm: float, clip_norm: float | None) -> float:
+    """The factor that brings a norm down to `clip_norm`; 1 for a smaller one."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _TINY))

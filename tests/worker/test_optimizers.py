@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.reference import batch_of, run_reference, whole_model
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import Walker
@@ -192,6 +193,6 @@ def test_what_was_applied_brings_a_snapshot_to_the_very_bits(lab: Lab) -> None:
                 {GroupId(group): to_torch(tensor) for group, tensor in result.items()},
                 stage=StageIndex(stage),
                 model=lab.job.model,
-                optimizer=optimizer_of(lab.job.optimizer),
+                rule=rule_of(lab.job.aggregation, lab.job.optimizer),
             )
         assert_equal([state], [lab.chunk(stage).copy_state()])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.aggregate.choose import rule_of
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId
@@ -58,7 +58,7 @@ def advance(lab: Lab, state: dict[str, Tensor], record: StepRecord, stage: int =
         results_of(lab, record.step, stage),
         stage=StageIndex(stage),
         model=lab.job.model,
-        optimizer=optimizer_of(lab.job.optimizer),
+        rule=rule_of(lab.job.aggregation, lab.job.optimizer),
     )
 
 
@@ -122,7 +122,7 @@ def test_a_result_that_does_not_fit_changes_nothing(text: Path, labs: list[Lab])
             spoilt,
             stage=StageIndex(0),
             model=lab.job.model,
-            optimizer=optimizer_of(lab.job.optimizer),
+            rule=rule_of(lab.job.aggregation, lab.job.optimizer),
         )
     assert_equal(state, state_at(lab, 0))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.neighbours import counterparts
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.walker import Walker
 from skein.types import StageSpec
 from worker.compute.state import copied, named
@@ -60,5 +60,5 @@ def averaged_state(job: JobSpec, stage: StageSpec, sides: Sequence[Side]) -> dic
             sums[name] = sums[name] + part if name in sums else part
             types[name] = given.dtype
     params = {name: summed.to(types[name]) for name, summed in sums.items()}
-    optimizer = optimizer_of(job.optimizer)
-    return named(Walker(params=params, state=optimizer.init(params)), copied(optimizer.slots))
+    rule = rule_of(job.aggregation, job.optimizer)
+    return named(Walker(params=params, state=rule.init(params)), copied(rule.slots))

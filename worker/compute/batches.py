@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from skein.config.aggregation import Lsgd
 from skein.config.job import JobSpec
 from skein.data.cursor import positions_of
+from skein.plan.election import probe_positions
 from skein.protocol.tensors import Phase
 from skein.types import MicrobatchId, Step
 from worker.data.dataset import Batch, Dataset
@@ -15,9 +17,15 @@ _Key = tuple[Phase, Step, MicrobatchId]
 class BatchReader:
     """Gives batches by (phase, step, microbatch), and reads the next training batch while that one is computed on."""
 
-    def __init__(self, dataset: Dataset, job: JobSpec, microbatches: Sequence[MicrobatchId]) -> None:
-        """`microbatches`: those of a training step that begin here, in the order in which they do."""
+    def __init__(
+        self, dataset: Dataset, job: JobSpec, microbatches: Sequence[MicrobatchId], *, num_walkers: int = 1
+    ) -> None:
+        """`microbatches`: those of a training step that begin here, in the order in which they do.
+
+        `num_walkers`: so many microbatches of a probe, one after another, have the same samples.
+        """
         self.dataset = dataset
+        self._num_walkers = num_walkers
         self._job = job
         self._microbatches = tuple(microbatches)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
@@ -36,6 +44,28 @@ class BatchReader:
             self._look_ahead(step, microbatch)
         return future.result()
 
+    def probe_microbatches(self) -> tuple[MicrobatchId, ...]:
+        """Those of the first walker; every walker's have the same samples."""
+        num_blocks = -(-self._num_probe_samples // self._job.batch.microbatch_samples)
+        return tuple(MicrobatchId(block * self._num_walkers) for block in range(num_blocks))
+
+    @property
+    def _num_probe_samples(self) -> int:
+        rule = self._job.aggregation
+        return rule.probe_samples if isinstance(rule, Lsgd) else 0
+
+    def _probed(self, step: Step, microbatch: MicrobatchId) -> tuple[int, ...]:
+        """Validation positions of a probe's microbatch, drawn anew for each step; the last ones may be fewer."""
+        positions = probe_positions(
+            self._job.seed,
+            step,
+            num_samples=self._num_probe_samples,
+            num_validation=self.dataset.num_validation_samples,
+        )
+        size = self._job.batch.microbatch_samples
+        first = microbatch // self._num_walkers * size
+        return positions[first : first + size] or positions[:1]
+
     def close(self) -> None:
         """Read no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -51,6 +81,8 @@ class BatchReader:
         if phase is Phase.TRAIN:
             positions = positions_of(step, microbatch, self._job.batch)
             return self._thread.submit(self.dataset.train_batch, positions)
+        if phase is Phase.PROBE:
+            return self._thread.submit(self.dataset.validation_batch, self._probed(step, microbatch))
         return self._thread.submit(self.dataset.validation_batch, evaluation_positions(self._job, microbatch))
 
 

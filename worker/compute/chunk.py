@@ -13,10 +13,9 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
+from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.gradients import unflatten
-from skein.numeric.optim.choose import optimizer_of
-from skein.numeric.optim.groups import decayed_names
-from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages import Decision, StepRecord
@@ -33,35 +32,32 @@ def own_group(stage: StageIndex) -> GroupId:
 
 
 def update(
-    optimizer: Optimizer, walker: Walker, grads: Mapping[str, Tensor], record: StepRecord, *, weight: float
+    rule: Rule, walker: Walker, grads: Mapping[str, Tensor], record: StepRecord, *, weight: float
 ) -> None:
-    """What a committed step does to a walker, in place, wherever its tensors lie.
+    """What a committed step without an exchange does to a walker, in place, wherever its tensors lie.
 
     Args:
         grads: sums over microbatches, by name of the parameter; `weight` makes means of them.
     """
-    optimizer.update(
-        walker,
-        grads,
-        learning_rate=record.learning_rate,
-        gradient_scale=weight * record.clip,
-        decayed=decayed_names(walker.params),
-    )
+    terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=weight * record.clip)
+    rule.local_step(walker, grads, terms, talks=False)
 
 
 class Chunk:
     """A stage's module with all that belongs to it. Only the torch thread touches it."""
 
-    def __init__(self, module: Stage, optimizer: Optimizer, *, version: Step) -> None:
+    def __init__(self, module: Stage, rule: Rule, *, version: Step) -> None:
         self.module = module
-        self.optimizer = optimizer
+        self.rule = rule
         self.version = version
         self.params: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
         params = {name: param.detach() for name, param in self.params.items()}
-        self.walker = Walker(params=params, state=optimizer.init(params))
+        self.walker = Walker(params=params, state=rule.init(params))
         """Its parameters are the module's own memory."""
         self._accumulators: dict[GroupId, Tensor] = {}
         self._names: dict[GroupId, tuple[str, ...]] = {}
+        self._place: tuple[int, int] | None = None
+        """Among how many members of the stage's group, and as the how-manieth."""
 
     @classmethod
     def drawn(cls, job: JobSpec, stage: StageSpec, *, version: Step, device: torch.device) -> Self:
@@ -74,7 +70,7 @@ class Chunk:
             precision=job.precision,
             device=device,
         )
-        return cls(module, optimizer_of(job.optimizer), version=version)
+        return cls(module, rule_of(job.aggregation, job.optimizer), version=version)
 
     @property
     def stage(self) -> StageSpec:
@@ -88,6 +84,19 @@ class Chunk:
         own = self.params.keys() - shared
         self._names = {own_group(self.stage.index): tuple(sorted(own)), TIED: tuple(sorted(shared))}
         self._accumulators = {group: self._laid_out(group) for group in self._names}
+
+    def join(self, groups: Iterable[Group], worker: WorkerId) -> None:
+        """Takes its place among the members of the stage's group; what depends on who they are is begun anew."""
+        me = ChunkRef(stage=self.stage.index, worker=worker)
+        members = next((x.members for x in groups if x.group == own_group(self.stage.index)), (me,))
+        place = len(members), members.index(me)
+        if self._place is not None and self._place != place:
+            self.rule.on_membership(self.walker, before=self._place[0], after=place[0], me=self._place[1])
+        self._place = place
+
+    def begin_as_newcomer(self) -> None:
+        """The state is a copy of another member's: what is each member's own begins anew."""
+        self.rule.on_membership(self.walker, before=0, after=0, me=None)
 
     def _laid_out(self, group: GroupId) -> Tensor:
         params = self._params_of(group)
@@ -109,6 +118,13 @@ class Chunk:
         """The sums of the parameters that `group` reduces, as one vector; empty if there are none here."""
         return self._accumulators[group]
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums of all parameters by name: views of the accumulators."""
+        grads: dict[str, Tensor] = {}
+        for group in self.groups:
+            grads |= unflatten(self._accumulators[group], self._params_of(group))
+        return grads
+
     def clear(self) -> None:
         """Empty accumulators."""
         for flat in self._accumulators.values():
@@ -124,7 +140,26 @@ class Chunk:
             grads: dict[str, Tensor] = {}
             for group in self.groups:
                 grads |= unflatten(result_by_group[group], self._params_of(group))
-            update(self.optimizer, self.walker, grads, record, weight=weight)
+            update(self.rule, self.walker, grads, record, weight=weight)
+        self.version = Step(record.step + 1)
+
+    def step_alone(self, record: StepRecord, weight: float) -> None:
+        """As `apply`, with this chunk's own sums; at `weight` 0 nothing changes but the version."""
+        if weight:
+            update(self.rule, self.walker, self.gradients(), record, weight=weight)
+        self.version = Step(record.step + 1)
+
+    @torch.no_grad()
+    def put_parameters(self, params: Mapping[str, Tensor]) -> None:
+        """Compute with these from now on."""
+        for name, param in self.walker.params.items():
+            param.copy_(params[name])
+
+    def take(self, walker: Walker, record: StepRecord) -> None:
+        """Version t + 1 is what an exchange has made of a copy of the walker."""
+        self.put_parameters(walker.params)
+        self.walker.state = walker.state
+        self.walker.num_updates = walker.num_updates
         self.version = Step(record.step + 1)
 
     def _weight(self, record: StepRecord) -> float:
@@ -138,7 +173,7 @@ class Chunk:
 
     def state(self) -> dict[str, Tensor]:
         """What another holder of the stage is given, by name, as it is until the next update."""
-        return named(self.walker, copied(self.optimizer.slots))
+        return named(self.walker, copied(self.rule.slots))
 
     def copy_state(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copies of the `state` in host memory; only of `names`, if given."""
@@ -147,7 +182,7 @@ class Chunk:
     def copy_for_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the parameters and of all else that is saved, less what the first stage saves too."""
         elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
-        slots = saved(self.optimizer.slots)
+        slots = saved(self.rule.slots)
         left_out = {*elsewhere, *(f"{slot}.{name}" for slot in slots for name in elsewhere)}
         copies = {name: _copied(x) for name, x in named(self.walker, slots).items() if name not in left_out}
         return {name: copies.pop(name) for name in self.params.keys() - elsewhere}, copies
@@ -161,7 +196,7 @@ class Chunk:
         Raises:
             LocalError: a tensor is missing or of another shape; nothing has changed then.
         """
-        slots = self.optimizer.slots
+        slots = self.rule.slots
         targets = named(self.walker, slots)
         source = {**self._anew(slots.keys() - (copied(slots) & saved(slots))), **state}
         for name, target in targets.items():
@@ -177,7 +212,7 @@ class Chunk:
 
     def _anew(self, slots: Collection[str]) -> dict[str, Tensor]:
         """The state of `slots` before the first update."""
-        return by_name(self.optimizer.init(self.walker.params), slots) if slots else {}
+        return by_name(self.rule.init(self.walker.params), slots) if slots else {}
 
 
 def _copied(tensor: Tensor) -> Tensor:

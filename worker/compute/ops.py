@@ -9,7 +9,8 @@ Rules of this file
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError
-from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order
+from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
 from skein.plan.plan import Group, Path
+from skein.plan.rounds import local_group
 from skein.protocol.messages import Decision, Resumption, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
@@ -36,6 +38,7 @@ from skein.protocol.ops import (
     SnapshotOp,
     SumOp,
     TensorKey,
+    exact_sum,
 )
 from skein.protocol.tensors import Direction, Phase
 from skein.types import (
@@ -53,7 +56,8 @@ from skein.types import (
 )
 from worker.aggregating import Gauges
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import Chunk
+from worker.compute.chunk import TIED, Chunk, own_group
+from worker.compute.exchanging import Exchanging, claim_of
 from worker.compute.payload import Payload, pack, unpack
 from worker.compute.snapshots import Snapshots
 
@@ -115,6 +119,7 @@ class Compute:
         self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
         self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
+        self._exchanging: Exchanging | None = None
         self._leaving: tuple[Chunk, ...] = ()
         """Given up, but peers may still fetch them: once anybody computes, everybody has what was assigned."""
 
@@ -138,7 +143,9 @@ class Compute:
         for index, chunk in holding.chunks.items():
             if index not in carried:
                 chunk.lay_out(holding.groups, holding.worker)
+            chunk.join(holding.groups, holding.worker)
         self.holding = holding
+        self._exchanging = Exchanging(holding.job, holding.worker, self.gauges)
         self.gauges.began(holding.job_id, holding.job.aggregation.rule)
         kept = holding.chunks.values()
         self._leaving = tuple(chunk for chunk in before if chunk not in kept)
@@ -178,6 +185,14 @@ class Compute:
         self._graphs.clear()
         self._labels.clear()
         self._results.clear()
+        if self._exchanging is not None:
+            self._exchanging.clear()
+
+    @property
+    def _exchanges(self) -> Exchanging:
+        if self._exchanging is None:
+            raise LocalError("an exchange came before anything was built")
+        return self._exchanging
 
     @property
     def _held(self) -> Holding:
@@ -253,10 +268,11 @@ class Compute:
             _, labels = self._first_input(op)
         self._leaving = ()
         module = self._chunk(op.chunk).module
-        if op.phase is Phase.EVALUATE:
+        if op.phase is not Phase.TRAIN:
             with torch.no_grad():
                 total, num_valid = module.loss(x, labels)
-            return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid))
+            claimed = claim_of(self._chunk(op.chunk)) if op.phase is Phase.PROBE else ""
+            return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
         total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
         total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
@@ -298,6 +314,10 @@ class Compute:
     # --- reduction; accumulators are only read ---
 
     def _pack(self, op: PackOp) -> Outputs:
+        if op.exchange is not None:
+            (stage,) = op.stages
+            sent = self._exchanges.pack(op, self._held.chunks[stage])
+            return {key: self._sent(sent[key.shard], (to,)) for to, key in op.parcels}
         flats = {stage: self._held.chunks[stage].accumulator(op.group.group) for stage in op.stages}
         bounds = {stage: shard_bounds(flat.numel(), op.group.num_shards) for stage, flat in flats.items()}
         outputs: Outputs = {}
@@ -308,13 +328,24 @@ class Compute:
         return outputs
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
+        if op.exchange is not None:
+            parts = [dict(unpack(operands[key], self.device)) for key in op.parts]
+            chunk = self._held.chunks[op.total.member.stage]
+            return {op.total: self._sent(self._exchanges.combine(op, chunk, parts), op.to)}
         total = {SHARD: sum_in_order([unpack(operands[key], self.device)[SHARD] for key in op.parts])}
         return {op.total: total if op.to == (self._held.worker,) else pack(total)}
 
     def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
         group = op.group
-        if len(group.members) == 1:
-            flat = self._held.chunks[group.members[0].stage].accumulator(group.group)
+        chunk = self._held.chunks[self._member_of(group).stage]
+        if op.exchange is not None:
+            results = {key.shard: dict(unpack(operands[key], self.device)) for key in op.results}
+            joined, flat = self._exchanges.join(op, chunk, results)
+            if self._exchanges.is_to_check(op):
+                joined = replace(joined, probe_loss=self._probed(chunk, flat, op.step))
+            return joined
+        if not op.results:
+            flat = chunk.accumulator(TIED if group.group == TIED else own_group(chunk.stage.index))
         else:
             flat = torch.cat([unpack(operands[key], self.device)[SHARD] for key in op.results])
         norm = squared_norm(flat)
@@ -327,6 +358,30 @@ class Compute:
         )
         self._results[group.group, op.attempt] = (joined, flat)
         return joined
+
+    def _sent(self, tensors: Mapping[str, Tensor], to: tuple[WorkerId, ...]) -> Payload:
+        """As it is if it stays here, else as it travels."""
+        return tensors if to == (self._held.worker,) else pack(tensors)
+
+    def _member_of(self, group: Group) -> ChunkRef:
+        """The first member of a group that is here."""
+        return next(member for member in group.members if self._is_mine(member))
+
+    def _probed(self, chunk: Chunk, flat: Tensor, step: Step) -> float:
+        """Mean loss of other parameters than the chunk's own on the probe of `step`; only of a whole model."""
+        batches = self._held.batches
+        assert batches is not None, "who checks a leader reads data"
+        own = {name: param.clone() for name, param in chunk.walker.params.items()}
+        losses: list[tuple[float, int]] = []
+        with ExitStack() as undo, torch.no_grad():
+            undo.callback(chunk.put_parameters, own)
+            chunk.put_parameters(unflatten(flat, chunk.walker.params))
+            for microbatch in batches.probe_microbatches():
+                batch = batches.batch(Phase.PROBE, step, microbatch)
+                inputs, labels = torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
+                total, num_valid = chunk.module.loss(self._moved(inputs), self._moved(labels))
+                losses.append((total.item(), num_valid))
+        return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))
 
     def _apply(self, record: StepRecord) -> None:
         results: dict[GroupId, Tensor] = {}
@@ -342,9 +397,23 @@ class Compute:
                     )
         self.snapshots.finish()
         for chunk in self._held.chunks.values():
-            chunk.apply(record, results)
+            self._apply_to(chunk, record, results)
             self.snapshots.applied(chunk, record, results)
         self._clear()
+
+    def _apply_to(self, chunk: Chunk, record: StepRecord, results: Mapping[GroupId, Tensor]) -> None:
+        """What the decision makes of a chunk: an exchange by the rule, a step of its own, or the common gradient's."""
+        alone = local_group(ChunkRef(stage=chunk.stage.index, worker=self._held.worker)).group
+        weight_by_group = {result.group: result.weight for result in record.results}
+        walker = None
+        if record.decision is Decision.APPLY:
+            walker = self._exchanges.finish(record, chunk)
+        if walker is not None:
+            chunk.take(walker, record)
+        elif record.decision is Decision.APPLY and alone in weight_by_group:
+            chunk.step_alone(record, weight_by_group[alone])
+        else:
+            chunk.apply(record, results)
 
     def _save(self, op: SaveOp) -> Saved:
         params, state = self._chunk_for(op).copy_for_checkpoint()

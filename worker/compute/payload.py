@@ -39,7 +39,7 @@ def is_release(header: TensorHeader) -> bool:
     """Whether it says all by arriving: an evaluation's slot is free again."""
     return (
         isinstance(header, HopTensor)
-        and header.phase is Phase.EVALUATE
+        and header.phase is not Phase.TRAIN
         and header.direction is Direction.BACKWARD
     )
 

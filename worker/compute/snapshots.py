@@ -15,8 +15,8 @@ from torch import Tensor
 from skein.config.job import ModelSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
+from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
-from skein.numeric.optim.optimizer import Optimizer
 from skein.protocol.messages import ChunkVersion, Decision, StepRecord
 from skein.protocol.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, StageIndex, StageSpec, Step
@@ -233,7 +233,7 @@ def bring_forward(
     *,
     stage: StageIndex,
     model: ModelSpec,
-    optimizer: Optimizer,
+    rule: Rule,
 ) -> None:
     """Do to a chunk's copied state what `Chunk.apply` does to the chunk, to the last bit and in place.
 
@@ -242,11 +242,11 @@ def bring_forward(
     """
     if not changes(record, stage):
         return
-    walker = walker_of(state, optimizer)
+    walker = walker_of(state, rule)
     grads = _gradients(walker.params, record, result_by_group, stage=stage, model=model)
     weight = next(x.weight for x in record.results if x.group == own_group(stage))
-    update(optimizer, walker, grads, record, weight=weight)
-    state |= named(walker, copied(optimizer.slots))
+    update(rule, walker, grads, record, weight=weight)
+    state |= named(walker, copied(rule.slots))
 
 
 def _gradients(

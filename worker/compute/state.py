@@ -13,8 +13,8 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.parameters import layer_parameters
-from skein.numeric.optim.choose import optimizer_of
-from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.rule import Rule
 from skein.numeric.walker import Slot, Tensors, Walker
 from skein.types import StageSpec
 from worker.model.base import parameter_dtype
@@ -29,8 +29,8 @@ def copied(slots: Mapping[str, Slot]) -> frozenset[str]:
 
 
 def saved(slots: Mapping[str, Slot]) -> frozenset[str]:
-    """Slots that a checkpoint has."""
-    return frozenset(name for name, slot in slots.items() if slot.is_saved)
+    """Slots that a checkpoint has: what one holder saves, all will begin with."""
+    return frozenset(name for name, slot in slots.items() if slot.is_saved and slot.is_copied)
 
 
 def named(walker: Walker, slots: Collection[str]) -> dict[str, Tensor]:
@@ -45,10 +45,12 @@ def by_name(state: Mapping[str, Tensors], slots: Collection[str]) -> dict[str, T
     >>> sorted(by_name({"mean": {"a": torch.ones(1), "b": torch.ones(1)}, "other": {}}, {"mean"}))
     ['mean.a', 'mean.b']
     """
-    return {f"{slot}.{name}": tensor for slot in sorted(slots) for name, tensor in state[slot].items()}
+    return {
+        f"{slot}.{name}": tensor for slot in sorted(slots) for name, tensor in state.get(slot, {}).items()
+    }
 
 
-def walker_of(state: Mapping[str, Tensor], optimizer: Optimizer) -> Walker:
+def walker_of(state: Mapping[str, Tensor], rule: Rule) -> Walker:
     """The walker whose tensors `named` gave; slots that it left out begin anew. No tensor is copied.
 
     Raises:
@@ -56,7 +58,7 @@ def walker_of(state: Mapping[str, Tensor], optimizer: Optimizer) -> Walker:
     """
     if STEP not in state:
         raise LocalError("the state says not how many updates were made")
-    slots = optimizer.slots
+    slots = rule.slots
     params: Tensors = {}
     by_slot: dict[str, Tensors] = {slot: {} for slot in slots}
     for name in sorted(state.keys() - {STEP}):
@@ -67,7 +69,7 @@ def walker_of(state: Mapping[str, Tensor], optimizer: Optimizer) -> Walker:
             params[name] = state[name]
     left_out = slots.keys() - copied(slots)
     if left_out:
-        fresh = optimizer.init(params)
+        fresh = rule.init(params)
         by_slot |= {slot: fresh[slot] for slot in left_out if not by_slot[slot]}
     return Walker(params=params, state=by_slot, num_updates=int(state[STEP]))
 
@@ -77,18 +79,18 @@ def walker_of(state: Mapping[str, Tensor], optimizer: Optimizer) -> Walker:
 
 def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
     """Names of all tensors that a holder of `stage` gives to another."""
-    return frozenset(_drafted(job, stage, copied(optimizer_of(job.optimizer).slots)))
+    return frozenset(_drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots)))
 
 
 def saved_names(job: JobSpec, stages: Iterable[StageSpec]) -> frozenset[str]:
     """Names of all tensors that a checkpoint has of `stages`."""
-    slots = saved(optimizer_of(job.optimizer).slots)
+    slots = saved(rule_of(job.aggregation, job.optimizer).slots)
     return frozenset[str]().union(*(_drafted(job, stage, slots) for stage in stages))
 
 
 def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
     """Bytes of each tensor that a holder of `stage` gives to another, by name."""
-    drafted = _drafted(job, stage, copied(optimizer_of(job.optimizer).slots))
+    drafted = _drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots))
     return {name: tensor.nbytes for name, tensor in drafted.items()}
 
 
@@ -100,4 +102,4 @@ def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str
         for layer in layer_parameters(job.model)[stage.first : stage.stop]
         for name, shape in layer.items()
     }
-    return named(Walker(params=params, state=optimizer_of(job.optimizer).init(params)), slots)
+    return named(Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots)

@@ -44,8 +44,8 @@ RESIDUAL = "residual"
 """e: what a walker's wire has rounded away, by parameter."""
 SHARD_RESIDUAL = "shard_residual"
 """E: what the owner of a shard has rounded away, by fragment, shard and number of shards."""
-_NEXT = "next_residual"
-_NEXT_SHARD = "next_shard_residual"
+NEXT = "next_residual"
+NEXT_SHARD = "next_shard_residual"
 _NORM = "norm"
 
 _PRIVATE = StateClass.PRIVATE
@@ -71,7 +71,7 @@ class DiLoCoRule:
             waiting = Slot(kind=_PRIVATE, is_copied=False, is_saved=False)
             slots[RESIDUAL] = Slot(kind=_PRIVATE, is_copied=False)
             slots[SHARD_RESIDUAL] = Slot(kind=StateClass.SHARD, is_copied=False)
-            slots |= {_NEXT: waiting, _NEXT_SHARD: waiting}
+            slots |= {NEXT: waiting, NEXT_SHARD: waiting}
         return slots | {name: replace(slot, kind=_PRIVATE) for name, slot in self.optimizer.slots.items()}
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
@@ -81,7 +81,7 @@ class DiLoCoRule:
         if self._has_centre:
             state[CENTRE] = _zeros(params)
         if self._feeds_back:
-            state |= {RESIDUAL: _zeros(params), SHARD_RESIDUAL: {}, _NEXT: {}, _NEXT_SHARD: {}}
+            state |= {RESIDUAL: _zeros(params), SHARD_RESIDUAL: {}, NEXT: {}, NEXT_SHARD: {}}
         return state | self.optimizer.init(params)
 
     def plan(self, step: int) -> tuple[Due, ...]:
@@ -117,7 +117,7 @@ class DiLoCoRule:
         heard = torch.cat([self._decoded(x, like=part) for x, part in zip(sent, parts, strict=True)])
         norm = torch.tensor([part_of(heard, 1.0).norm], dtype=torch.float64)
         if self._feeds_back:
-            walker.state[_NEXT][str(talk.due.fragment)] = delta.sub_(heard)
+            walker.state[NEXT][str(talk.due.fragment)] = delta.sub_(heard)
         return {shard: {**tensors, _NORM: norm} for shard, tensors in enumerate(sent)}
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class DiLoCoRule:
         if kept is not None and kept.numel() == mean.numel():
             mean.add_(kept)
         result = self._compressor.encode(mean)
-        walker.state[_NEXT_SHARD][key] = mean.sub_(self._decoded(result, like=mean))
+        walker.state[NEXT_SHARD][key] = mean.sub_(self._decoded(result, like=mean))
         return result
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
@@ -174,12 +174,12 @@ class DiLoCoRule:
     def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:
         """Owners change, so their residuals go; a newcomer begins at theta, with nothing rounded away."""
         if self._feeds_back:
-            walker.state |= {SHARD_RESIDUAL: {}, _NEXT_SHARD: {}}
+            walker.state |= {SHARD_RESIDUAL: {}, NEXT_SHARD: {}}
         if me is None:
             for name, theta in walker.state[GLOBAL].items():
                 walker.params[name].copy_(theta)
             if self._feeds_back:
-                walker.state |= {RESIDUAL: _zeros(walker.params), _NEXT: {}}
+                walker.state |= {RESIDUAL: _zeros(walker.params), NEXT: {}}
 
     def _outer_step(self, walker: Walker, spans: Sequence[Span], joined: Tensor) -> None:
         """b = mu b + d;  theta = theta - lr (d + mu b), or without Nesterov theta - lr b; b begins at zero."""
@@ -196,7 +196,7 @@ class DiLoCoRule:
         self, walker: Walker, talk: Talk, spans: Sequence[Span], is_heard: Sequence[bool]
     ) -> None:
         """What was rounded away counts where the part did; an owner's where its result was."""
-        waiting = walker.state[_NEXT].pop(str(talk.due.fragment), None)
+        waiting = walker.state[NEXT].pop(str(talk.due.fragment), None)
         if waiting is not None:
             residual = gathered(walker.state[RESIDUAL], spans)
             old, new = shards_of(residual, talk.num_shards), shards_of(waiting, talk.num_shards)
@@ -204,7 +204,7 @@ class DiLoCoRule:
             for span, values in zip(spans, split(kept, spans), strict=True):
                 view(walker.state[RESIDUAL], span).copy_(values)
         for shard in range(talk.num_shards):
-            owned = walker.state[_NEXT_SHARD].pop(_shard_key(talk, shard), None)
+            owned = walker.state[NEXT_SHARD].pop(_shard_key(talk, shard), None)
             if owned is not None:
                 walker.state[SHARD_RESIDUAL][_shard_key(talk, shard)] = owned
 

@@ -141,7 +141,7 @@ class OneBit(ABC):
     # --- one exchange ---
 
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
-        layout = self._layout(walker, talk)
+        layout = self.layout(walker, talk)
         if not walker.params:
             return {shard: {} for shard in range(talk.num_shards)}
         total = walker.state[MOMENTUM].pop(_ALL)
@@ -155,7 +155,7 @@ class OneBit(ABC):
 
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """Raises ValueError if a part is not of this shard, or a scale is negative or not finite."""
-        layout = self._layout(walker, talk)
+        layout = self.layout(walker, talk)
         if not walker.params:
             return {}
         like, key = walker.params[min(walker.params)], layout.key(shard)
@@ -172,7 +172,7 @@ class OneBit(ABC):
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
         """Raises ValueError if a result is not of its shard, or a scale is negative or not finite."""
-        layout = self._layout(walker, talk)
+        layout = self.layout(walker, talk)
         if not walker.params:
             return torch.empty(0)
         dtype = walker.params[min(walker.params)].dtype
@@ -194,7 +194,8 @@ class OneBit(ABC):
         if me is None:
             walker.state |= zeros_like(walker.params, {ERROR: SHARED_SLOTS[ERROR]})
 
-    def _layout(self, walker: Walker, talk: Talk) -> Layout:
+    def layout(self, walker: Walker, talk: Talk) -> Layout:
+        """How what travels in an exchange is cut."""
         return Layout(lengths=self._segments(walker.params), num_shards=talk.num_shards)
 
     # --- what the two rules add ---

@@ -7,6 +7,7 @@ from skein.protocol.ops import exact_sum
 from skein.protocol.records import Evaluated
 from skein.protocol.reports import EvaluationDone
 from skein.protocol.runs.members import Members
+from skein.protocol.tensors import Phase
 from skein.types import WorkerId
 
 
@@ -14,7 +15,7 @@ class Evaluation:
     """The evaluation of one version at a time."""
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
-        self._num_validation_samples = 0
+        self.num_validation_samples = 0
         self._num_microbatches = 0
         self._job = job
         self._members = members
@@ -23,8 +24,8 @@ class Evaluation:
 
     def found(self, num_validation_samples: int) -> None:
         """Every origin has so many validation samples; says if that is too few to evaluate anything."""
-        is_news = num_validation_samples != self._num_validation_samples or self._job.version == 0
-        self._num_validation_samples = num_validation_samples
+        is_news = num_validation_samples != self.num_validation_samples or self._job.version == 0
+        self.num_validation_samples = num_validation_samples
         if is_news and not self._available():
             wanted = self._job.spec.batch.microbatch_samples
             self._out.log(
@@ -57,7 +58,7 @@ class Evaluation:
     def is_complete(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> bool:
         """Take a head's share; once every microbatch is in it, the mean is recorded."""
         job, version = self._job.job, self._job.version
-        if not report.microbatches or report.version != version:
+        if not report.microbatches or report.version != version or report.phase is not Phase.EVALUATE:
             return False
         self._reports[worker, report.microbatches[0]] = report
         reports = [self._reports[key] for key in sorted(self._reports)]
@@ -71,5 +72,5 @@ class Evaluation:
 
     def _available(self) -> int:
         spec = self._job.spec
-        num_samples = min(spec.evaluation.samples, self._num_validation_samples)
+        num_samples = min(spec.evaluation.samples, self.num_validation_samples)
         return num_samples // spec.batch.microbatch_samples

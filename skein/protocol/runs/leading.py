@@ -2,27 +2,140 @@
 
 Rules of this file
 - Scores are of the version at which the exchange's step begins. All walkers are scored on the same samples.
-- A leader leads one exchange: nothing is kept that a dead one could take with it.
+- Digests are told with the scores, before anybody gets parameters. Followers vote the digest of what they received, and
+  some of them its loss on the probe.
+- A leader leads one exchange: nothing is kept that a dead one could take with it, but who has lied.
 """
 
+from collections.abc import Mapping
+
 from skein.config.aggregation import Lsgd
+from skein.plan.election import Claim, Ruling, elect, judge, recheck, scores_of
 from skein.plan.plan import Plan
 from skein.plan.rounds import Leaders
+from skein.plan.walkers import walkers_of
+from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
+from skein.protocol.messages import Evaluate
+from skein.protocol.reports import EvaluationDone, Vote
+from skein.protocol.runs.members import Members
+from skein.protocol.tensors import Phase
+from skein.types import GroupId, SiteId, Step, WorkerId
 
 
 class Leading:
-    """Elections of one job; a job whose rule has no leaders never has any."""
+    """Elections of one job; a job whose rule has no leaders never has any. Walkers go by the worker of their head."""
 
-    def __init__(self, job: JobHistory) -> None:
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
         self._job = job
+        self._members = members
+        self._out = outbox
+        aggregation = job.spec.aggregation
+        self._rule = aggregation if isinstance(aggregation, Lsgd) else None
+        self._claims: dict[int, Claim[int]] = {}
+        self._version: Step | None = None
+        """At which the claims are, all of them being here."""
+        self._num_microbatches = 0
+        self._leader: WorkerId | None = None
+        self._leaders: Leaders | None = None
+        self._checks: dict[GroupId, dict[WorkerId, bool]] = {}
+        self._liars: set[WorkerId] = set()
 
-    def is_due(self) -> bool:
+    def is_due(self, *, num_validation_samples: int) -> bool:
         """Whether walkers are to be scored before the step that begins at the job's version."""
-        return isinstance(self._job.spec.aggregation, Lsgd) and bool(
-            self._job.spec.aggregation.due(self._job.version)
+        if self._rule is None or num_validation_samples < 1:
+            return False
+        return self._version != self._job.version and bool(self._rule.due(self._job.version))
+
+    def begin(self, plan: Plan) -> None:
+        """Have all walkers scored at the job's version."""
+        assert self._rule is not None
+        self._claims.clear()
+        self._version = None
+        history, num_walkers = self._out.history, len(plan.evaluation_paths)
+        blocks = -(-self._rule.probe_samples // self._job.spec.batch.microbatch_samples)
+        self._num_microbatches = blocks * num_walkers
+        self._members.send_placed(
+            Evaluate(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=self._job.version,
+                num_microbatches=self._num_microbatches,
+                phase=Phase.PROBE,
+            )
         )
 
-    def leaders(self, plan: Plan) -> Leaders | None:
-        """Who leads the exchanges of the step that begins now; None without any."""
-        return None
+    def is_complete(self, report: EvaluationDone, plan: Plan) -> bool:
+        """Take a walker's score; whether all are here."""
+        num_walkers = len(plan.evaluation_paths)
+        if report.phase is not Phase.PROBE or report.version != self._job.version or not report.microbatches:
+            return False
+        walker = report.microbatches[0] % num_walkers
+        score = report.loss_sum / report.num_tokens if report.num_tokens else float("inf")
+        self._claims.setdefault(
+            walker, Claim(walker=walker, step=self._job.version, score=score, digest=report.digest)
+        )
+        if len(self._claims) < num_walkers:
+            return False
+        self._version = self._job.version
+        return True
+
+    def fenced(self) -> None:
+        """Another plan may number walkers otherwise."""
+        self._claims.clear()
+        self._version = self._leaders = None
+
+    def leaders(self, plan: Plan, sites: Mapping[WorkerId, SiteId]) -> Leaders | None:
+        """Who leads the exchanges of the step that begins now; None without scores, or without a finite one."""
+        if self._version != self._job.version or self._rule is None:
+            return None
+        walkers = walkers_of(plan)
+        scores = scores_of(self._claims.values(), self._job.version)
+        liars = {i for i, walker in enumerate(walkers) if walker[-1].worker in self._liars}
+        best = elect(scores, liars)
+        if best is None:
+            return None
+        site_by_walker = [sites.get(walker[0].worker) for walker in walkers]
+        of_group = []
+        for walker, site in enumerate(site_by_walker):
+            near = {other: score for other, score in scores.items() if site_by_walker[other] == site}
+            leader = elect(near, liars)
+            of_group.append(walker if leader is None else leader)
+        self._tell(walkers[best][-1].worker, scores[best][0])
+        self._checks.clear()
+        self._leaders = Leaders(of_all=best, of_group=tuple(of_group))
+        return self._leaders
+
+    def doubted(self, worker: WorkerId, vote: Vote, plan: Plan) -> WorkerId | None:
+        """Take what a follower says of the leader's parameters; the leader's worker once it is found to have lied."""
+        head = plan.stages[-1].index
+        name, _, led_by = vote.group.partition(".")
+        if self._rule is None or self._leaders is None or name != f"x{head}":
+            return None
+        leader = self._leaders.of_all if led_by == "all" else int(led_by)
+        claim, walker = self._claims.get(leader), walkers_of(plan)[leader]
+        if claim is None or worker == walker[-1].worker:
+            return None
+        is_true = not claim.digest or vote.digest == claim.digest
+        if is_true and vote.probe_loss is not None:
+            is_true = recheck(claim, score=vote.probe_loss, digest=claim.digest) is None
+        checks = self._checks.setdefault(vote.group, {})
+        checks[worker] = is_true
+        if judge(checks, num_followers=self._num_checking(plan, vote, checks)) is not Ruling.LIED:
+            return None
+        self._liars.add(walker[-1].worker)
+        self._out.log(
+            f"job={self._job.job} step={vote.step} leader={walker[-1].worker} is not what it claimed"
+        )
+        return walker[-1].worker
+
+    def _num_checking(self, plan: Plan, vote: Vote, checks: Mapping[WorkerId, bool]) -> int:
+        """Followers whose word counts: all compare digests, only some compute a score."""
+        return max(len(checks), 1 + (len(plan.evaluation_paths) - 1) // 2)
+
+    def _tell(self, leader: WorkerId, score: float) -> None:
+        if leader != self._leader:
+            self._out.log(
+                f"job={self._job.job} step={self._job.version} leader={leader} probe_loss={score:.4f}"
+            )
+        self._leader = leader

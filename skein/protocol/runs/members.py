@@ -1,6 +1,6 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
@@ -8,7 +8,7 @@ from skein.protocol.membership import Entry, Membership
 from skein.protocol.messages import Assign, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.records import GenerationMember, GenerationOpened
 from skein.protocol.reports import Ack, ChunksReady
-from skein.types import Generation, WorkerId
+from skein.types import Generation, SiteId, WorkerId
 
 
 class Members:
@@ -90,6 +90,15 @@ class Members:
     def is_ready(self) -> bool:
         """Whether every worker of the plan has its chunks."""
         return len(self.ready) == len(self.placed)
+
+    @property
+    def sites(self) -> dict[WorkerId, SiteId]:
+        """Where each member is."""
+        return {worker: entry.hello.site for worker, entry in self._entries.items()}
+
+    def entries_of(self, workers: Sequence[WorkerId]) -> list[Entry]:
+        """These members, in this order."""
+        return [self._entries[worker] for worker in workers]
 
     # --- speaking ---
 

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.config.aggregation import Walkers
+from skein.plan.broadcast import BroadcastProblem, parents_of
 from skein.plan.check import violations
+from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkPlan, Plan
 from skein.plan.reroute import renamed, rerouted, ways
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
@@ -28,6 +30,7 @@ from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
 from skein.protocol.runs.walking import walker_sources
 from skein.topology.fleet import Fleet, Link
+from skein.topology.links import link_cost_s
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
@@ -97,7 +100,20 @@ class Placement:
 
     def tree(self, workers: Sequence[WorkerId], leader: int) -> tuple[int, ...]:
         """Parents by which what one of these has, by position, is handed on, along the fastest links."""
-        return tuple(leader for _ in workers)
+        cost = link_cost_s(fleet_of(self._members.entries_of(workers), self.links, self._measured))
+        problem = BroadcastProblem(
+            leader=leader,
+            latency_s=cost.latency_s,
+            bytes_per_s=cost.bytes_per_s,
+            num_bytes=self._largest_bytes(),
+        )
+        return parents_of(problem.tree(), leader)
+
+    def _largest_bytes(self) -> int:
+        """Parameters of the largest stage."""
+        assert self.plan is not None
+        job = self._job.spec
+        return max(load.parameter_bytes for load in stage_loads(job, job_layers(job), self.plan.stages))
 
     def _ask(self, fleet: Fleet, previous: Plan | None) -> None:
         self.awaited = self._out.next_request()

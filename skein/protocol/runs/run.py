@@ -108,7 +108,8 @@ class Run:
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
         self._improving = Improving(job, self._members, self._placement, measured, outbox, links)
         self._revision = self._improving.revision
-        self._stepping = Stepping(job, self._placement, self._members, Leading(job), outbox)
+        self._leading = Leading(job, self._members, outbox)
+        self._stepping = Stepping(job, self._placement, self._members, self._leading, outbox)
         self._incidents = Incidents(job, outbox)
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""
@@ -177,7 +178,7 @@ class Run:
             case StageDone():
                 self._drive(LedgerHeard(worker=worker, done=report), now=now)
             case Vote():
-                self._drive(VoteHeard(worker=worker, vote=report), now=now)
+                self._voted(worker, report, now=now)
             case EvaluationDone():
                 self._evaluation_done(worker, report, now=now)
             case TimesMeasured():
@@ -429,6 +430,7 @@ class Run:
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
+        self._leading.fenced()
         self._improving.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
         self._story.tell("generation", f"{generation}: {reason}", now=now)
@@ -536,8 +538,13 @@ class Run:
             self._start_step(now=now)
 
     def _start_step(self, *, now: float) -> None:
-        """Have everybody begin the next step, or go on with it."""
+        """Have everybody begin the next step, or go on with it; walkers that elect leaders are scored first."""
         self._watchdog.moved(now=now)
+        if self._is_probe_due() and self.plan is not None:
+            self.phase = RunPhase.EVALUATING
+            self._stepping.round = None
+            self._leading.begin(self.plan)
+            return
         if self._savings.is_due() and self.plan is not None:
             self._savings.ask(self.plan)
         self._placement.begun()
@@ -546,8 +553,22 @@ class Run:
         self._members.send_placed(Start(epoch=history.epoch, generation=history.generation, step=step))
 
     def _evaluation_done(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
-        if self.phase is RunPhase.EVALUATING and self._evaluation.is_complete(worker, report, now=now):
+        if self.phase is not RunPhase.EVALUATING or self.plan is None:
+            return
+        if self._evaluation.is_complete(worker, report, now=now):
             self._go_on(now=now)
+        elif self._leading.is_complete(report, self.plan):
+            self._start_step(now=now)
+
+    def _is_probe_due(self) -> bool:
+        return self._leading.is_due(num_validation_samples=self._evaluation.num_validation_samples)
+
+    def _voted(self, worker: WorkerId, vote: Vote, *, now: float) -> None:
+        liar = None if self.plan is None else self._leading.doubted(worker, vote, self.plan)
+        if liar is None:
+            self._drive(VoteHeard(worker=worker, vote=vote), now=now)
+        else:
+            self._blame(liar, "its parameters are not what it claimed", is_hearsay=False, now=now)
 
     # --- a step ---
 
@@ -576,7 +597,8 @@ class Run:
         self._stepping.round = None
         is_last = self.job.version >= self.job.spec.budget.steps
         self._revision.step_ended(now=now)
-        goes_on = not is_last and not self._evaluation.is_due() and self._change_wanted(now=now) is None
+        is_interrupted = self._evaluation.is_due() or self._is_probe_due()
+        goes_on = not is_last and not is_interrupted and self._change_wanted(now=now) is None
         self._improving.committed(record)
         if goes_on:
             self._improving.look(self._candidates(), now=now)

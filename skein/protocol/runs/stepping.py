@@ -41,7 +41,7 @@ class Stepping:
             version,
             seed=spec.seed,
             num_tokens=self._job.learned,
-            leaders=self._leading.leaders(plan),
+            leaders=self._leading.leaders(plan, self._members.sites),
             tree=self._placement.tree,
         )
         self.round = Round(

@@ -128,6 +128,7 @@ class Pipeline:
             planned.setdefault(op.stage, []).append(_Listed(position, op))
         self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
         self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
+        self._evaluating = Phase.EVALUATE
         self._seen: set[object] = set()
 
     def resume(self, carried: Mapping[StageIndex, Carried], schedule: Schedule) -> None:
@@ -170,7 +171,7 @@ class Pipeline:
         return depths
 
     def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
-        """Make the microbatches that start here ready at their first hop."""
+        """Make the microbatches that start here ready at their first hop; one evaluation is at a time."""
         for origin in origins:
             self.arrive(
                 HopTensor(
@@ -191,7 +192,7 @@ class Pipeline:
         chunk = self._chunks.get(at.stage)
         if at.worker != self.worker or chunk is None:
             return False
-        return tensor.phase is Phase.EVALUATE or _planned(tensor) in chunk.planned
+        return tensor.phase is not Phase.TRAIN or _planned(tensor) in chunk.planned
 
     def arrive(self, tensor: HopTensor) -> HopTensor | None:
         """Take a boundary tensor that is here (or, at hop 0, the data); an evaluation's release is passed upstream."""
@@ -200,7 +201,7 @@ class Pipeline:
             return None
         self._seen.add(key)
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
-        if tensor.phase is Phase.EVALUATE:
+        if tensor.phase is not Phase.TRAIN:
             return self._arrive_evaluation(chunk, tensor)
         chunk.arrived[_planned(tensor)] = (tensor.hop, tensor.path)
         return None
@@ -209,6 +210,10 @@ class Pipeline:
         if tensor.direction is Direction.BACKWARD:
             chunk.in_flight -= 1
             return _passed_on(tensor, Direction.BACKWARD)
+        if tensor.phase is not self._evaluating:
+            self._evaluating = tensor.phase
+            for other in self._chunks.values():
+                other.evaluation_losses.clear()
         is_last = tensor.hop == len(tensor.path.hops) - 1
         queue = self._evaluation_losses if is_last else chunk.evaluation_forwards
         heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
@@ -236,7 +241,7 @@ class Pipeline:
     def _next_evaluation(self) -> LossOp | ForwardOp | None:
         if self._evaluation_losses:
             microbatch, hop, path = heappop(self._evaluation_losses)
-            return LossOp(phase=Phase.EVALUATE, step=self.step, microbatch=microbatch, hop=hop, path=path)
+            return LossOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
         free = [x for x in self._chunks.values() if x.evaluation_forwards and x.in_flight < x.slots]
         if not free:
             return None
@@ -244,7 +249,7 @@ class Pipeline:
         chunk = min(free, key=lambda x: (x.evaluation_forwards[0][0], -x.evaluation_forwards[0][1]))
         chunk.in_flight += 1
         microbatch, hop, path = heappop(chunk.evaluation_forwards)
-        return ForwardOp(phase=Phase.EVALUATE, step=self.step, microbatch=microbatch, hop=hop, path=path)
+        return ForwardOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
 
     def end(self, op: ComputeOp, loss: Loss | None) -> HopTensor | None:
         """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
@@ -318,6 +323,7 @@ def _total(losses: Iterable[Loss]) -> Loss:
     return Loss(
         loss_sum=exact_sum(loss.loss_sum for loss in listed),
         num_tokens=sum(loss.num_tokens for loss in listed),
+        digest=listed[0].digest if listed else "",
     )
 
 

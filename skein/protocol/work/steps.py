@@ -72,6 +72,7 @@ class Steps:
         self._commit: Commit | None = None
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
+        self._evaluating = Phase.EVALUATE
         self._reported: set[tuple[Phase, StageIndex]] = set()
         self._queue: deque[Op] = deque()
         self._fenced: Pipeline | None = None
@@ -198,7 +199,8 @@ class Steps:
             self._to_begin = None
             self._given_up = ()
             self._num_evaluation = asked.num_microbatches
-            self.pipeline.begin(Phase.EVALUATE, self._evaluation_origins(self._assign))
+            self._evaluating = asked.phase
+            self.pipeline.begin(asked.phase, self._evaluation_origins(self._assign))
             self._report_evaluated()
 
     def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
@@ -362,7 +364,7 @@ class Steps:
         if self.pipeline is None:
             return
         self._deliver(made)
-        if isinstance(op, LossOp) and op.phase is Phase.EVALUATE:
+        if isinstance(op, LossOp) and op.phase is not Phase.TRAIN:
             self._report_evaluated()
         elif not isinstance(op, ForwardOp):
             self._report_done(op.chunk.stage)
@@ -411,6 +413,7 @@ class Steps:
                 digest=joined.digest,
                 squared_norm=joined.squared_norm,
                 is_finite=joined.is_finite,
+                probe_loss=joined.probe_loss,
             )
         )
 
@@ -438,9 +441,10 @@ class Steps:
             expected = self.pipeline.expected_evaluations(
                 stage, self._num_evaluation, self._assign.num_evaluation_paths
             )
-            if not microbatches or len(microbatches) < expected or (Phase.EVALUATE, stage) in self._reported:
+            reported = (self._evaluating, stage)
+            if not microbatches or len(microbatches) < expected or reported in self._reported:
                 continue
-            self._reported.add((Phase.EVALUATE, stage))
+            self._reported.add(reported)
             self._standing.tell(
                 EvaluationDone(
                     generation=self._standing.generation,
@@ -448,5 +452,7 @@ class Steps:
                     microbatches=microbatches,
                     loss_sum=loss.loss_sum,
                     num_tokens=loss.num_tokens,
+                    phase=self._evaluating,
+                    digest=loss.digest,
                 )
             )

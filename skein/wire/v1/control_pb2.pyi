@@ -790,12 +790,15 @@ class Vote(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
     IS_FINITE_FIELD_NUMBER: _builtins.int
+    PROBE_LOSS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     group: _builtins.str
     digest: _builtins.str
     squared_norm: _builtins.float
     is_finite: _builtins.bool
+    probe_loss: _builtins.float
+    """Of the leader's parameters, as this follower received them, where it checks them."""
     @_builtins.property
     def attempt(self) -> _ids_pb2.Attempt: ...
     def __init__(
@@ -808,12 +811,15 @@ class Vote(_message.Message):
         digest: _builtins.str = ...,
         squared_norm: _builtins.float = ...,
         is_finite: _builtins.bool = ...,
+        probe_loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_probe_loss", b"_probe_loss", "attempt", b"attempt", "probe_loss", b"probe_loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "digest", b"digest", "generation", b"generation", "group", b"group", "is_finite", b"is_finite", "squared_norm", b"squared_norm", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_probe_loss", b"_probe_loss", "attempt", b"attempt", "digest", b"digest", "generation", b"generation", "group", b"group", "is_finite", b"is_finite", "probe_loss", b"probe_loss", "squared_norm", b"squared_norm", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__probe_loss: _TypeAlias = _typing.Literal["probe_loss"]  # noqa: Y015
+    _WhichOneofArgType__probe_loss: _TypeAlias = _typing.Literal["_probe_loss", b"_probe_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__probe_loss) -> _WhichOneofReturnType__probe_loss | None: ...
 
 Global___Vote: _TypeAlias = Vote  # noqa: Y015
 
@@ -826,10 +832,15 @@ class EvaluationDone(_message.Message):
     MICROBATCHES_FIELD_NUMBER: _builtins.int
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     loss_sum: _builtins.float
     num_tokens: _builtins.int
+    phase: _ids_pb2.Phase.ValueType
+    digest: _builtins.str
+    """PROBE: of the parameters of the stage where paths end; else empty."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -840,10 +851,12 @@ class EvaluationDone(_message.Message):
         microbatches: _abc.Iterable[_builtins.int] | None = ...,
         loss_sum: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
+        phase: _ids_pb2.Phase.ValueType = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "loss_sum", b"loss_sum", "microbatches", b"microbatches", "num_tokens", b"num_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "loss_sum", b"loss_sum", "microbatches", b"microbatches", "num_tokens", b"num_tokens", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1228,10 +1241,12 @@ class Evaluate(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     num_microbatches: _builtins.int
+    phase: _ids_pb2.Phase.ValueType
     def __init__(
         self,
         *,
@@ -1239,10 +1254,11 @@ class Evaluate(_message.Message):
         generation: _builtins.int = ...,
         version: _builtins.int = ...,
         num_microbatches: _builtins.int = ...,
+        phase: _ids_pb2.Phase.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "num_microbatches", b"num_microbatches", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "num_microbatches", b"num_microbatches", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,8 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     """A step's gradient."""
     PHASE_EVALUATE: _Phase.ValueType  # 2
     """The loss on validation data; nothing goes backward."""
+    PHASE_PROBE: _Phase.ValueType  # 3
+    """The loss of each walker on the same few validation samples; nothing goes backward."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """What a microbatch travels for."""
@@ -90,6 +92,8 @@ PHASE_TRAIN: Phase.ValueType  # 1
 """A step's gradient."""
 PHASE_EVALUATE: Phase.ValueType  # 2
 """The loss on validation data; nothing goes backward."""
+PHASE_PROBE: Phase.ValueType  # 3
+"""The loss of each walker on the same few validation samples; nothing goes backward."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Direction:

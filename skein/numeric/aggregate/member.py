@@ -1,0 +1,128 @@
+"""One member's side of the exchanges that end a step: what waits between being packed and being committed.
+
+Rules of this file
+- The walker itself is left alone until all is decided: each exchange works on a copy, which `finish` hands out.
+- A try that is given up leaves nothing: forget its key and pack again.
+"""
+
+import hashlib
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from skein.numeric.aggregate.rule import Rule, Talk, Terms
+from skein.numeric.gradients import digest, is_finite, squared_norm
+from skein.numeric.walker import StateClass, Tensors, Walker
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a member votes of what came back."""
+
+    digest: str
+    squared_norm: float
+    is_finite: bool
+
+
+def measured(flat: Tensor, common: Sequence[Tensor] = ()) -> Measured:
+    """The vote on `flat`; its digest covers what is `common` before the exchange too, so that drift is found."""
+    norm = squared_norm(flat)
+    digests = [digest(flat), *(digest(tensor.contiguous()) for tensor in common)]
+    return Measured(
+        digest=hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
+        squared_norm=norm,
+        is_finite=math.isfinite(norm) or is_finite(flat),
+    )
+
+
+def replicated(rule: Rule, walker: Walker, *, is_one: bool) -> list[tuple[str, Tensor]]:
+    """Tensors that all members hold alike, by name, sorted; `is_one`: all members are one walker."""
+    found = [
+        (f"{slot}.{name}", tensor)
+        for slot, kind in rule.slots.items()
+        if kind.kind is StateClass.REPLICATED
+        for name, tensor in walker.state.get(slot, {}).items()
+    ]
+    return sorted([*found, *walker.params.items()] if is_one else found, key=lambda pair: pair[0])
+
+
+def newcomer(rule: Rule, walker: Walker, *, before: int, after: int, only_saved: bool = False) -> Walker:
+    """A new member's walker, made of a donor's: what is not copied begins anew. `only_saved`: made of a checkpoint."""
+    copy = walker.copy()
+    fresh = rule.init(copy.params)
+    for slot, kind in rule.slots.items():
+        if not (kind.is_saved if only_saved else kind.is_copied):
+            copy.state.pop(slot, None)
+            if slot in fresh:
+                copy.state[slot] = fresh[slot]
+    rule.on_membership(copy, before=before, after=after, me=None)
+    return copy
+
+
+@dataclass(slots=True)
+class _Pending:
+    walker: Walker
+    talk: Talk
+    joined: Tensor | None = None
+
+
+class Exchanges(Generic[K]):
+    """Exchanges of one step, by key: one for each try at each exchange of each chunk."""
+
+    def __init__(self) -> None:
+        self._pending: dict[K, _Pending] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._pending
+
+    def walker(self, key: K) -> Walker:
+        """The copy that an exchange works on."""
+        return self._pending[key].walker
+
+    def pack(
+        self, key: K, rule: Rule, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, talk: Talk
+    ) -> dict[int, Tensors]:
+        """The local step on a copy of `walker`, and what is sent after it, by shard.
+
+        A `gradient_scale` of 0 says that this member's gradient counts for nothing, whatever is in it.
+        """
+        copy = walker.copy()
+        if not terms.gradient_scale:
+            grads = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+        rule.local_step(copy, grads, terms, talks=True)
+        self._pending[key] = _Pending(copy, talk)
+        return rule.contribution(copy, talk)
+
+    def combine(self, key: K, rule: Rule, shard: int, parts: Sequence[Tensors]) -> Tensors:
+        """The result of a shard that this member owns."""
+        pending = self._pending[key]
+        return rule.combine(pending.walker, pending.talk, shard, parts)
+
+    def join(self, key: K, rule: Rule, results: Mapping[int, Tensors]) -> Tensor:
+        """What came back, as one vector."""
+        pending = self._pending[key]
+        pending.joined = rule.join(pending.walker, pending.talk, results)
+        return pending.joined
+
+    def finish(self, keys: Sequence[K], rule: Rule, terms: Terms) -> Walker:
+        """The walker after the exchanges of these keys, in their order.
+
+        Args:
+            keys: at least one; all joined.
+        """
+        walker = self._pending[keys[0]].walker
+        for key in keys:
+            pending = self._pending[key]
+            assert pending.joined is not None, f"{key} was not joined"
+            rule.apply(walker, pending.talk, pending.joined, terms)
+        return walker
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._pending.clear()

@@ -1,0 +1,175 @@
+"""Exchanges by the job's rule, for the chunks that are here: from ops and shards to the rule's own calls.
+
+Rules of this file
+- A chunk is left alone until a record names the exchange: `finish` then gives the walker that takes its place.
+- The digest that is voted covers what came back and what is replicated here, so that replicas which have drifted apart
+  are found in that very round.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from skein.config.aggregation import Lsgd, Reach, Walkers
+from skein.config.job import JobSpec
+from skein.errors import LocalError
+from skein.numeric.aggregate.member import Exchanges
+from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.gradients import digest, flatten, is_finite, squared_norm
+from skein.numeric.walker import StateClass, Tensors, Walker
+from skein.plan.election import rechecking
+from skein.plan.exchange import Broadcast
+from skein.plan.plan import Group
+from skein.plan.rounds import is_exchange
+from skein.protocol.messages import ExchangeTerms, StepRecord
+from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
+from skein.types import Attempt, GroupId, Step, WorkerId
+from worker.aggregating import Gauges
+from worker.compute.chunk import Chunk
+
+_Key = tuple[GroupId, Attempt]
+Row = tuple[tuple[int, float], ...]
+
+
+class Exchanging:
+    """The exchanges of the step in progress at one worker."""
+
+    def __init__(self, job: JobSpec, worker: WorkerId, gauges: Gauges) -> None:
+        self._job = job
+        self._gauges = gauges
+        self._worker = worker
+        self._exchanges: Exchanges[_Key] = Exchanges()
+        self._dues: dict[_Key, int] = {}
+        """Which of its step's exchanges each is, in order of their application."""
+
+    def clear(self) -> None:
+        """The step is over, or begins anew."""
+        self._exchanges.clear()
+        self._dues.clear()
+
+    def pack(self, op: PackOp, chunk: Chunk) -> dict[int, Tensors]:
+        """What this worker's member sends, by shard."""
+        assert op.exchange is not None
+        return self._pack((op.group.group, op.attempt), op.step, op.group, op.exchange, chunk)
+
+    def _pack(
+        self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
+    ) -> dict[int, Tensors]:
+        me = self._place(group)
+        dues = chunk.rule.plan(step)
+        index = next(
+            i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
+        )
+        leader = group.pattern.leader if isinstance(group.pattern, Broadcast) else None
+        talk = Talk(
+            due=dues[index],
+            num_members=len(group.members),
+            me=me,
+            num_shards=group.num_shards,
+            weights=_weights(group),
+            leader=leader,
+        )
+        terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
+        self._dues[key] = index
+        sent = self._exchanges.pack(key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk)
+        if leader is not None:
+            self._gauges.led(leader, of=group.group)
+        return sent
+
+    def combine(self, op: SumOp, chunk: Chunk, parts: Sequence[Tensors]) -> Tensors:
+        """The result of a shard that this worker owns."""
+        return self._exchanges.combine((op.group.group, op.attempt), chunk.rule, op.shard, parts)
+
+    def join(self, op: JoinOp, chunk: Chunk, results: Mapping[int, Tensors]) -> tuple[Joined, Tensor]:
+        """What came back, measured; whoever is alone in its group sends to nobody, and comes here at once."""
+        key = (op.group.group, op.attempt)
+        if key not in self._exchanges:
+            assert op.exchange is not None
+            sent = self._pack(key, op.step, op.group, op.exchange, chunk)
+            results = {
+                shard: self._exchanges.combine(key, chunk.rule, shard, [sent[shard]])
+                for shard in sorted(sent)
+            }
+        flat = self._exchanges.join(key, chunk.rule, results)
+        norm = squared_norm(flat)
+        joined = Joined(
+            group=op.group.group,
+            digest=self._digest(op, flat, chunk),
+            squared_norm=norm,
+            is_finite=math.isfinite(norm) or is_finite(flat),
+        )
+        return joined, flat
+
+    def is_to_check(self, op: JoinOp) -> bool:
+        """Whether this worker is to compute the leader's score again from what it has received."""
+        rule, pattern = self._job.aggregation, op.group.pattern
+        if not isinstance(rule, Lsgd) or not isinstance(pattern, Broadcast) or self._job.parallel.stages > 1:
+            return False
+        followers = [x.worker for i, x in enumerate(op.group.members) if i != pattern.leader]
+        return self._worker in rechecking(self._job.seed, op.step, followers, ratio=rule.recheck_ratio)
+
+    def _digest(self, op: JoinOp, flat: Tensor, chunk: Chunk) -> str:
+        """Of the result, and of what all members should have in common before it."""
+        found = [flat]
+        if op.exchange is not None and op.exchange.reach is Reach.ALL:
+            is_one = self._job.aggregation.walkers is Walkers.ONE
+            found += [tensor for _, tensor in replicated(chunk, is_one=is_one)]
+        return digest_of(found)
+
+    def _place(self, group: Group) -> int:
+        return next(i for i, member in enumerate(group.members) if member.worker == self._worker)
+
+    def finish(self, record: StepRecord, chunk: Chunk) -> Walker | None:
+        """The chunk's walker after the exchanges that `record` names; None if it takes part in none.
+
+        Raises:
+            LocalError: it does, and the result is not here.
+        """
+        named = f"x{chunk.stage.index}"
+        keys = [
+            (x.group, x.attempt)
+            for x in record.results
+            if is_exchange(x.group)
+            and x.group.partition(".")[0] == named
+            and (x.group, x.attempt) in self._dues
+        ]
+        if not keys:
+            return None
+        keys.sort(key=lambda key: self._dues[key])
+        terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
+        if any(key not in self._exchanges for key in keys):
+            raise LocalError(f"stage {chunk.stage.index}: an exchange that was voted is not here")
+        return self._exchanges.finish(keys, chunk.rule, terms)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """One digest of several tensors in order."""
+    digests = "".join(digest(tensor.contiguous()) for tensor in tensors)
+    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+
+def claim_of(chunk: Chunk) -> str:
+    """The digest that is voted by whoever has received the parameters that this chunk has now."""
+    return digest_of([flatten(chunk.walker.params)])
+
+
+def replicated(chunk: Chunk, *, is_one: bool) -> list[tuple[str, Tensor]]:
+    """Tensors that all members of the chunk's group hold alike, sorted by name; of one walker, parameters too."""
+    walker, rule = chunk.walker, chunk.rule
+    found = [
+        (f"{slot}.{name}", tensor)
+        for slot, kind in rule.slots.items()
+        if kind.kind is StateClass.REPLICATED
+        for name, tensor in walker.state.get(slot, {}).items()
+    ]
+    if is_one:
+        found += walker.params.items()
+    return sorted(found)
+
+
+def _weights(group: Group) -> tuple[Row, ...]:
+    if isinstance(group.pattern, Broadcast):
+        return (((group.pattern.leader, 1.0),),) * group.num_shards
+    return tuple(row.pairs for row in group.weights)
