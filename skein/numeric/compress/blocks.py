@@ -2,8 +2,9 @@
 
 A block's scale comes from its own elements, so that one huge element coarsens its block and no other. int8 and int4
 are even grids up to the largest magnitude: nothing is cut off, every element is within half a grid step. Two bits are
-too few for that: most elements would round to zero. There a magnitude is either small or large, and is decoded as the
-mean of its kind in its block, so a block never decodes to something further from it than zero is.
+too few for that: four even levels lose 60 % of a normal vector (of its norm). There a magnitude is either small or
+large, and is decoded as the mean of its kind in its block: 34 % are lost, and a block never decodes to something further
+from it than zero is.
 """
 
 from collections.abc import Mapping
