@@ -3,8 +3,8 @@
 A block's scale comes from its own elements, so that one huge element coarsens its block and no other. int8 and int4
 are even grids up to the largest magnitude: nothing is cut off, every element is within half a grid step. Two bits are
 too few for that: four even levels lose 60 % of a normal vector (of its norm). There a magnitude is either small or
-large, and is decoded as the mean of its kind in its block: 34 % are lost, and a block never decodes to something further
-from it than zero is.
+large, and is decoded as the mean of its kind in its block: 34 % are lost, and a block never decodes to something
+further from it than zero is.
 """
 
 from collections.abc import Mapping
