@@ -16,6 +16,7 @@ from skein.topology.fleet import Fleet
 from skein.types import StageSpec
 
 if TYPE_CHECKING:
+    from skein.plan.estimates import Estimate
     from skein.plan.route.of_job import Posed
 
 _FLEET_KEYS = ("fleet", "job")
@@ -39,7 +40,8 @@ class Case:
     """A problem and what people know about it.
 
     `problem` has aggregation wherever it is known; `searched` is what a method is given. `names` are unique.
-    `boundary_bytes` is what one boundary tensor weighs, None if nobody said; `start` a routing that is known already.
+    `boundary_bytes` is what one boundary tensor weighs, None if nobody said; `start` a routing that is known already;
+    `cost` what the job's aggregation costs among the holders of its stages.
     """
 
     problem: Problem
@@ -50,6 +52,7 @@ class Case:
     doubts: tuple[Doubt, ...]
     memory: Memory | None = None
     start: Routing | None = None
+    cost: "Estimate | None" = None
 
     @property
     def searched(self) -> Problem:
@@ -112,6 +115,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
     from client.planning.fleetfile import parse_fleet_file
     from skein.plan.balanced import make_plan, pool_of
+    from skein.plan.estimates import estimate_of_plan
     from skein.plan.load import job_layers
     from skein.plan.route.evaluate import ordered
     from skein.plan.route.of_job import pose
@@ -133,6 +137,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
         doubts=questioned_links(posed.problem.transfer_s, sites),
         memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
         start=ordered(posed.problem, posed.worker_of, posed.path),
+        cost=estimate_of_plan(job, fleet, plan),
     )
 
 

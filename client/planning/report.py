@@ -10,6 +10,7 @@ from client.planning.case import Case, without_reduction
 from client.planning.errand import Objective
 from client.planning.messages import Bounded, PlanFound
 from client.planning.portfolio import Standing
+from skein.plan.estimates import Estimate
 from skein.plan.route.account import (
     CriticalWay,
     critical_way,
@@ -147,6 +148,7 @@ class Report:
     bound: BoundRow | None
     workers: tuple[WorkerRow, ...]
     links: tuple[LinkRow, ...]
+    aggregation: Estimate | None
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
     effort: Effort
@@ -176,6 +178,7 @@ def report(case: Case, standing: Standing, plan: PlanFound, effort: Effort) -> R
         bound=bound,
         workers=_workers(case, problem, routing),
         links=_links(case, problem, routing),
+        aggregation=case.cost,
         alternatives=alternatives(standing, plan),
         warnings=(
             *case.remarks,

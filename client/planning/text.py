@@ -23,6 +23,8 @@ def report_lines(report: Report, *, all_paths: bool) -> Iterator[str]:
     yield from _section("step", _step(report))
     yield from _section("workers", _workers(report))
     yield from _section("links", _links(report))
+    if report.aggregation is not None:
+        yield from _section("aggregation", iter((report.aggregation.words,)))
     yield from _section("other methods", _alternatives(report.alternatives))
     yield from _section("search", _effort(report))
 

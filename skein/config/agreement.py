@@ -24,7 +24,7 @@ from skein.config.aggregation import (
     Walkers,
 )
 from skein.config.explain import Words
-from skein.config.optimizer import LambSpec, SgdSpec
+from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
 from skein.errors import UserError
 from skein.types import Precision
 
@@ -197,3 +197,17 @@ def _check_gossip(job: "JobSpec", rule: Gossip) -> None:
     if isinstance(job.optimizer, SgdSpec) and job.optimizer.nesterov:
         hint = f"{rule.method} says itself where momentum goes: give false"
         raise UserError("optimizer.nesterov", Words("true"), hint)
+    if rule.method == "dsgd":
+        _check_no_momentum(job.optimizer)
+    if not isinstance(rule.robust, NoRobust | NormClip | CentredClip):
+        hint = "of other combiners neighbours' means part: give none, median_norm_clip or centred_clip"
+        raise UserError("aggregation.robust.kind", rule.robust.kind, hint)
+
+
+def _check_no_momentum(optimizer: OptimizerSpec) -> None:
+    if isinstance(optimizer, SgdSpec):
+        field, momentum = "momentum", optimizer.momentum
+    else:
+        field, momentum = "betas[0]", optimizer.betas[0]
+    if momentum:
+        raise UserError(f"optimizer.{field}", momentum, "dsgd has no momentum: give 0, or method: dmsgd")

@@ -8,7 +8,7 @@ Rules of this file
 
 from typing import assert_never
 
-from skein.config.aggregation import AllReduce, Gossip
+from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, NoRobust
 from skein.config.explain import Words
 from skein.config.job import JobSpec, LlamaModel
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
@@ -83,13 +83,17 @@ def _judged(job: JobSpec, rule: Gossip) -> Verdict:
     return verdict(rule.method, momentum, rule.graph, num_walkers, every_steps=rule.every_steps)
 
 
+def _sums_plainly(rule: AggregationSpec) -> bool:
+    return isinstance(rule, AllReduce) and rule.wire == "fp32" and isinstance(rule.robust, NoRobust)
+
+
 def _check_ties(job: JobSpec) -> None:
-    """Two stages that share a matrix sum its gradient between them; only a rule that sums gradients can do that."""
+    """Two stages that share a matrix sum its gradient between them, which takes plain sums and no exchange."""
     rule, parallel = job.aggregation.rule, job.parallel
     # LOOP's head is a stage of its own.
     is_cut = parallel.stages > 1 or parallel.layout is Layout.LOOP
     names = tied_names(job.model) if is_cut else frozenset()
-    if isinstance(job.aggregation, AllReduce) or not names:
+    if not names or _sums_plainly(job.aggregation):
         return
     assert isinstance(job.model, LlamaModel), "nothing else ties anything"
     preset = job.model.preset
@@ -100,5 +104,6 @@ def _check_ties(job: JobSpec) -> None:
         untied = f"give the sizes of {preset} as model.shape, with tie_word_embeddings: false"
     shared = f"the first and the last stage share {', '.join(sorted(names))}"
     cures = f"{untied}, or parallel: {{stages: 1, layout: line}}"
-    hint = f"{shared}, and {rule} sums nothing between stages: {cures}"
+    which = "all_reduce with wire: fp32 and without robust alone" if rule == "all_reduce" else f"{rule} never"
+    hint = f"{shared}, and {which} sums between stages: {cures}"
     raise UserError(f"parallel.{field}", value, hint)

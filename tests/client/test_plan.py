@@ -132,6 +132,22 @@ def test_a_fleet_and_a_job_are_planned_for_the_whole_step(tmp_path: Path, capsys
     assert all(0 < row["held_bytes"] <= row["memory_bytes"] for row in found["workers"])
 
 
+def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:
+    untied = FLEET.replace("preset: llama-1m", "shape: {tie_word_embeddings: false}")
+    text = untied.replace("budget:", "aggregation: {rule: all_reduce, wire: int8}\n  budget:")
+    cost = reported(text).aggregation
+    assert cost is not None
+    assert (cost.rule, cost.num_workers) == ("all_reduce", 4)
+    # Two replicas, each sends everything once; scales cost 4 of 256 + 4 bytes.
+    assert cost.ratio == pytest.approx(4 / (1 + 4 / 256), rel=1e-2)
+    assert cost.step_s is not None
+    told = list(report_lines(reported(text), all_paths=False))
+    assert f"  {cost.words}" == told[told.index("aggregation") + 1]
+    bare = reported(json.dumps(instance(sizes=(3, 2, 2), memory=2, waves=2, has_reduction=True)))
+    assert bare.aggregation is None
+    assert "aggregation" not in list(report_lines(bare, all_paths=False))
+
+
 def test_compare_tabulates_methods_against_one_bound(instance_file: Path, capsys: Captured) -> None:
     command = ["plan", "compare", str(instance_file), *ROUNDS, "--methods", "search,round-robin,full"]
     assert run([*command, "--json"]) == 0

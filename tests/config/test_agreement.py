@@ -78,6 +78,21 @@ WRONG = {
     (GOSSIP, SGD, "optimizer.nesterov=true"): "optimizer.nesterov: true: "
     "decentlam says itself where momentum goes: give false",
     (
+        GOSSIP,
+        SGD,
+        "aggregation.method=dsgd",
+    ): "optimizer.momentum: 0.9: dsgd has no momentum: give 0, or method: dmsgd",
+    (
+        GOSSIP,
+        "aggregation.method=dsgd",
+    ): "optimizer.betas[0]: 0.9: dsgd has no momentum: give 0, or method: dmsgd",
+    (
+        GOSSIP,
+        SGD,
+        "aggregation.robust.kind=krum",
+    ): "aggregation.robust.kind: 'krum': of other combiners neighbours' "
+    "means part: give none, median_norm_clip or centred_clip",
+    (
         DILOCO,
         "precision=fp64",
     ): "aggregation.wire: 'int8': what travels in a job of precision fp64 is not rounded: "
@@ -123,6 +138,8 @@ RIGHT = (
     (LSGD,),
     (LSGD, "parallel.layout=loop"),
     (GOSSIP, SGD),
+    (GOSSIP, SGD, "aggregation.method=dsgd", "optimizer.momentum=0"),
+    (GOSSIP, SGD, "aggregation.robust.kind=centred_clip"),
     (DILOCO, "parallel.replicas=8", "aggregation.local_steps=400"),
     (DILOCO, "precision=fp64", "aggregation.wire=fp32"),
     ("aggregation={pattern: direct, robust: {kind: krum, bad: 0}}",),

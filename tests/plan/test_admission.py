@@ -31,12 +31,21 @@ def test_tied_embeddings_in_two_stages_are_refused_but_for_all_reduce(rule: tupl
         check_admissible(job(*rule))
     assert str(caught.value) == (
         "parallel.stages: 2: the first and the last stage share model.embed_tokens.weight, and "
-        f"{job(*rule).aggregation.rule} sums nothing between stages: set model.shape.tie_word_embeddings: false, "
+        f"{job(*rule).aggregation.rule} never sums between stages: set model.shape.tie_word_embeddings: false, "
         "or parallel: {stages: 1, layout: line}"
     )
     for cured in (job(), job(*rule, UNTIED), job(*rule, "parallel.stages=1")):
         check_admissible(cured)
         assert settled(cured) == cured
+
+
+@pytest.mark.parametrize("change", ["wire=int8", "wire=bf16", "robust.kind=median_norm_clip"])
+def test_ties_want_a_plain_sum_of_all_reduce_too(change: str) -> None:
+    with pytest.raises(
+        UserError, match="and all_reduce with wire: fp32 and without robust alone sums between"
+    ):
+        check_admissible(job(f"aggregation.{change}"))
+    check_admissible(job(f"aggregation.{change}", UNTIED))
 
 
 def test_a_head_of_its_own_shares_with_the_only_stage() -> None:
