@@ -40,10 +40,10 @@ class StepGroups:
     """The groups of one step: `reduced`, then `exchanged`, of which `reach[i]` says which exchange of the rule it is.
 
     `units` are the reduced groups whose norms are taken together; with `has_one_norm` that is all of them.
-    `num_sharing[i]` chunks, `reduced[i]` one of them, have parts of one gradient, which the exchange makes of their mean;
-    none: each has a gradient of its own. `may_lose_some`: a unit that is not finite makes no step, and the others do.
-    `num_tokens` is what each walker has learned from since the last exchange and before this step, where that is what
-    its part weighs.
+    `num_sharing[i]` chunks, `reduced[i]` one of them, have parts of one gradient, which an exchange makes of their
+    mean; none: each has a gradient of its own. `may_lose_some`: a unit that is not finite makes no step, and the
+    others do. `num_tokens` is what each walker has learned from since the last exchange and before this step, where
+    that is what its part weighs.
     """
 
     reduced: tuple[Group, ...]

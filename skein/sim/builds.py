@@ -131,7 +131,7 @@ class Builds:
             case SourceKind.INITIAL:
                 return INITIAL
             case SourceKind.CHECKPOINT:
-                return self._saved(stage, source.version)
+                return self._saved(worker, stage, source.version)
             case SourceKind.KEEP:
                 return self.copies.fixed(worker, stage, assign.version)
             case SourceKind.PEER:
@@ -163,6 +163,7 @@ class Builds:
         chunk = worker.executor.held(op.stage)
         self._invariants.holds(worker.machine, op.generation, op.version, {op.stage: chunk.lineage})
         name = f"g{op.generation}-v{op.version}-s{op.stage}"
+        worker.executor.writes(op.stage, name)
         file = CheckpointFile(name=name, num_bytes=1, sha256="", tensors=())
         saved = CheckpointSaved(generation=op.generation, version=op.version, stage=op.stage, files=(file,))
 
@@ -173,9 +174,10 @@ class Builds:
         self._disk[saved.files[0].name] = written
         self._give(worker, saved)
 
-    def _saved(self, stage: StageSpec, version: Step) -> str:
+    def _saved(self, worker: SimWorker, stage: StageSpec, version: Step) -> str:
         """Lineage of the files that hold a stage's layers, whatever the cut was when they were written."""
-        files = [file for part in self._checkpoint_of(version).stages for file in part.files]
-        found = [self._disk[file.name] for file in files]
-        lineages = {x for held, x in found if held.first < stage.stop and stage.first < held.stop}
-        return " and ".join(sorted(lineages))
+        files = [file.name for part in self._checkpoint_of(version).stages for file in part.files]
+        found = {name: self._disk[name] for name in files}
+        here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
+        worker.executor.reads(stage.index, tuple(here))
+        return " and ".join(sorted(set(here.values())))

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
+from skein.plan.exchange import Neighbours
+from skein.plan.plan import Group
+from skein.plan.rounds import exchanged_stage, local_group
 from skein.protocol.messages import Assign, Decision, GroupResult, ResumedChunk
 from skein.protocol.ops import (
     ApplyOp,
@@ -112,6 +115,8 @@ class SimExecutor:
         self.times: Mapping[StageIndex, StageTimes] = {}
         self._shards: dict[ShardTensor, Contributions] = {}
         self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
+        self._groups: dict[tuple[GroupId, Attempt], Group] = {}
+        """What was joined, as the coordinator asked for it."""
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
@@ -153,6 +158,7 @@ class SimExecutor:
                 self.chunks[resumed.stage].accumulated = self._carried(assign, resumed, before)
         self._shards.clear()
         self._joined.clear()
+        self._groups.clear()
         for group in assign.groups:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
             self._shard_bytes[group.group] = max(held) // group.num_shards
@@ -178,12 +184,19 @@ class SimExecutor:
         given_up = {chunk.stage.index: chunk for chunk in self._given_up.values()}
         return self.chunks.get(stage) or given_up[stage]
 
+    def reads(self, stage: StageIndex, files: tuple[str, ...]) -> None:
+        """The next build takes a stage from these files of a checkpoint: a lineage says all that is in them."""
+
+    def writes(self, stage: StageIndex, file: str) -> None:
+        """A stage is written to a file of a checkpoint."""
+
     def forget(self) -> None:
         """Drop everything."""
         self.chunks = {}
         self._given_up.clear()
         self._shards.clear()
         self._joined.clear()
+        self._groups.clear()
 
     def receive(self, envelope: Envelope, payload: Payload) -> None:
         """File a peer's payload."""
@@ -191,6 +204,7 @@ class SimExecutor:
         if isinstance(header, ShardTensor):
             assert payload.contributions is not None
             self._shards[header] = payload.contributions
+            self._shard_bytes.setdefault(header.group, payload.num_bytes)
         else:
             self._here.add((envelope.generation, hop_key(header)))
 
@@ -230,7 +244,7 @@ class SimExecutor:
         hops = header.path.hops
         if header.direction is Direction.FORWARD:
             return self.times[hops[header.hop - 1].stage].output_bytes
-        if header.phase is Phase.EVALUATE:
+        if header.phase is not Phase.TRAIN:
             return RELEASE_BYTES
         return self.times[hops[header.hop + 1].stage].input_bytes
 
@@ -305,6 +319,8 @@ class SimExecutor:
         accumulated[contribution] = accumulated.get(contribution, 0) + 1
 
     def _pack(self, op: PackOp) -> None:
+        held = max(self.times[stage].parameter_bytes for stage in op.stages)
+        self._shard_bytes[op.group.group] = held // op.group.num_shards
         for _, tensor in op.parcels:
             self._shards[tensor] = dict(self.chunks[tensor.member.stage].accumulated)
 
@@ -325,6 +341,7 @@ class SimExecutor:
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]
         self._joined[group.group, op.attempt] = result
+        self._groups[group.group, op.attempt] = group
         return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
 
     def _apply(self, op: ApplyOp) -> None:
@@ -336,9 +353,9 @@ class SimExecutor:
             if record.decision is Decision.APPLY:
                 if not self._is_resumed:
                     self._check_order(chunk, record.step)
-                for group, members in self._members.items():
-                    if ChunkRef(stage=chunk.stage.index, worker=self.worker) in members:
-                        self._check(results[group], record.step, members)
+                self._check_results(
+                    ChunkRef(stage=chunk.stage.index, worker=self.worker), record.step, results
+                )
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         self._is_resumed = False
@@ -352,6 +369,39 @@ class SimExecutor:
             raise Violated(
                 f"{self.worker} adds {list(chunk.accumulated)} at step {step}, planned was {planned}"
             )
+
+    def _check_results(self, chunk: ChunkRef, step: Step, results: Mapping[GroupId, GroupResult]) -> None:
+        """What a chunk is updated with: its groups' sums, or its own, and what is exchanged for these."""
+        alone = local_group(chunk).group
+        if alone in results:
+            self._check_own(results[alone], step, chunk)
+        else:
+            for group, members in self._members.items():
+                if chunk in members:
+                    self._check(results[group], step, members)
+        for result in results.values():
+            if exchanged_stage(result.group) == chunk.stage:
+                self._check_exchange(result, step, chunk)
+
+    def _check_own(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
+        """All that the chunk itself has accumulated."""
+        found = self._joined[result.group, result.attempt]
+        if found != self.chunks[chunk.stage].accumulated or bool(result.weight) != bool(found):
+            raise Violated(f"{result.group} at step {step} takes {sorted(found)}, weight {result.weight}")
+
+    def _check_exchange(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
+        """Of each shard that came back, the contributions of those members whose parts make it, each once."""
+        found = self._joined.get((result.group, result.attempt))
+        if found is None and "." not in result.group:
+            raise Violated(f"{chunk} takes part in {result.group} at step {step}, and has no result")
+        if found is None or self._is_resumed:
+            return  # Another leader's; or who has added up what is not the plan's any more.
+        group = self._groups[result.group, result.attempt]
+        shard = group.workers.index(self.worker) if isinstance(group.pattern, Neighbours) else 0
+        makers = group.contributors(shard)
+        planned = [(step, m, x.stage) for x in makers for m in self._visits.by_chunk[x]]
+        if found != dict.fromkeys(planned, 1):
+            raise Violated(f"{result.group} at step {step} is made of {sorted(found)}, not of {planned}")
 
     def _check(self, result: GroupResult, step: Step, members: tuple[ChunkRef, ...]) -> None:
         """Each visit to a stage of the group once, nothing else, and weighted by the visitors' tokens: one each."""
@@ -367,6 +417,7 @@ class SimExecutor:
     def _clear(self, version: Step) -> None:
         self._shards.clear()
         self._joined.clear()
+        self._groups.clear()
         self._graphs.clear()
         self._log.clear()
         self._forgotten.clear()

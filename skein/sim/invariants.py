@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from skein.plan.plan import Plan
-from skein.plan.rounds import local_group
+from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.history import History
 from skein.protocol.messages import Assign, Commit, Directive, NewGeneration, Prepare, Resumption, StepRecord
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
@@ -195,7 +195,7 @@ class Invariants:
                 raise Violated(f"{contribution} is {me}'s, and {owners[contribution]}'s too")
 
     def _prepares(self, prepare: Prepare) -> None:
-        """The parts of an attempt are disjoint, and together all that visits its stages."""
+        """The parts of an attempt are disjoint, and together all that visits its stages; some, if not all take part."""
         by_stage: dict[StageIndex, list[MicrobatchId]] = {}
         for part in prepare.parts:
             by_stage.setdefault(part.stage, []).extend(part.microbatches)
@@ -203,8 +203,8 @@ class Invariants:
         for stage, microbatches in by_stage.items():
             is_alone = prepare.group.group == local_group(prepare.group.members[0]).group
             is_wrong = (
-                not set(microbatches) <= set(visits[stage])
-                if is_alone
+                not set(microbatches) <= set(visits[stage]) or len(set(microbatches)) < len(microbatches)
+                if is_alone or is_exchange(prepare.group.group)
                 else sorted(microbatches) != sorted(visits[stage])
             )
             if is_wrong:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from skein import rng
 from skein.config.job import JobSpec, LlamaModel
 from skein.model.layers import layers_of
-from skein.protocol.messages import Assign, Decision, StepRecord
+from skein.protocol.messages import Assign, ChunkAssignment, Decision, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -173,11 +173,15 @@ class NumericExecutor(SimExecutor):
         self._params, self._sums = {}, {}
         for chunk in assign.chunks:
             stage, names = chunk.stage.index, model.names(chunk.stage)
-            self._params[stage] = {name: model.state(given[stage], name) for name in names}
+            self._params[stage] = self._given(assign, chunk, given[stage])
             is_carried = bool(self.chunks[stage].accumulated)
             self._sums[stage] = before[stage] if is_carried else {name: np.zeros((_D, _D)) for name in names}
         self._parts.clear()
         self._results.clear()
+
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
+        """The parameters that a chunk begins with."""
+        return {name: self._model.state(lineage, name) for name in self._model.names(chunk.stage)}
 
     # --- tensors ---
 
@@ -328,12 +332,16 @@ class NumericExecutor(SimExecutor):
         for stage, chunk in self.chunks.items():
             self._params[stage] = after[stage]
             self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
-            for name, state in after[stage].items():
-                self._model.keep(chunk.lineage, name, state)
+            self._reached(stage, chunk.lineage)
         self._inputs.clear()
         self._made_here = {key: x for key, x in self._made_here.items() if key.step > record.step}
         self._received = {at: x for at, x in self._received.items() if at[1].step > record.step}
         return outcome
+
+    def _reached(self, stage: StageIndex, lineage: str) -> None:
+        """A chunk is at the next version."""
+        for name, state in self._params[stage].items():
+            self._model.keep(lineage, name, state)
 
     def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
         before = self._params[stage]

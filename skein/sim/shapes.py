@@ -17,7 +17,9 @@ from skein.config.job import (
     SkipSpec,
     TextSource,
 )
+from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
+from skein.sim.rules import RULES
 from skein.types import Layout
 
 _HINT = "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else there is"
@@ -35,6 +37,8 @@ class Shape:
     is_tied: bool
     skip_ratio: float
     pattern: PatternName = "auto"
+    rule: str = ""
+    """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
 
     def job(self, *, steps: int, every: int = 3) -> JobSpec:
         """A language model of two blocks per stage, evaluated and saved every so many steps; 0: never."""
@@ -44,6 +48,8 @@ class Shape:
             num_hidden_layers=2 * self.stages,
             tie_word_embeddings=self.is_tied,
         )
+        plain = AllReduce(pattern=self.pattern), AdamWSpec()
+        aggregation, optimizer = RULES[self.rule] if self.rule else plain
         return JobSpec(
             name="sim",
             model=LlamaModel(shape=blocks),
@@ -51,7 +57,8 @@ class Shape:
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
             parallel=ParallelSpec(stages=self.stages, replicas=self.replicas, layout=self.layout),
             skip=SkipSpec(ratio=self.skip_ratio),
-            aggregation=AllReduce(pattern=self.pattern),
+            aggregation=aggregation,
+            optimizer=optimizer,
             budget=BudgetSpec(steps=steps),
             evaluation=EvaluationSpec(every_steps=every, samples=4),
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
@@ -76,6 +83,7 @@ def shape_of(text: str) -> Shape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
+        rule = ""
         while words:
             match words.pop(0):
                 case "tied":
@@ -84,6 +92,10 @@ def shape_of(text: str) -> Shape:
                     skip = Fraction(words.pop(0))
                 case "direct" | "ring" | "tree" as pattern:
                     pass
+                case "by":
+                    rule = words.pop(0)
+                    if rule not in RULES:
+                        raise UserError("shape", rule, f"rules are {', '.join(RULES)}")
                 case "on":
                     num_workers = int(words.pop(0))
                 case other:
@@ -99,6 +111,7 @@ def shape_of(text: str) -> Shape:
         is_tied=is_tied,
         skip_ratio=float(skip),
         pattern=pattern,
+        rule=rule,
     )
 
 

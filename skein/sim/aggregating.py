@@ -1,0 +1,314 @@
+"""The job's aggregation rule over simulated workers: the same code as in the workers, on the numeric model's float64.
+
+Walkers are filed by the history of commits that made them, and by whose they are. What a rule calls REPLICATED must be
+bit-equal for all who have the same history; what an exchange must keep is checked as soon as all have its result.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skein.config.aggregation import Walkers
+from skein.config.job import JobSpec
+from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.conserved import Offer, lost
+from skein.numeric.aggregate.member import Exchanges, measured, newcomer, replicated
+from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
+from skein.numeric.walker import Tensors, Walker
+from skein.plan.exchange import Broadcast
+from skein.plan.plan import Group
+from skein.plan.rounds import exchanged_stage, local_group
+from skein.protocol.messages import Assign, ChunkAssignment, Decision, ExchangeTerms, SourceKind, StepRecord
+from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
+from skein.protocol.tensors import Envelope, ShardTensor
+from skein.sim.executor import Payload
+from skein.sim.invariants import INITIAL, Violated
+from skein.sim.numeric import NumericExecutor, NumericModel, State
+from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+
+_Key = tuple[GroupId, Attempt]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPayload(Payload):
+    """A shard of an exchange."""
+
+    tensors: Mapping[str, object] = field(default_factory=dict)
+
+
+class AggregatingModel(NumericModel):
+    """The numeric model of a job whose rule is asked at every step."""
+
+    def __init__(self, job: JobSpec) -> None:
+        super().__init__(job)
+        self.rule = rule_of(job.aggregation, job.optimizer)
+        self.walkers = job.aggregation.walkers
+        self.num_checked = 0
+        """Exchanges whose conservation was checked."""
+        self._held: dict[tuple[str, WorkerId], dict[StageSpec, Walker]] = {}
+        self._disk: dict[str, tuple[StageSpec, Walker]] = {}
+        self._offers: dict[tuple[_Key, str], dict[int, Offer]] = {}
+
+    def executor(self, worker: WorkerId, flops_per_s: float) -> "AggregatingExecutor":
+        """What a worker process computes with."""
+        return AggregatingExecutor(self, worker, flops_per_s)
+
+    def fresh(self, stage: StageSpec) -> Walker:
+        """A stage as the seed draws it."""
+        params = tensors_of({name: self.state(INITIAL, name).theta for name in self.names(stage)})
+        return Walker(params=params, state=self.rule.init(params))
+
+    def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, walker: Walker) -> None:
+        """A worker has this now.
+
+        Raises:
+            Violated: another has something else of the same history where all should have the same.
+        """
+        own = dict(replicated(self.rule, walker, is_one=self.walkers is Walkers.ONE))
+        for (history, other), by_stage in self._held.items():
+            if history == lineage and stage in by_stage:
+                others = dict(replicated(self.rule, by_stage[stage], is_one=self.walkers is Walkers.ONE))
+                wrong = differing(own, others)
+                if wrong or by_stage[stage].num_updates != walker.num_updates:
+                    raise Violated(f"{worker} and {other} differ in {wrong} of {stage} after {lineage}")
+                break
+        self._held.setdefault((lineage, worker), {})[stage] = walker
+
+    def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> Walker:
+        """A worker's walker; of one walker whoever's, if that one has it in a backup only."""
+        by_stage = {} if worker is None else self._held.get((lineage, worker), {})
+        if stage in by_stage:
+            return by_stage[stage]
+        others = (x[stage] for (history, _), x in self._held.items() if history == lineage and stage in x)
+        found = next(others, None) if self.walkers is Walkers.ONE else None
+        if found is None:
+            raise Violated(f"{worker} gives {stage} after {lineage}, and has never had it")
+        return found
+
+    # --- checkpoints ---
+
+    def write(self, file: str, stage: StageSpec, walker: Walker) -> None:
+        """A file of a checkpoint."""
+        self._disk[file] = stage, walker.copy()
+
+    def read(self, files: Iterable[str], stage: StageSpec) -> Walker:
+        """A stage from the files that hold its parameters."""
+        found = [self._disk[file] for file in files]
+        for held, walker in found:
+            if held == stage:
+                return walker
+        raise Violated(f"{stage} is cut otherwise in the checkpoint")
+
+    # --- what must be kept ---
+
+    def offered(self, key: _Key, lineage: str, offer: Offer) -> None:
+        """A member has the result of an exchange; once all have, nothing may have been lost in it."""
+        offers = self._offers.setdefault((key, lineage), {})
+        offers[offer.talk.me] = offer
+        if len(offers) == offer.talk.num_members:
+            what = lost(self.rule, [offers[i] for i in sorted(offers)])
+            self.num_checked += 1
+            if what:
+                raise Violated(f"{key}: {what}")
+
+
+class AggregatingExecutor(NumericExecutor):
+    """Computes gradients as the numeric model does, and lets the job's rule do all else."""
+
+    _model: AggregatingModel
+
+    def __init__(self, model: AggregatingModel, worker: WorkerId, flops_per_s: float) -> None:
+        super().__init__(model, worker, flops_per_s)
+        self._rule = model.rule
+        self._walkers: dict[StageIndex, Walker] = {}
+        self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
+        self._files: dict[StageIndex, tuple[str, ...]] = {}
+        self._tensors: dict[ShardTensor, Tensors] = {}
+        self._exchanges: Exchanges[_Key] = Exchanges()
+        self._dues: dict[_Key, int] = {}
+        self._offers: dict[_Key, Offer] = {}
+        self._num_ways = 1
+
+    # --- what is held ---
+
+    def reads(self, stage: StageIndex, files: tuple[str, ...]) -> None:
+        """The next build has a stage from these files."""
+        self._files[stage] = files
+
+    def writes(self, stage: StageIndex, file: str) -> None:
+        """A stage is being saved."""
+        chunk = self.held(stage)
+        self._model.write(file, chunk.stage, self._model.held(chunk.lineage, self.worker, chunk.stage))
+
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
+        stage = chunk.stage
+        self._drop_step()
+        self._num_ways = max(1, assign.num_evaluation_paths)
+        members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
+        before = self._groups_of.get(stage, ())
+        walker = self._begun(chunk, lineage, len(before), len(members))
+        me = ChunkRef(stage=stage.index, worker=self.worker)
+        if chunk.source.kind is SourceKind.KEEP and before not in ((), members):
+            self._rule.on_membership(walker, before=len(before), after=len(members), me=before.index(me))
+        self._groups_of[stage] = members
+        self._walkers[stage.index] = walker
+        self._model.hold(lineage, self.worker, stage, walker)
+        return _states(walker)
+
+    def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> Walker:
+        """The walker's part that a chunk begins with; never another's own memory."""
+        stage, source, model = chunk.stage, chunk.source, self._model
+        if lineage == INITIAL:
+            return model.fresh(stage)
+        match source.kind:
+            case SourceKind.KEEP:
+                return model.held(lineage, self.worker, stage).copy()
+            case SourceKind.CHECKPOINT:
+                saved = model.read(self._files[stage.index], stage)
+                return newcomer(self._rule, saved, before=before, after=after, only_saved=True)
+            case _:
+                return newcomer(
+                    self._rule, model.held(lineage, source.peer, stage), before=before, after=after
+                )
+
+    def _reached(self, stage: StageIndex, lineage: str) -> None:
+        self._drop_step()
+        self._model.hold(lineage, self.worker, self.chunks[stage].stage, self._walkers[stage])
+
+    def _drop_step(self) -> None:
+        self._tensors.clear()
+        self._exchanges.clear()
+        self._dues.clear()
+        self._offers.clear()
+
+    # --- tensors ---
+
+    def receive(self, envelope: Envelope, payload: Payload) -> None:
+        """File a peer's tensors."""
+        if isinstance(payload, TensorPayload):
+            assert isinstance(envelope.header, ShardTensor)
+            self._tensors[envelope.header] = dict(payload.tensors)  # type: ignore[arg-type]
+        super().receive(envelope, payload)
+
+    def payload(self, envelope: Envelope) -> Payload | None:
+        """A shard of an exchange is what the rule made it."""
+        header = envelope.header
+        if not isinstance(header, ShardTensor) or header not in self._tensors:
+            return super().payload(envelope)
+        tensors = self._tensors[header]
+        return TensorPayload(num_bytes_of(tensors), self._shards[header], np.zeros(0), tensors)
+
+    # --- exchanges ---
+
+    def _pack_values(self, op: PackOp) -> None:
+        if op.exchange is None:
+            super()._pack_values(op)
+            return
+        (stage,) = op.stages
+        sent = self._sent((op.group.group, op.attempt), op.step, op.group, op.exchange, stage)
+        for _, tensor in op.parcels:
+            self._tensors[tensor] = sent[tensor.shard]
+
+    def _sent(
+        self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
+    ) -> dict[int, Tensors]:
+        dues = self._rule.plan(step)
+        index = next(
+            i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
+        )
+        me = next(i for i, member in enumerate(group.members) if member.worker == self.worker)
+        talk = Talk(
+            due=dues[index],
+            num_members=len(group.members),
+            me=me,
+            num_shards=group.num_shards,
+            weights=_weights(group),
+            leader=group.pattern.leader if isinstance(group.pattern, Broadcast) else None,
+        )
+        terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
+        self._dues[key] = index
+        walker, grads = self._walkers[stage], tensors_of(self._sums[stage])
+        sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk)
+        self._offers[key] = Offer(
+            before=walker, after=self._exchanges.walker(key), grads=grads, terms=terms, talk=talk
+        )
+        return sent
+
+    def _sum_values(self, op: SumOp) -> None:
+        if op.exchange is None:
+            super()._sum_values(op)
+            return
+        key, parts = (op.group.group, op.attempt), [self._tensors.pop(part) for part in op.parts]
+        self._tensors[op.total] = self._exchanges.combine(key, self._rule, op.shard, parts)
+
+    def _join_values(self, op: JoinOp) -> Joined:
+        if op.exchange is None:
+            return super()._join_values(op)
+        key, stage = (op.group.group, op.attempt), op.group.members[0].stage
+        results = {tensor.shard: self._tensors[tensor] for tensor in op.results}
+        if key not in self._exchanges:
+            sent = self._sent(key, op.step, op.group, op.exchange, stage)
+            results = {
+                shard: self._exchanges.combine(key, self._rule, shard, [sent[shard]])
+                for shard in sorted(sent)
+            }
+        flat = self._exchanges.join(key, self._rule, results)
+        common = replicated(self._rule, self._walkers[stage], is_one=self._model.walkers is Walkers.ONE)
+        vote = measured(flat, [tensor for _, tensor in common])
+        self._model.offered(key, self.chunks[stage].lineage, self._offers[key].joined(flat))
+        return Joined(
+            group=op.group.group,
+            digest=vote.digest,
+            squared_norm=vote.squared_norm,
+            is_finite=vote.is_finite,
+        )
+
+    def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
+        if record.decision is Decision.APPLY:
+            self._walkers[stage] = self._after(stage, record)
+        return _states(self._walkers[stage])
+
+    def _after(self, stage: StageIndex, record: StepRecord) -> Walker:
+        """The chunk's walker after a step: by its exchanges, or a local step."""
+        keys = [
+            (x.group, x.attempt)
+            for x in record.results
+            if exchanged_stage(x.group) == stage and (x.group, x.attempt) in self._dues
+        ]
+        if keys:
+            keys.sort(key=lambda key: self._dues[key])
+            terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
+            return self._exchanges.finish(keys, self._rule, terms)
+        alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
+        results = {x.group: x for x in record.results}
+        result = results.get(alone) or results[GroupId(f"s{stage}")]
+        walker = self._walkers[stage].copy()
+        if result.weight:
+            names = self._names(result.group, stage)
+            values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
+            grads = tensors_of(dict(zip(names, values, strict=True)))
+            terms = Terms(
+                step=record.step,
+                learning_rate=record.learning_rate,
+                gradient_scale=result.weight * record.clip,
+            )
+            self._rule.local_step(walker, grads, terms, talks=False)
+        return walker
+
+
+def _shape(walker: Walker) -> tuple[int, ...]:
+    return tuple(next(iter(walker.params.values())).shape)
+
+
+def _states(walker: Walker) -> dict[str, State]:
+    """Parameters as the numeric model takes them; the optimizer's state is the walker's business."""
+    nothing = np.zeros(0)
+    return {name: State(theta, nothing, nothing) for name, theta in arrays_of(walker.params).items()}
+
+
+def _weights(group: Group) -> tuple[tuple[tuple[int, float], ...], ...]:
+    if isinstance(group.pattern, Broadcast):
+        return (((group.pattern.leader, 1.0),),) * group.num_shards
+    return tuple(row.pairs for row in group.weights)
