@@ -181,6 +181,7 @@ class OneBit(ABC):
 
     @torch.no_grad()
     def apply(self, walker: Walker, talk: Talk, joined: Tensor, terms: Terms) -> None:
+        self._freeze_once(walker)  # who follows without a share in the exchange has made no local step
         scale = walker.state[MOMENTUM_SCALE]
         momenta = {
             name: momentum * (1.0 / scale[name].item())

@@ -161,7 +161,7 @@ def test_what_members_give_comes_out_or_is_kept_as_error(
             (w * flatten(walker.state[ERROR]) for w, walker in zip(weights, walkers, strict=True)),
             start=torch.zeros(101, dtype=torch.float64),
         )
-        layout = rule._layout(walkers[0], talks[0])
+        layout = rule.layout(walkers[0], talks[0])
         for shard in range(num_shards):
             error = walkers[shard % num_members].state[SHARD_ERROR][layout.key(shard)]
             ranges = layout.ranges(shard)
@@ -292,11 +292,32 @@ def test_members_stay_equal_when_some_leave_or_join(make: Make, before: int, aft
         assert all_equal(rule, members)
 
 
+def test_who_only_follows_stays_equal(make: Make) -> None:
+    rule = make()
+    walkers = new_walkers(rule, 2)
+    follower = walkers[0].copy()
+    for step in range(9):
+        grads = [make_grads(w.params, step=step, member=member) for member, w in enumerate(walkers)]
+        due = rule.plan(step)
+        talks = talks_by_shard(due[0], num_members=2, num_shards=2) if due else []
+        for walker, grad in zip([*walkers, follower], [*grads, grads[0]], strict=True):
+            if not due:
+                rule.local_step(walker, mean_of(grads), terms_of(step), talks=False)
+            elif walker is not follower:
+                rule.local_step(walker, grad, terms_of(step), talks=True)
+        if due:
+            sent = [rule.contribution(walker, talk) for walker, talk in zip(walkers, talks, strict=True)]
+            results = {s: rule.combine(walkers[s], talks[s], s, [part[s] for part in sent]) for s in range(2)}
+            for walker, talk in zip([*walkers, follower], [*talks, talks[0]], strict=True):
+                rule.apply(walker, talk, rule.join(walker, talk, results), terms_of(step))
+        assert all_equal(rule, [*walkers, follower])
+
+
 def test_a_shards_error_outlives_a_step_and_not_another_way_of_cutting(make: Make) -> None:
     rule = make()
     (walker,) = advance(rule, new_walkers(rule, 1), range(7), num_shards=2)
     assert set(walker.state[SHARD_ERROR]) == {"0of2x101", "1of2x101"}
-    grown = rule._layout(walker, talks_by_shard(Due(round=0), num_members=1, num_shards=3)[0])
+    grown = rule.layout(walker, talks_by_shard(Due(round=0), num_members=1, num_shards=3)[0])
     assert not {grown.key(shard) for shard in range(3)} & set(walker.state[SHARD_ERROR])
 
 
