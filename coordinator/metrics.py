@@ -7,7 +7,6 @@ Rules of this file
 - Setting happens on the event loop, reading on the threads of scrapes; what they share is replaced whole.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,21 @@ from prometheus_client.registry import Collector
 
 import skein
 from coordinator.journal import Fold, job_of
+from coordinator.statistics import (
+    LINK,
+    MAX_LABELS,
+    RE_EXPORTED,
+    SHARDS,
+    Kind,
+    ReExport,
+    bounded,
+    counts_by_name,
+)
 from coordinator.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.incident import num_replayed
-from skein.protocol.messages import Count, Decision
+from skein.protocol.messages import Decision
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
@@ -50,38 +59,17 @@ MAX_JOBS = 32
 """Older jobs' series end."""
 MAX_WORKERS = 256
 """Statistics of workers beyond so many, by id, are not re-exported."""
-MAX_LABELS = 64
-"""Labels of one statistic of one worker; the rest is summed under "other"."""
 STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 600.0)
 INCIDENT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _APPEND_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _ReExport:
-    """A statistic of workers: its name here, its kind, and what its label says ("" for none)."""
-
-    name: str
-    kind: type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]
-    label: str
-    about: str
-
-
-_RE_EXPORTED = (
-    _ReExport("skein_worker_op_seconds", SummaryMetricFamily, "kind", "Time that ops took"),
-    _ReExport("skein_worker_op_failures", CounterMetricFamily, "kind", "Ops that failed"),
-    _ReExport("skein_worker_step_seconds", SummaryMetricFamily, "", "From one update to the next"),
-    _ReExport("skein_worker_bubble_ratio", GaugeMetricFamily, "", "Share of the last step without an op"),
-    _ReExport("skein_worker_in_flight_microbatches", GaugeMetricFamily, "", "Microbatches that hold a slot"),
-    _ReExport("skein_worker_queued_ops", GaugeMetricFamily, "kind", "Ops that could run"),
-    _ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "", "Tensors that are filed"),
-    _ReExport("skein_worker_refusals", CounterMetricFamily, "reason", "Tensors that were refused"),
-    _ReExport("skein_worker_rpc_errors", CounterMetricFamily, "reason", "Calls that failed"),
-    _ReExport("skein_worker_checkpoint_seconds", SummaryMetricFamily, "", "Time that writing a stage took"),
-    _ReExport("skein_worker_checkpoint_bytes", CounterMetricFamily, "", "Checkpoint bytes written"),
-)
-_LINK = _ReExport("skein_worker_sent_bytes", CounterMetricFamily, "peer", "Tensor bytes by directed link")
+_FAMILIES: Mapping[Kind, type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
+    Kind.SUMMARY: SummaryMetricFamily,
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+}
 
 
 class _Statistics(Collector):
@@ -92,58 +80,46 @@ class _Statistics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counts_by_worker = self.counts_by_worker
-        for export in _RE_EXPORTED:
+        for export in RE_EXPORTED:
             labels = ["worker", export.label] if export.label else ["worker"]
-            metric = export.kind(export.name, f"{export.about}, by worker", labels=labels)
+            metric = _FAMILIES[export.kind](
+                export.shown or export.name, f"{export.about}, by worker", labels=labels
+            )
             for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
                 _add(metric, export, worker, counts_by_worker[worker])
             yield metric
-        links = CounterMetricFamily("skein_link_bytes", _LINK.about, labels=["src", "dst"])
+        links = CounterMetricFamily("skein_link_bytes", LINK.about, labels=["src", "dst"])
         for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for peer, value in _bounded(counts_by_worker[worker].get(f"{_LINK.name}_total", {})).items():
+            for peer, value in bounded(counts_by_worker[worker].get(f"{LINK.name}_total", {})).items():
                 links.add_metric([worker, peer], value)
         yield links
+        shards = CounterMetricFamily("skein_aggregation_bytes", SHARDS.about, labels=["rule", "src", "dst"])
+        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
+            for label, value in bounded(counts_by_worker[worker].get(f"{SHARDS.name}_total", {})).items():
+                rule, _, peer = label.partition("/")
+                shards.add_metric([rule, worker, peer or "other"], value)
+        yield shards
 
 
 def _add(
-    metric: Metric, export: _ReExport, worker: WorkerId, counts: Mapping[str, Mapping[str, float]]
+    metric: Metric, export: ReExport, worker: WorkerId, counts: Mapping[str, Mapping[str, float]]
 ) -> None:
     match metric:
         case SummaryMetricFamily():
-            sums = _bounded(counts.get(f"{export.name}_sum", {}))
-            numbers = _bounded(counts.get(f"{export.name}_count", {}))
+            sums = bounded(counts.get(f"{export.name}_sum", {}))
+            numbers = bounded(counts.get(f"{export.name}_count", {}))
             for label in sums.keys() & numbers.keys():
                 metric.add_metric(_labels(export, worker, label), int(numbers[label]), sums[label])
         case CounterMetricFamily():
-            for label, value in _bounded(counts.get(f"{export.name}_total", {})).items():
+            for label, value in bounded(counts.get(f"{export.name}_total", {})).items():
                 metric.add_metric(_labels(export, worker, label), value)
         case GaugeMetricFamily():
-            for label, value in _bounded(counts.get(export.name, {})).items():
+            for label, value in bounded(counts.get(export.name, {})).items():
                 metric.add_metric(_labels(export, worker, label), value)
 
 
-def _labels(export: _ReExport, worker: WorkerId, label: str) -> list[str]:
+def _labels(export: ReExport, worker: WorkerId, label: str) -> list[str]:
     return [worker, label] if export.label else [worker]
-
-
-def _bounded(values: Mapping[str, float]) -> dict[str, float]:
-    kept = sorted(values)[:MAX_LABELS]
-    bounded = {label: values[label] for label in kept}
-    if len(values) > len(kept):
-        bounded["other"] = math.fsum(values[label] for label in values.keys() - bounded.keys())
-    return bounded
-
-
-def _by_name(counts: Iterable[Count]) -> Mapping[str, Mapping[str, float]]:
-    """Finite values of known statistics."""
-    names = {
-        f"{export.name}{end}" for export in (*_RE_EXPORTED, _LINK) for end in ("", "_sum", "_count", "_total")
-    }
-    found: dict[str, dict[str, float]] = {}
-    for count in counts:
-        if count.name in names and math.isfinite(count.value):
-            found.setdefault(count.name, {})[count.label[:64]] = count.value
-    return found
 
 
 @dataclass(slots=True)
@@ -314,7 +290,7 @@ class Metrics:
     def heard(self, worker: WorkerId, report: Report) -> None:
         """A worker reported."""
         if isinstance(report, Beat) and report.statistics:
-            self._counts[worker] = _by_name(report.statistics)
+            self._counts[worker] = counts_by_name(report.statistics)
 
     def led(self) -> None:
         """This coordinator leads from now on."""

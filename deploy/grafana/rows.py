@@ -262,6 +262,69 @@ _WIRE = Row(
     ),
 )
 
+_AGGREGATION = Row(
+    title="Aggregation",
+    columns=2,
+    panels=(
+        Panel(
+            title="Aggregation bytes per second, by rule",
+            about="Gradients, parameters and changes that workers send each other, as they travel.",
+            queries=(_query(_rate("skein_aggregation_bytes_total", "rule"), "{{rule}}"),),
+            unit=units.BytesPerSecondIEC,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Aggregation bytes per second, by link",
+            about="The same, from worker to worker.",
+            queries=(_query(_rate("skein_aggregation_bytes_total", "src, dst"), "{{src}} → {{dst}}"),),
+            unit=units.BytesPerSecondIEC,
+        ),
+        Panel(
+            title="Aggregation bytes per step",
+            about="Of all workers together, over all jobs: what the rule is chosen for.",
+            queries=(
+                _query(
+                    "sum(rate(skein_aggregation_bytes_total[$__rate_interval]))"
+                    " / sum(rate(skein_committed_steps_total[$__rate_interval]))"
+                ),
+            ),
+            unit=units.BytesIEC,
+        ),
+        Panel(
+            title="Compression",
+            about="How many times fewer bytes the newest exchange took than in float32.",
+            queries=(_query("skein_compression_ratio", "{{worker}}"),),
+        ),
+        Panel(
+            title="Consensus distance",
+            about="How far walkers are from the mean of those they heard, by stage: it should level off, not grow.",
+            queries=(
+                _query("max by (stage) (skein_consensus_distance)", "stage {{stage}} farthest"),
+                _query("avg by (stage) (skein_consensus_distance)", "stage {{stage}} mean"),
+            ),
+        ),
+        Panel(
+            title="Error feedback",
+            about="Norm of what was rounded away and is still to be sent, by stage: it should level off, not grow.",
+            queries=(_query("max by (stage) (skein_error_feedback_norm)", "stage {{stage}}"),),
+        ),
+        Panel(
+            title="Probe scores",
+            about="Loss of each walker on the probe batch, per token; the least leads.",
+            queries=(_query("max by (walker) (skein_probe_score_nats)", "walker {{walker}}"),),
+        ),
+        Panel(
+            title="Leader changes",
+            about="How often a worker's leader became another, over an hour.",
+            queries=(
+                _query(
+                    "max by (worker) (increase(skein_leader_changes_total[1h])) or vector(0)", "{{worker}}"
+                ),
+            ),
+        ),
+    ),
+)
+
 _RECOVERY = Row(
     title="Checkpoints and recovery",
     columns=2,
@@ -398,5 +461,5 @@ _COORDINATOR = Row(
     ),
 )
 
-ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _INCIDENTS, _RECOVERY, _COORDINATOR)
+ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _AGGREGATION, _INCIDENTS, _RECOVERY, _COORDINATOR)
 PLAN_CHANGES = "changes(skein_generation_number[$__rate_interval]) > 0"

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.exposition import Exposition, targets
-from coordinator.metrics import MAX_JOBS, MAX_LABELS, MAX_WORKERS, Metrics
+from coordinator.metrics import MAX_JOBS, MAX_WORKERS, Metrics
+from coordinator.statistics import MAX_LABELS
 from coordinator.status import Roster
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator import Coordinator
@@ -181,6 +182,48 @@ def test_statistics_of_workers_are_re_exported_under_their_names() -> None:
     assert found["skein_worker_in_flight_microbatches", ("w1",)] == 2
     assert found["skein_worker_rpc_errors_total", ("w1", "probe")] == 1
     assert found["skein_link_bytes_total", ("w1", "w2")] == 1e6
+
+
+def test_what_workers_tell_of_aggregation_has_names_of_its_own() -> None:
+    metrics = Metrics()
+    long = "w" * 64
+    beat(
+        metrics,
+        "w1",
+        [
+            Count(name="skein_worker_aggregation_bytes_total", label="lsgd/w2", value=5e6),
+            Count(name="skein_worker_aggregation_bytes_total", label=f"one_bit_adam/{long}", value=7e6),
+            Count(name="skein_worker_consensus_distance", label="0", value=0.25),
+            Count(name="skein_worker_error_feedback_norm", label="0", value=1.5),
+            Count(name="skein_worker_probe_score_nats", label="3", value=2.0),
+            Count(name="skein_worker_compression_ratio", label="", value=31.9),
+            Count(name="skein_worker_leader_changes_total", label="", value=4),
+        ],
+    )
+    sampled(metrics, with_workers("w1"))
+    found = samples(metrics)
+    # Labels by name backwards: src, rule, dst.
+    assert found["skein_aggregation_bytes_total", ("w1", "lsgd", "w2")] == 5e6
+    assert found["skein_aggregation_bytes_total", ("w1", "one_bit_adam", long)] == 7e6
+    assert found["skein_consensus_distance", ("w1", "0")] == 0.25
+    assert found["skein_error_feedback_norm", ("w1", "0")] == 1.5
+    assert found["skein_probe_score_nats", ("w1", "3")] == 2.0
+    assert found["skein_compression_ratio", ("w1",)] == 31.9
+    assert found["skein_leader_changes_total", ("w1",)] == 4
+    assert not any(name.startswith("skein_worker_") for name, labels in found if "w1" in labels)
+
+
+def test_rules_and_peers_beyond_the_bound_are_summed() -> None:
+    metrics = Metrics()
+    counts = [
+        Count(name="skein_worker_aggregation_bytes_total", label=f"lsgd/p{n:04d}", value=1)
+        for n in range(MAX_LABELS + 9)
+    ]
+    beat(metrics, "w1", counts)
+    sampled(metrics, with_workers("w1"))
+    found = {key: x for (name, key), x in samples(metrics).items() if name == "skein_aggregation_bytes_total"}
+    assert found["w1", "other", "other"] == 9
+    assert sum(found.values()) == MAX_LABELS + 9
 
 
 def test_what_a_worker_makes_up_is_not_re_exported() -> None:

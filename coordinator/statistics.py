@@ -1,0 +1,121 @@
+"""Statistics that workers report with their beats: which are re-exported, under which names, and how many.
+
+Rules of this file
+- What is not in the table is dropped: a worker makes no series by inventing names.
+- Labels of one statistic are bounded; the rest is summed under "other", and none of their values is lost.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skein.protocol.messages import Count
+
+MAX_LABELS = 64
+"""Labels of one statistic of one worker; the rest is summed under "other"."""
+_MAX_LABEL_CHARACTERS = 96
+"""A worker's name has 64 at most, and a rule's goes before it."""
+
+
+class Kind(StrEnum):
+    """What a statistic is to Prometheus."""
+
+    SUMMARY = "summary"
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class ReExport:
+    """A statistic of workers: its name there, its kind, what its label says ("" for none).
+
+    `shown` is its name here, where that is another.
+    """
+
+    name: str
+    kind: Kind
+    label: str
+    about: str
+    shown: str = ""
+
+
+RE_EXPORTED = (
+    ReExport("skein_worker_op_seconds", Kind.SUMMARY, "kind", "Time that ops took"),
+    ReExport("skein_worker_op_failures", Kind.COUNTER, "kind", "Ops that failed"),
+    ReExport("skein_worker_step_seconds", Kind.SUMMARY, "", "From one update to the next"),
+    ReExport("skein_worker_bubble_ratio", Kind.GAUGE, "", "Share of the last step without an op"),
+    ReExport("skein_worker_in_flight_microbatches", Kind.GAUGE, "", "Microbatches that hold a slot"),
+    ReExport("skein_worker_queued_ops", Kind.GAUGE, "kind", "Ops that could run"),
+    ReExport("skein_worker_payload_bytes", Kind.GAUGE, "", "Tensors that are filed"),
+    ReExport("skein_worker_refusals", Kind.COUNTER, "reason", "Tensors that were refused"),
+    ReExport("skein_worker_rpc_errors", Kind.COUNTER, "reason", "Calls that failed"),
+    ReExport("skein_worker_checkpoint_seconds", Kind.SUMMARY, "", "Time that writing a stage took"),
+    ReExport("skein_worker_checkpoint_bytes", Kind.COUNTER, "", "Checkpoint bytes written"),
+    ReExport(
+        "skein_worker_consensus_distance",
+        Kind.GAUGE,
+        "stage",
+        "Norm of the difference from the mean of all that were heard",
+        "skein_consensus_distance",
+    ),
+    ReExport(
+        "skein_worker_error_feedback_norm",
+        Kind.GAUGE,
+        "stage",
+        "Norm of what was rounded away and is still to be sent",
+        "skein_error_feedback_norm",
+    ),
+    ReExport(
+        "skein_worker_probe_score_nats",
+        Kind.GAUGE,
+        "walker",
+        "Loss on the probe batch, per token",
+        "skein_probe_score_nats",
+    ),
+    ReExport(
+        "skein_worker_compression_ratio",
+        Kind.GAUGE,
+        "",
+        "Bytes of the newest exchange in float32, by those that it took",
+        "skein_compression_ratio",
+    ),
+    ReExport(
+        "skein_worker_leader_changes",
+        Kind.COUNTER,
+        "",
+        "How often other walkers began to lead",
+        "skein_leader_changes",
+    ),
+)
+"""Those whose label stays as it is; two have labels that are told otherwise."""
+LINK = ReExport("skein_worker_sent_bytes", Kind.COUNTER, "peer", "Tensor bytes by directed link")
+SHARDS = ReExport(
+    "skein_worker_aggregation_bytes",
+    Kind.COUNTER,
+    "rule/peer",
+    "Of those the bytes of aggregation, by rule",
+)
+
+
+def bounded(values: Mapping[str, float]) -> dict[str, float]:
+    """Values of the first labels under them, those of the rest together."""
+    kept = sorted(values)[:MAX_LABELS]
+    found = {label: values[label] for label in kept}
+    if len(values) > len(kept):
+        found["other"] = math.fsum(values[label] for label in values.keys() - found.keys())
+    return found
+
+
+def counts_by_name(counts: Iterable[Count]) -> Mapping[str, Mapping[str, float]]:
+    """Finite values of known statistics."""
+    names = {
+        f"{export.name}{end}"
+        for export in (*RE_EXPORTED, LINK, SHARDS)
+        for end in ("", "_sum", "_count", "_total")
+    }
+    found: dict[str, dict[str, float]] = {}
+    for count in counts:
+        if count.name in names and math.isfinite(count.value):
+            found.setdefault(count.name, {})[count.label[:_MAX_LABEL_CHARACTERS]] = count.value
+    return found
