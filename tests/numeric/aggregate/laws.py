@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from skein.config.aggregation import (
+    AllReduce,
     CentredClip,
     DiLoCo,
     Due,
+    Gossip,
     Krum,
     Lsgd,
     NormClip,
@@ -23,12 +25,18 @@ from skein.config.aggregation import (
     TrimmedMean,
     Walkers,
 )
+from skein.config.aggregation import OneBitAdam as OneBitAdamSpec
+from skein.config.aggregation import OneBitLamb as OneBitLambSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.exchange import owner_of, talks_by_row, talks_by_shard
+from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
+from skein.numeric.aggregate.one_bit_adam import OneBitAdam
+from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Rule, Talk
-from skein.numeric.gradients import flatten, squared_norm
+from skein.numeric.gradients import digest, flatten, squared_norm
 from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import StateClass, Tensors, Walker
@@ -44,7 +52,8 @@ class Row:
     """A rule under test.
 
     `num_steps` have several exchanges of every kind in them. `inner`: the optimizer that a member alone, or between two
-    exchanges, steps exactly like; None where the rule has a step of its own.
+    exchanges, steps exactly like; None where the rule has a step of its own. Without `has_exchanges` gradients are
+    reduced, and there is nothing more to say.
     """
 
     name: str
@@ -54,6 +63,7 @@ class Row:
     num_steps: int = 12
     inner: Optimizer | None = None
     fewest: int = 1
+    has_exchanges: bool = True
 
 
 _problem = cache(problem)
@@ -62,13 +72,14 @@ Shards = dict[int, Tensors]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What one exchange has sent and come to, and copies of both as they were made."""
+    """What one exchange has sent and come to, copies of both as they were made, and digests of what members joined."""
 
     talks: tuple[Talk, ...]
     sent: tuple[Shards, ...]
     results: Shards
     as_sent: tuple[Shards, ...]
     as_made: Shards
+    joined: list[str] = field(default_factory=list)
 
     def heard(self, talk: Talk) -> Shards:
         """The results that a member gets."""
@@ -94,11 +105,11 @@ class Flock:
             self.step += 1
         return found
 
-    def attempt(self) -> tuple[list[Walker], list[Exchanged]]:
+    def attempt(self, all_grads: Sequence[Tensors] = ()) -> tuple[list[Walker], list[Exchanged]]:
         """The members after the next step, and its exchanges; the flock's own stay as they are."""
         rule, terms = self.row.rule, terms_at(self.step)
         after, dues = [walker.copy() for walker in self.members], rule.plan(self.step)
-        for walker, grads in zip(after, self.grads(talks=bool(dues)), strict=True):
+        for walker, grads in zip(after, all_grads or self.grads(), strict=True):
             rule.local_step(walker, grads, terms, talks=any(due.overlap_steps == 0 for due in dues))
         found = []
         for due in dues:
@@ -109,17 +120,18 @@ class Flock:
         for _, places, exchanged in (x for x in self.in_flight if x[0] == self.step):
             for place, talk in zip(places, exchanged.talks, strict=True):
                 joined = rule.join(after[place], talk, exchanged.heard(talk))
+                exchanged.joined.append(digest(joined))
                 rule.apply(after[place], talk, joined, terms)
         self.in_flight = [x for x in self.in_flight if x[0] > self.step]
         return after, found
 
-    def grads(self, *, talks: bool) -> list[Tensors]:
+    def grads(self) -> list[Tensors]:
         """Each member's own; where one walker has no exchange to come, their sum, as after a reduction."""
         own = [
             _problem(seed).grads(walker.params)
             for seed, walker in zip(self.problems, self.members, strict=True)
         ]
-        if talks or self.row.walkers is Walkers.MANY:
+        if self.row.rule.plan(self.step) or self.row.walkers is Walkers.MANY:
             return own
         total = {name: torch.stack([grads[name] for grads in own]).sum(dim=0) for name in own[0]}
         return [total] * len(own)
@@ -241,6 +253,7 @@ def same_walkers(left: Sequence[Walker], right: Sequence[Walker]) -> bool:
 
 # --- the table ---
 
+PLAIN_SGD = SgdSpec(name="sgd", momentum=0.0)
 SGD = SgdSpec(name="sgd", momentum=0.9, weight_decay=0.01)
 ADAMW = AdamWSpec()
 LAMB = LambSpec(name="lamb")
@@ -275,7 +288,51 @@ def lsgd(name: str, optimizer: OptimizerSpec, *, groups: str) -> Row:
     )
 
 
+def gossip(name: str, optimizer: OptimizerSpec, **settings: str | int) -> Row:
+    spec = Gossip.model_validate({"rule": "gossip", **settings})
+    rule = GossipRule(spec=spec, optimizer=optimizer)
+    return Row(name=f"gossip {name}", rule=rule, walkers=Walkers.MANY, talking="row")
+
+
+def all_reduce(name: str, robust: RobustSpec | None = None, *, fewest: int = 1, wire: str = "fp32") -> Row:
+    spec = AllReduce.model_validate({"rule": "all_reduce", "wire": wire})
+    if robust is not None:
+        spec = spec.model_copy(update={"robust": robust})
+    inner = optimizer_of(ADAMW)
+    return Row(
+        name=f"all-reduce {name}",
+        rule=AllReduceRule(spec=spec, optimizer=inner),
+        walkers=Walkers.ONE,
+        talking="whole" if isinstance(robust, Krum | CentredClip) else "shards",
+        inner=inner,
+        fewest=fewest,
+        has_exchanges=bool(spec.due(0)),
+    )
+
+
 ROWS = (
+    all_reduce("fp32"),
+    all_reduce("bf16", wire="bf16"),
+    all_reduce("int8", wire="int8"),
+    all_reduce("clipped", NormClip(kind="median_norm_clip")),
+    all_reduce("krum", Krum(kind="krum", bad=1), fewest=5),
+    Row(
+        name="one-bit adam",
+        rule=OneBitAdam(spec=OneBitAdamSpec(rule="one_bit_adam", warmup_steps=4), optimizer=ADAMW),
+        walkers=Walkers.ONE,
+    ),
+    Row(
+        name="one-bit lamb",
+        rule=OneBitLamb(spec=OneBitLambSpec(rule="one_bit_lamb", warmup_steps=4), optimizer=LAMB),
+        walkers=Walkers.ONE,
+    ),
+    gossip("decentlam", SGD),
+    gossip("dsgd", PLAIN_SGD, method="dsgd"),
+    gossip("dmsgd", SGD, method="dmsgd"),
+    gossip("da_dmsgd", SGD, method="da_dmsgd"),
+    gossip("qg_dmsgd every other step", SGD, method="qg_dmsgd", every_steps=2),
+    gossip("decentlam with adamw", ADAMW),
+    gossip("decentlam with lamb", LAMB),
     lsgd("in groups", SGD, groups="sites"),
     lsgd("of all", ADAMW, groups="all"),
     lsgd("with lamb", LAMB, groups="sites"),

@@ -5,11 +5,9 @@ import torch
 
 from skein.config.aggregation import Walkers
 from skein.numeric.aggregate.exchange import owner_of
-from skein.numeric.gradients import digest
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import StateClass, Tensors, Walker
 from tests.numeric.aggregate.laws import (
-    NUM_MEMBERS,
     ROWS,
     Flock,
     Row,
@@ -46,9 +44,13 @@ def row(request: pytest.FixtureRequest) -> Row:
 def test_an_attempt_changes_neither_members_nor_gradients(row: Row) -> None:
     some = flock(row)
     for _ in range(row.num_steps):
-        before = [walker.copy() for walker in some.members]
-        some.attempt()
+        before, grads = [walker.copy() for walker in some.members], some.grads()
+        given = [{name: x.clone() for name, x in own.items()} for own in grads]
+        in_flight = list(some.in_flight)
+        some.attempt(grads)
+        some.in_flight = in_flight
         assert same_walkers(some.members, before)
+        assert all(same_bits(own, then) for own, then in zip(grads, given, strict=True))
         some.run(1)
 
 
@@ -72,7 +74,7 @@ def test_equal_flocks_come_to_equal_bits(row: Row) -> None:
 def test_exchanges_happen_and_members_move(row: Row) -> None:
     some = flock(row)
     before = [walker.copy() for walker in some.members]
-    assert len(some.run(row.num_steps)) >= 3
+    assert (len(some.run(row.num_steps)) >= 3) == row.has_exchanges
     for walker, old in zip(some.members, before, strict=True):
         assert walker.num_updates == row.num_steps
         assert not any(torch.equal(walker.params[name], old.params[name]) for name in walker.params)
@@ -126,25 +128,18 @@ def test_every_part_that_a_weight_names_is_sent(row: Row) -> None:
             assert all(shard in exchanged.sent[member] for member, _ in talk.weights[shard])
 
 
-def test_all_hear_the_same_where_results_are_for_all(row: Row) -> None:
+def test_all_join_the_same_where_results_are_for_all(row: Row) -> None:
     some = flock(row)
     for exchanged in some.run(row.num_steps):
-        if exchanged.talks[0].is_by_row:
-            continue
-        walkers = [walker.copy() for walker in some.members[: len(exchanged.talks)]]
-        joined = [
-            row.rule.join(walker, talk, exchanged.heard(talk))
-            for walker, talk in zip(walkers, exchanged.talks, strict=True)
-        ]
-        assert len({digest(vector) for vector in joined}) == 1
+        distinct = set(exchanged.joined)
+        assert len(distinct) <= 1 or exchanged.talks[0].is_by_row
 
 
-@pytest.mark.parametrize("place", [0, 2, NUM_MEMBERS - 1])
-def test_when_a_member_leaves_the_others_go_on_as_equals(row: Row, place: int) -> None:
+def test_when_a_member_leaves_the_others_go_on_as_equals(row: Row) -> None:
     some = flock(row)
     some.run(row.num_steps)
     settle(some)
-    some.leave(place)
+    some.leave(0)
     for _ in range(row.num_steps):
         some.run(1)
         assert_replicas_agree(some)
@@ -190,19 +185,18 @@ def test_members_come_and_go_between_any_two_steps(row: Row) -> None:
 
 
 def test_what_is_saved_is_enough_to_go_on_identically(row: Row) -> None:
-    for num_steps in (row.num_steps // 2, row.num_steps):
-        some = flock(row)
-        some.run(num_steps)
-        settle(some)
-        resumed = some.resumed()
-        some.run(row.num_steps)
-        resumed.run(row.num_steps)
-        assert same_walkers(some.members, resumed.members)
+    some = flock(row)
+    some.run(row.num_steps // 2 + 1)
+    settle(some)
+    resumed = some.resumed()
+    some.run(row.num_steps)
+    resumed.run(row.num_steps)
+    assert same_walkers(some.members, resumed.members)
 
 
 def test_few_members_can_do_what_many_can(row: Row) -> None:
     some = flock(row, row.fewest)
-    assert some.run(row.num_steps)
+    assert bool(some.run(row.num_steps)) == row.has_exchanges
     assert_replicas_agree(some)
     assert_finite(some)
 
@@ -212,7 +206,7 @@ def test_a_step_without_an_exchange_is_the_inner_optimizers(row: Row) -> None:
         assert row.name.startswith(OWN_STEPS)
         return
     some, terms = flock(row), terms_at(0)
-    walker, grads = some.members[1].copy(), some.grads(talks=False)[1]
+    walker, grads = some.members[1].copy(), some.grads()[1]
     alone = Walker(params=walker.copy().params, state=row.inner.init(walker.params))
     row.rule.local_step(walker, grads, terms, talks=False)
     row.inner.update(
