@@ -1,12 +1,17 @@
 """What becomes a job: all that can be known to fail is refused before it is one."""
 
+from pathlib import Path
+
 import pytest
 
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.errors import UserError
+from skein.model.layers import tied_names
 from skein.plan.admission import check_admissible, settled
+from skein.plan.estimates import estimate_of_job
+from tests.contract.source import ROOT
 
 GOOD = """
 name: admitted
@@ -146,3 +151,21 @@ def test_periods_count_and_are_told() -> None:
     # DecentLaM's correction is applied again and again until the next exchange renews it.
     with pytest.raises(UserError, match=r"walkers every 8 steps has stability radius"):
         check_admissible(gossiping("aggregation.graph=ring", "aggregation.every_steps=8"))
+
+
+# --- examples ---
+
+EXAMPLES = sorted((ROOT / "deploy/config/examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_admitted(path: Path) -> None:
+    found = settled(parse_job(path.read_text(), origin=path.name))
+    check_admissible(found)
+    is_alone = found.parallel.replicas == 1 and not (found.parallel.stages > 1 and tied_names(found.model))
+    assert (estimate_of_job(found).step_bytes == 0) == is_alone
+
+
+def test_every_rule_has_an_example() -> None:
+    named = {parse_job(path.read_text(), origin=path.name).aggregation.rule for path in EXAMPLES}
+    assert named == {"all_reduce", "one_bit_adam", "one_bit_lamb", "lsgd", "gossip", "diloco"}
