@@ -6,16 +6,18 @@ time, so many children cost as much as a slow link. Members are places in the or
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
 
 from skein.topology.links import F64
 
 Tree = tuple[tuple[int, int], ...]
 """(member, parent) for everyone but the leader, sorted by member; parents send to their children in that order."""
+Arrival = tuple[float, float]
+"""Seconds at which the first piece is there, and the last."""
 
-_MOST_PIECES = 40_000
-"""Pieces that the search for a better tree may follow to a member: it takes less than a tenth of a second."""
+_MOST_VISITED = 8_000
+"""Members that the search for a better tree may visit: it takes some ten milliseconds."""
 _WORK = 0.01
 _GAIN = 1e-9
 """A change that saves a smaller share of the time is rounding."""
@@ -34,12 +36,19 @@ class BroadcastProblem:
     num_bytes: float
     num_pieces: int = 16
 
+    _latency_s: tuple[tuple[float, ...], ...] = field(init=False, repr=False)
+    _piece_s: tuple[tuple[float, ...], ...] = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         n = len(self.latency_s)
         if self.latency_s.shape != (n, n) or self.bytes_per_s.shape != (n, n):
             raise ValueError(f"square matrices are needed: {self.latency_s.shape}, {self.bytes_per_s.shape}")
         if not 0 <= self.leader < n or self.num_pieces < 1:
             raise ValueError(f"leader {self.leader} of {n} members, {self.num_pieces} pieces")
+        # Python's own numbers: the search looks at single ones, by the thousand.
+        piece_s = self.num_bytes / self.num_pieces / self.bytes_per_s
+        object.__setattr__(self, "_latency_s", tuple(map(tuple, self.latency_s.tolist())))
+        object.__setattr__(self, "_piece_s", tuple(map(tuple, piece_s.tolist())))
 
     @property
     def members(self) -> range:
@@ -54,14 +63,14 @@ class BroadcastProblem:
         found = self._arrivals_s(dict(tree))
         if len(found) != len(self.members):
             raise ValueError(f"the tree reaches {sorted(found)} of {len(self.members)} members")
-        return max(arrived_s[-1] for arrived_s in found.values())
+        return max(last_s for _, last_s in found.values())
 
-    def _arrivals_s(self, parent_by_member: Mapping[int, int]) -> dict[int, list[float]]:
-        """When each member that the leader reaches has each piece."""
+    def _arrivals_s(self, parent_by_member: Mapping[int, int]) -> dict[int, Arrival]:
+        """When each member that the leader reaches has its first piece and its last; between them they are even."""
         children = defaultdict(list)
         for member in sorted(parent_by_member):
             children[parent_by_member[member]].append(member)
-        found = {self.leader: [0.0] * self.num_pieces}
+        found: dict[int, Arrival] = {self.leader: (0.0, 0.0)}
         waiting = [self.leader]
         while waiting:
             sender = waiting.pop()
@@ -69,18 +78,17 @@ class BroadcastProblem:
             waiting += children[sender]
         return found
 
-    def _sent_s(self, sender: int, has_s: list[float], children: list[int]) -> dict[int, list[float]]:
-        """When each child has each piece: piece by piece, child by child, one at a time."""
-        latency_s, size = self.latency_s[sender].tolist(), self.num_bytes / self.num_pieces
-        takes_s = [size / rate for rate in self.bytes_per_s[sender, children].tolist()]
-        found: dict[int, list[float]] = {child: [] for child in children}
-        free_s = 0.0
-        for arrived_s in has_s:
-            free_s = max(free_s, arrived_s)
-            for child, piece_s in zip(children, takes_s, strict=True):
-                free_s += piece_s
-                found[child].append(free_s + latency_s[child])
-        return found
+    def _sent_s(self, sender: int, has_s: Arrival, children: list[int]) -> Iterator[tuple[int, Arrival]]:
+        """When each child has them: piece by piece, child by child, one at a time.
+
+        Pieces leave as they come, or as fast as the uplink serves all children, whichever is slower.
+        """
+        first_s, last_s = has_s
+        takes_s = [self._piece_s[sender][child] for child in children]
+        last_s = max(last_s, first_s + (self.num_pieces - 1) * sum(takes_s))
+        for child, after_s in zip(children, accumulate(takes_s), strict=True):
+            after_s += self._latency_s[sender][child]
+            yield child, (first_s + after_s, last_s + after_s)
 
     # --- trees ---
 
@@ -106,20 +114,17 @@ class BroadcastProblem:
             pairs = ((at, to) for at in sorted(has_s) for to in self.members if to not in has_s)
             end_s, at, to = min((self._end_s(at, to, has_s, busy_s), at, to) for at, to in pairs)
             found[to] = at
-            busy_s[at] += self.num_bytes / float(self.bytes_per_s[at, to])
+            busy_s[at] += self.num_pieces * self._piece_s[at][to]
             has_s[to], busy_s[to] = end_s, 0.0
         return tuple(sorted(found.items()))
 
     def _end_s(self, at: int, to: int, has_s: Mapping[int, float], busy_s: Mapping[int, float]) -> float:
         """About when `to` would have everything: the uplink's work, or a piece after its parent."""
-        takes_s = self.num_bytes / float(self.bytes_per_s[at, to])
-        return float(
-            self.latency_s[at, to]
-            + max(busy_s[at] + takes_s, has_s[at] + (busy_s[at] + takes_s) / self.num_pieces)
-        )
+        takes_s = busy_s[at] + self.num_pieces * self._piece_s[at][to]
+        return self._latency_s[at][to] + max(takes_s, has_s[at] + takes_s / self.num_pieces)
 
     def _link_s(self, at: int, to: int) -> float:
-        return float(self.latency_s[at, to] + self.num_bytes / self.bytes_per_s[at, to])
+        return self._latency_s[at][to] + self.num_pieces * self._piece_s[at][to]
 
     def tree(self) -> Tree:
         """The best tree found: that of star, chain and a grown one, with subtrees moved as long as that helps.
@@ -128,7 +133,7 @@ class BroadcastProblem:
         """
         plain = (self.star(), self.chain())
         best = min((*plain, self.grown()), key=self._cost_s)
-        num_left = _MOST_PIECES // (self.num_pieces * len(self.members))
+        num_left = _MOST_VISITED // len(self.members)
         while num_left > 0:
             better, num_tried = self._improved(best, num_left)
             if better is None:
@@ -163,12 +168,12 @@ class BroadcastProblem:
 
     def _cost_s(self, tree: Tree) -> float:
         """When the last member is done, and a little for what links have to carry: of trees as fast the cheapest."""
-        work_s = sum(self.num_bytes / float(self.bytes_per_s[parent, member]) for member, parent in tree)
+        work_s = self.num_pieces * sum(self._piece_s[parent][member] for member, parent in tree)
         return self.seconds(tree) + _WORK * work_s / len(self.members)
 
     def _last(self, tree: Tree) -> int:
         found = self._arrivals_s(dict(tree))
-        return min(found, key=lambda member: (-found[member][-1], member))
+        return min(found, key=lambda member: (-found[member][1], member))
 
     def _soonest(self, trees: Iterable[Tree]) -> Tree:
         return min(trees, key=self.seconds)

@@ -60,6 +60,42 @@ def test_a_slow_child_holds_up_the_ones_served_after_it() -> None:
     assert star.seconds(star.star()) == pytest.approx(2 * (4 + 1))
 
 
+def piece_by_piece(found: BroadcastProblem, tree: tuple[tuple[int, int], ...]) -> float:
+    """When the last member has the last piece, each piece followed on its way."""
+    size = found.num_bytes / found.num_pieces
+    has_s = {found.leader: [0.0] * found.num_pieces}
+    while len(has_s) <= len(tree):
+        sender = next(p for m, p in tree if p in has_s and m not in has_s)
+        children, free_s = [m for m, p in tree if p == sender], 0.0
+        for child in children:
+            has_s[child] = []
+        for arrived_s in has_s[sender]:
+            free_s = max(free_s, arrived_s)
+            for child in children:
+                free_s += size / found.bytes_per_s[sender, child]
+                has_s[child].append(free_s + found.latency_s[sender, child])
+    return max(arrived_s[-1] for arrived_s in has_s.values())
+
+
+@given(
+    n=st.integers(2, 12),
+    seed=st.integers(0, 10_000),
+    num_pieces=st.integers(1, 20),
+    parents=st.lists(st.floats(0, 1), min_size=11, max_size=11),
+)
+def test_a_trees_seconds_are_those_of_its_pieces(
+    n: int, seed: int, num_pieces: int, parents: list[float]
+) -> None:
+    found = drawn(n, seed, num_pieces=num_pieces)
+    reached = [found.leader]
+    pairs = []
+    for member, share in zip((m for m in range(n) if m != found.leader), parents, strict=False):
+        pairs.append((member, reached[int(share * (len(reached) - 1))]))
+        reached.append(member)
+    # Sums of a few hundred numbers, in another order.
+    assert found.seconds(tuple(pairs)) == pytest.approx(piece_by_piece(found, tuple(pairs)), rel=1e-12)
+
+
 def test_between_two_sites_only_one_copy_crosses_the_slow_link() -> None:
     latency, bandwidth = equal_links(6, latency_s=0.05, bytes_per_s=1e7)
     for site in (slice(0, 3), slice(3, 6)):
