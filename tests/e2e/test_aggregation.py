@@ -93,3 +93,31 @@ def test_a_rule_learns_and_every_step_is_made_once(cluster: Cluster, text: Path,
     assert [step for step, _ in steps] == list(range(NUM_STEPS))
     # 5.6 nats is a draw among 256 bytes; all of these rules are well on their way after so few steps.
     assert steps[-1][1] < steps[0][1] - 0.5
+
+
+@pytest.mark.parametrize("name", ["one-bit-adam", "diloco", "decentlam", "lsgd"])
+def test_a_killed_member_costs_no_step(cluster: Cluster, text: Path, name: str) -> None:
+    with cluster.client() as client:
+        job = client.submit(job_of(name, text).model_copy(update={"name": f"{name}-dies"}))
+        for event in job.events():
+            if isinstance(event.body, StepFinished) and event.body.record.step >= NUM_STEPS // 2:
+                break
+        cluster.kill_worker("w3")
+        status = job.wait()
+        steps = steps_of(job)
+    cluster.start_workers(["w3"])
+    cluster.wait_for_workers(4)
+    assert status.state is JobState.FINISHED, status.reason
+    assert status.generation >= 2
+    assert [step for step, _ in steps] == list(range(NUM_STEPS))
+    assert steps[-1][1] < steps[0][1] - 0.5
+
+
+def test_walkers_of_two_stages_keep_to_their_own_chunks(cluster: Cluster, text: Path) -> None:
+    with cluster.client() as client:
+        job = client.submit(job_of("diloco", text, stages=2, replicas=2))
+        status = job.wait()
+        steps = steps_of(job)
+    assert status.state is JobState.FINISHED, status.reason
+    assert [step for step, _ in steps] == list(range(NUM_STEPS))
+    assert steps[-1][1] < steps[0][1] - 0.5
