@@ -15,6 +15,7 @@ from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Limits, WireTensor
+from worker.transport.framing import DELIVER, read_part
 from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.links import answer_probe
 from worker.transport.state import state_parts
@@ -34,6 +35,20 @@ _LOOK_S = 0.002
 
 class _Overload(Exception):
     """A limit of this worker is reached; the peer may come again."""
+
+
+class _RawDeliver(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at run time
+    """Deliver, its requests as bytes."""
+
+    def __init__(self, service: "PeerService") -> None:
+        self._handler = grpc.stream_stream_rpc_method_handler(
+            service.Deliver, response_serializer=peer_pb2.PartReply.SerializeToString
+        )
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[object, object] | None":
+        return self._handler if handler_call_details.method == DELIVER else None
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
@@ -61,6 +76,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     def attach(self, server: aio.Server) -> None:
         """Make `server`, not started yet, answer peers, and whoever asks for its health."""
+        # Asked first, so that this method's messages come as they are.
+        server.add_generic_rpc_handlers((_RawDeliver(self),))
         peer_pb2_grpc.add_PeerServicer_to_server(self, server)
         checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -78,9 +95,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._intake.forget(generation)
 
     async def Deliver(
-        self, request_iterator: AsyncIterator[peer_pb2.TensorPart], context: Context
+        self, request_iterator: AsyncIterator[peer_pb2.TensorPart | bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PartReply]:
-        """Takes tensors; see the proto."""
+        """Takes tensors; see the proto. Messages may come as bytes, which spares copies."""
         loop = asyncio.get_running_loop()
         try:
             with self._stream():
@@ -88,7 +105,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
                     async for message in request_iterator:
-                        for reply in inbox.take(TENSOR_PART.decode(message), now=loop.time()):
+                        if isinstance(message, bytes):
+                            part = read_part(message)
+                        else:
+                            part = TENSOR_PART.decode(message)
+                        for reply in inbox.take(part, now=loop.time()):
                             yield PART_REPLY.encode(reply)
                 finally:
                     inbox.close()

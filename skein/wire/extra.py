@@ -106,12 +106,12 @@ class TensorStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorData:
-    """Bytes of a bundle from `offset` on, with their `zlib.crc32`."""
+    """Bytes of a bundle from `offset` on, and what `worker.transport.checksum` says of them."""
 
     tensor: int
     offset: int
     data: bytes
-    crc32: int
+    checksum: int
 
 
 TensorPart = TensorStart | TensorData

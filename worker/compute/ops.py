@@ -58,7 +58,7 @@ from worker.aggregating import Gauges
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import TIED, Chunk, own_group
 from worker.compute.exchanging import Exchanging, claim_of
-from worker.compute.payload import Payload, pack, unpack
+from worker.compute.payload import Payload, concatenated, pack, unpack
 from worker.compute.snapshots import Snapshots
 
 HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
@@ -347,7 +347,7 @@ class Compute:
         if not op.results:
             flat = chunk.accumulator(TIED if group.group == TIED else own_group(chunk.stage.index))
         else:
-            flat = torch.cat([unpack(operands[key], self.device)[SHARD] for key in op.results])
+            flat = concatenated([unpack(operands[key], self.device)[SHARD] for key in op.results])
         norm = squared_norm(flat)
         # A sum of squares can only be infinite without an infinite element where squares overflow float64.
         joined = Joined(

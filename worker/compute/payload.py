@@ -4,7 +4,7 @@ Payloads are filed under (generation, key), and what has been handed over is gon
 needed again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from skein.errors import LocalError
 from skein.protocol.ops import TensorKey, hop_key
 from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import Generation, Step
-from worker.bundle import Bundle, num_bytes_of, to_torch, to_wire
+from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
 
 Payload = Mapping[str, Tensor] | Bundle
 
@@ -28,6 +28,21 @@ def unpack(payload: Payload, device: torch.device) -> Mapping[str, Tensor]:
     if isinstance(payload, Mapping):
         return payload
     return {tensor.name: to_torch(tensor).to(device) for tensor in payload}
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Vectors one after the other, in a new one; in the host's memory one of huge pages where it is large.
+
+    Touching 64 MiB for the first time takes three times as long in pages of 4 KiB.
+
+    >>> concatenated([torch.zeros(2), torch.ones(1)])
+    tensor([0., 0., 1.])
+    """
+    first = parts[0]
+    num_bytes = sum(part.nbytes for part in parts)
+    if first.device.type != "cpu" or not num_bytes:
+        return torch.cat(list(parts))
+    return torch.cat(list(parts), out=torch.frombuffer(allocate(num_bytes), dtype=first.dtype))
 
 
 def key_of(header: TensorHeader) -> TensorKey:

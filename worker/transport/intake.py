@@ -8,7 +8,6 @@ Rules of this file
 - Delivered means: `on_tensor` has returned. Only then is a tensor accepted, and from then on it is a duplicate.
 """
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import assert_never
@@ -28,6 +27,8 @@ from skein.wire.extra import (
     TensorStart,
 )
 from worker.bundle import Bundle, Fault, Limits, allocate, fault_of, split
+from worker.transport.checksum import checksum
+from worker.transport.framing import Part
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
 
@@ -110,7 +111,7 @@ class Inbox:
         """The first reply: credit to begin with."""
         return CreditGranted(num_bytes=self._window.open(now=now))
 
-    def take(self, part: TensorPart, *, now: float) -> list[PartReply]:
+    def take(self, part: TensorPart | Part, *, now: float) -> list[PartReply]:
         """Take the next part.
 
         Raises:
@@ -119,7 +120,7 @@ class Inbox:
         match part:
             case TensorStart():
                 return self._announced(part)
-            case TensorData():
+            case TensorData() | Part():
                 replies = self._filed(part)
                 granted = self._window.take(len(part.data), now=now)
                 return [*replies, CreditGranted(num_bytes=granted)] if granted else replies
@@ -148,7 +149,7 @@ class Inbox:
         self._filled = 0
         return self._completed() if not start.num_bytes else []
 
-    def _filed(self, part: TensorData) -> list[PartReply]:
+    def _filed(self, part: TensorData | Part) -> list[PartReply]:
         if part.tensor > self._last_number:
             raise RemoteError(f"sent bytes of tensor {part.tensor}, which was not announced")
         if not 0 < len(part.data) <= MAX_PART_BYTES:
@@ -163,12 +164,14 @@ class Inbox:
         text = ""
         if part.offset != self._filled or end > start.num_bytes:
             text = f"bytes {part.offset} to {part.offset + len(part.data)} after {self._filled}"
-        elif zlib.crc32(part.data) != part.crc32:
-            text = f"checksum of bytes {part.offset} to {end} does not fit"
+        else:
+            # Where they are to be, and aligned: what does not fit is overwritten or dropped.
+            self._buffer[self._filled : end] = part.data
+            if checksum(self._buffer[self._filled : end]) != part.checksum:
+                text = f"checksum of bytes {part.offset} to {end} does not fit"
         if text:
             self.close()
             return [self._refused(part.tensor, Fault(reason=Refusal.CORRUPT, text=text))]
-        self._buffer[self._filled : end] = part.data
         self._filled = end
         return self._completed() if end == start.num_bytes else []
 

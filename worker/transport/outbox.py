@@ -26,10 +26,11 @@ from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, Refusal, TensorAccepted, TensorRefused
 from skein.wire.failures import describe_rpc_error
-from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from skein.wire.v1 import peer_pb2
 from worker.bundle import Bundle, num_bytes_of
+from worker.transport.framing import DELIVER
 from worker.transport.pace import Pace, Patience
-from worker.transport.parts import announce, data_parts
+from worker.transport.parts import announce, outgoing
 from worker.transport.statistics import Statistics
 
 Dial = Callable[[str, Lane], aio.Channel]
@@ -38,7 +39,7 @@ OnFailed = Callable[[WorkerId, Generation, str], None]
 """Told that a peer did not take tensors of a generation, and why. Called on the event loop."""
 OnTaken = Callable[[WorkerId, Envelope, int, float], None]
 """Told that a peer has accepted a tensor of so many bytes, and the seconds since its first was offered."""
-DeliverCall = aio.StreamStreamCall[peer_pb2.TensorPart, peer_pb2.PartReply]
+DeliverCall = aio.StreamStreamCall[bytes, peer_pb2.PartReply]
 
 
 def ignore_taken(to: WorkerId, envelope: Envelope, num_bytes: int, seconds: float) -> None:
@@ -217,7 +218,10 @@ class Outbox:
         try:
             async with asyncio.timeout(None) as self._silence:
                 self._rearm()
-                call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+                deliver: aio.StreamStreamMultiCallable[bytes, peer_pb2.PartReply] = channel.stream_stream(
+                    DELIVER, None, peer_pb2.PartReply.FromString
+                )
+                call = deliver(None)
                 async with asyncio.TaskGroup() as group:
                     writing = group.create_task(self._write(call))
                     try:
@@ -273,17 +277,18 @@ class Outbox:
         self._unanswered[number] = parcel
         parcel.sent_s, parcel.began_s, parcel.num_bytes = None, self._now(), 0
         self._rearm()
-        await call.write(TENSOR_PART.encode(announce(number, parcel.envelope, parcel.bundle)))
-        for part in data_parts(number, parcel.bundle, lambda: self._pace.part_bytes):
-            while self._credit < len(part.data) and number in self._unanswered:
+        start = TENSOR_PART.encode(announce(number, parcel.envelope, parcel.bundle))
+        await call.write(start.SerializeToString())
+        for part in outgoing(parcel.bundle, lambda: self._pace.part_bytes):
+            while self._credit < part.num_bytes and number in self._unanswered:
                 await self._wait()
             if number not in self._unanswered:
                 return
-            self._credit -= len(part.data)
-            await call.write(TENSOR_PART.encode(part))
+            self._credit -= part.num_bytes
+            await call.write(part.message(number))
             self._statistics.sent_parts[self.lane] += 1
-            self._statistics.sent(self.to.worker, parcel.envelope, len(part.data))
-            parcel.num_bytes += len(part.data)
+            self._statistics.sent(self.to.worker, parcel.envelope, part.num_bytes)
+            parcel.num_bytes += part.num_bytes
         parcel.sent_s = self._now()
 
     # --- replies ---

@@ -1,12 +1,14 @@
 """Cuts a bundle's bytes into parts."""
 
-import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from skein.protocol.tensors import Envelope
 from skein.wire.channel import PART_BYTES
-from skein.wire.extra import TensorData, TensorStart
+from skein.wire.extra import TensorStart
 from worker.bundle import Bundle, num_bytes_of
+from worker.transport.checksum import checksum
+from worker.transport.framing import write_part
 
 SizeOfNext = Callable[[], int]
 """Says how many bytes the next part is to have; asked for each."""
@@ -22,6 +24,11 @@ def cut(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[bytes]:
 
     Nothing is copied before its part is asked for.
     """
+    return (b"".join(pieces) for pieces in pieces_of(bundle, part_bytes))
+
+
+def pieces_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[list[memoryview]]:
+    """As `cut`, but each part as the pieces of memory that it consists of, not copied at all."""
     pieces: list[memoryview] = []
     room = part_bytes()
     for tensor in bundle:
@@ -31,10 +38,10 @@ def cut(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[bytes]:
             rest = rest[room:]
             room -= len(pieces[-1])
             if not room:
-                yield b"".join(pieces)
+                yield pieces
                 pieces, room = [], part_bytes()
     if pieces:
-        yield b"".join(pieces)
+        yield pieces
 
 
 def announce(number: int, envelope: Envelope, bundle: Bundle) -> TensorStart:
@@ -43,9 +50,24 @@ def announce(number: int, envelope: Envelope, bundle: Bundle) -> TensorStart:
     return TensorStart(tensor=number, envelope=envelope, tensors=metas, num_bytes=num_bytes_of(bundle))
 
 
-def data_parts(number: int, bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[TensorData]:
-    """A bundle's bytes with offsets and checksums, each made when it is asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A part of a bundle, still where it lies."""
+
+    offset: int
+    pieces: list[memoryview]
+    num_bytes: int
+
+    def message(self, number: int) -> bytes:
+        """The part as it travels, with its checksum."""
+        pieces = self.pieces if len(self.pieces) == 1 else [memoryview(b"".join(self.pieces))]
+        return write_part(tensor=number, offset=self.offset, data=pieces[0], checksum=checksum(pieces[0]))
+
+
+def outgoing(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[Outgoing]:
+    """A bundle's bytes in parts, one after the other; nothing is copied before `message`."""
     offset = 0
-    for data in cut(bundle, part_bytes):
-        yield TensorData(tensor=number, offset=offset, data=data, crc32=zlib.crc32(data))
-        offset += len(data)
+    for pieces in pieces_of(bundle, part_bytes):
+        num_bytes = sum(len(piece) for piece in pieces)
+        yield Outgoing(offset=offset, pieces=pieces, num_bytes=num_bytes)
+        offset += num_bytes

@@ -339,24 +339,26 @@ class TensorData(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    CRC32_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     offset: _builtins.int
     """Where `data` lies in the run of bytes."""
     data: _builtins.bytes
-    crc32: _builtins.int
-    """Of `data`, as in zlib."""
+    checksum: _builtins.int
+    """Of `data`: 64-bit little-endian words in rows of 1024, summed along rows, then along columns, modulo 2^64; CRC-32 as
+    in zlib of these sums and of what makes no whole row. So below 8 KiB it is that of `data`.
+    """
     def __init__(
         self,
         *,
         tensor: _builtins.int = ...,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
-        crc32: _builtins.int = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -468,7 +468,7 @@ def announcement(envelope: Envelope, dtype: int) -> peer_pb2.TensorPart:
         announcement(hop_envelope(), 0),
         announcement(hop_envelope(), 99),
         peer_pb2.TensorPart(),
-        TENSOR_PART.encode(TensorData(tensor=0, offset=0, data=b"x", crc32=0)),
+        TENSOR_PART.encode(TensorData(tensor=0, offset=0, data=b"x", checksum=0)),
     ],
     ids=["no dtype", "unknown dtype", "nothing", "unannounced bytes"],
 )

@@ -1,4 +1,3 @@
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from skein.wire.extra import (
 )
 from tests.worker.transport.loopback import A, Arrived, hop_envelope, shard_envelope
 from worker.bundle import Limits
+from worker.transport.checksum import checksum
 from worker.transport.intake import Inbox, Intake
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
@@ -56,7 +56,7 @@ def start(number: int = 1, *, num_bytes: int = 4, envelope: Envelope | None = No
 
 
 def data(number: int = 1, offset: int = 0, content: bytes = b"abcd") -> TensorData:
-    return TensorData(tensor=number, offset=offset, data=content, crc32=zlib.crc32(content))
+    return TensorData(tensor=number, offset=offset, data=content, checksum=checksum(content))
 
 
 def refusal(reply: PartReply) -> Refusal:
@@ -89,7 +89,7 @@ def test_an_empty_bundle_is_delivered_by_its_announcement() -> None:
     "spoil",
     [
         lambda part: replace(part, data=b"abcx"),
-        lambda part: replace(part, crc32=part.crc32 ^ 1),
+        lambda part: replace(part, checksum=part.checksum ^ 1),
         lambda _: data(offset=1, content=b"bcd"),
         lambda _: data(content=b"abcde"),
     ],
