@@ -1,8 +1,9 @@
 """Pieces of a walker's parameters that are exchanged in turn, and the shards that a piece is cut into.
 
-Fragment k of K is the k-th of K equal ranges of every tensor. So fragments are balanced to one element per tensor
-however few tensors there are, and which an element is in depends on nothing but its own tensor: not on the number of
-members, nor on which other tensors a stage has.
+Fragment k of K is the k-th of K equal ranges of all elements, tensor after tensor in order of their names. So fragments
+differ by one element at most, few tensors are cut, and what belongs to one layer is mostly exchanged together: a small
+language model learns visibly less where every tensor is cut, for then rows of one matrix are of different times. Which
+fragment an element is in depends on the tensors that are held, so on how stages are cut, and not on the members.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +28,20 @@ def fragment_spans(tensors: Mapping[str, Tensor], *, fragment: int, num_fragment
     Raises:
         ValueError: there is no such fragment.
 
-    >>> fragment_spans({"w": torch.zeros(2, 4), "b": torch.zeros(1)}, fragment=1, num_fragments=2)
-    (Span(name='b', start=0, stop=1), Span(name='w', start=4, stop=8))
+    >>> fragment_spans({"w": torch.zeros(2, 4), "b": torch.zeros(2)}, fragment=0, num_fragments=2)
+    (Span(name='b', start=0, stop=2), Span(name='w', start=0, stop=3))
     """
     if not 0 <= fragment < num_fragments:
         raise ValueError(f"fragment {fragment} of {num_fragments}: there is none")
-    spans = []
+    num_elements = sum(tensor.numel() for tensor in tensors.values())
+    first, end = equal_range(num_elements, part=fragment, num_parts=num_fragments)
+    spans, begin = [], 0
     for name in sorted(tensors):
-        start, stop = equal_range(tensors[name].numel(), part=fragment, num_parts=num_fragments)
+        size = tensors[name].numel()
+        start, stop = max(first - begin, 0), min(end - begin, size)
         if start < stop:
             spans.append(Span(name=name, start=start, stop=stop))
+        begin += size
     return tuple(spans)
 
 

@@ -49,7 +49,7 @@ def saved(rule: DiLoCoRule, walker: Walker) -> list[list[bytes]]:
 
 @dataclass(slots=True, kw_only=True)
 class Numpy:
-    """One tensor of four walkers in numpy: no shards, one vector, element by element."""
+    """Four walkers in numpy: no shards, all tensors as one vector, element by element."""
 
     spec: DiLoCo
     theta: Array
@@ -89,7 +89,7 @@ class Numpy:
         """The last fragment that begins at an element or before it."""
         size, num = self.theta.size, self.spec.fragments
         fragments = [max(k for k in range(num) if k * size // num <= at) for at in range(size)]
-        return np.array(fragments).reshape(self.theta.shape)
+        return np.array(fragments)
 
 
 SPECS = (
@@ -108,18 +108,19 @@ SPECS = (
 def test_walkers_go_the_way_of_the_equations_in_numpy_bit_by_bit(spec: DiLoCo, num_shards: int) -> None:
     walk = walk_of(rule_of(spec), 4, num_shards=num_shards)
     walk.weights = ((0, 0.125), (1, 0.25), (2, 0.5), (3, 0.125))
-    # Copies: on a CPU numpy() shares memory with the tensor.
-    begin = {name: param.numpy().copy() for name, param in walk.walkers[0].params.items()}
+    theta = vector(walk.walkers[0].params)
+    oracle = Numpy(spec=spec, theta=theta, own=[theta] * 4, weights=tuple(w for _, w in walk.weights))
     walk.run(25)
-    for name, theta in begin.items():
-        oracle = Numpy(
-            spec=spec, theta=theta, own=[theta] * 4, weights=tuple(weight for _, weight in walk.weights)
-        )
-        targets = [own.target[name].numpy() for own in walk.problems]
-        oracle.run([own.curvature[name].numpy() for own in walk.problems], targets, 25)
-        for walker, own in zip(walk.walkers, oracle.own, strict=True):
-            np.testing.assert_array_equal(walker.state[GLOBAL][name].numpy(), oracle.theta)
-            np.testing.assert_array_equal(walker.params[name].numpy(), own)
+    targets = [vector(own.target) for own in walk.problems]
+    oracle.run([vector(own.curvature) for own in walk.problems], targets, 25)
+    for walker, own in zip(walk.walkers, oracle.own, strict=True):
+        np.testing.assert_array_equal(vector(walker.state[GLOBAL]), oracle.theta)
+        np.testing.assert_array_equal(vector(walker.params), own)
+
+
+def vector(tensors: Mapping[str, Tensor]) -> Array:
+    """All elements in order of the names, copied."""
+    return np.concatenate([tensors[name].numpy().ravel() for name in sorted(tensors)])
 
 
 def test_one_local_step_and_a_plain_outer_step_are_averaged_gradients() -> None:
