@@ -113,9 +113,12 @@ class Bare(PeerService):
         yield peer_pb2.PartReply(credit_granted=peer_pb2.CreditGranted(num_bytes=num_bytes))
 
 
-async def listen(service: peer_pb2_grpc.PeerServicer) -> tuple[aio.Server, int]:
+async def listen(service: PeerService) -> tuple[aio.Server, int]:
     server = open_server(token=None)
-    peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    if isinstance(service, Bare):
+        peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    else:
+        service.attach(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     return server, port

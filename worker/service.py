@@ -95,16 +95,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._intake.forget(generation)
 
     async def Deliver(
-        self, request_iterator: AsyncIterator[peer_pb2.TensorPart | bytes], context: Context
+        self, request_iterator: AsyncIterator[peer_pb2.TensorPart], context: Context
     ) -> AsyncIterator[peer_pb2.PartReply]:
-        """Takes tensors; see the proto. Messages may come as bytes, which spares copies."""
+        """Takes tensors; see the proto. Where `attach` has made them come so, messages are bytes, not copied yet."""
         loop = asyncio.get_running_loop()
+        messages: AsyncIterator[peer_pb2.TensorPart | bytes] = request_iterator
         try:
             with self._stream():
                 inbox = Inbox(self._intake, Window())
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
-                    async for message in request_iterator:
+                    async for message in messages:
                         if isinstance(message, bytes):
                             part = read_part(message)
                         else:
