@@ -4,6 +4,8 @@ Rules of this file
 - Gates come first and are always on: what is not finite, or far longer than is usual, does not count.
 - A result has the scale of the weighted sum: all weights together, times the rule's mean. What a refused member
   would have weighed goes to the others in proportion (mean), or to oneself (a row of neighbours).
+- With fewer parts than a rule wants, for members come and go, it guards against as many bad ones as so few allow, and
+  says how many are lacking. Whether a job has enough members to begin with is checked when it is submitted.
 - A part may be one shard of what its member sent, and carries the norm of the whole. Rules that need more than that
   want whole contributions: `needs_whole`.
 - Sums run over the parts in their order, in their dtype, a product and an addition at a time; norms are float64.
@@ -20,7 +22,6 @@ import torch
 from torch import Tensor
 
 from skein.config.aggregation import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
-from skein.errors import UserError
 from skein.numeric.gradients import is_finite, squared_norm, sum_in_order
 
 NORM_LIMIT = 10.0
@@ -52,10 +53,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """A rule's result, and whose part has no share in it."""
+    """A rule's result, whose part has no share in it, and how many parts the rule would have wanted besides."""
 
     values: Tensor
     refused: tuple[Refusal, ...] = ()
+    num_lacking: int = 0
 
 
 Combiner = Callable[[Sequence[Part]], Combined]
@@ -122,7 +124,7 @@ def needs_whole(spec: RobustSpec) -> bool:
 
 
 def num_needed(spec: RobustSpec) -> int:
-    """The fewest members that a rule makes sense with."""
+    """The fewest members with which a rule bears as many bad ones as it says."""
     match spec:
         case NoRobust() | NormClip() | CentredClip():
             return 1
@@ -137,7 +139,7 @@ def combiner_of(spec: RobustSpec, *, centre: Tensor | None = None) -> Combiner:
     """The rule as a function of the parts in order of the members, behind the gates.
 
     `centre` is the last mean, for rules that use it, on the scale of one contribution. If nobody's part counts, the
-    result is zero. The function raises UserError (a ValueError) where there are fewer parts than the rule wants.
+    result is zero.
 
     >>> sent = [part_of(torch.tensor([x]), 0.25) for x in (1.0, 2.0, 3.0, 1e9)]
     >>> combiner_of(NoRobust())(sent).values.tolist()
@@ -147,9 +149,6 @@ def combiner_of(spec: RobustSpec, *, centre: Tensor | None = None) -> Combiner:
 
 
 def _combined(spec: RobustSpec, centre: Tensor | None, parts: Sequence[Part]) -> Combined:
-    if len(parts) < num_needed(spec):
-        hint = f"give at least {num_needed(spec)} members or another rule"
-        raise UserError(f"robust {spec.kind}", f"{len(parts)} members", hint)
     refused = gates(parts)
     out = {refusal.part for refusal in refused}
     admitted = [part for index, part in enumerate(parts) if index not in out]
@@ -157,7 +156,11 @@ def _combined(spec: RobustSpec, centre: Tensor | None, parts: Sequence[Part]) ->
     if left <= 0:
         return Combined(values=torch.zeros_like(parts[0].values), refused=refused)
     values = _by_rule(spec, admitted, centre, num_refused=len(refused))
-    return Combined(values=values.mul_(total / left) if refused else values, refused=refused)
+    return Combined(
+        values=values.mul_(total / left) if refused else values,
+        refused=refused,
+        num_lacking=max(0, num_needed(spec) - len(parts)),
+    )
 
 
 def _by_rule(spec: RobustSpec, parts: Sequence[Part], centre: Tensor | None, *, num_refused: int) -> Tensor:
@@ -168,9 +171,11 @@ def _by_rule(spec: RobustSpec, parts: Sequence[Part], centre: Tensor | None, *, 
         case NormClip():
             return norm_clipped(parts, times=spec.times)
         case TrimmedMean():
-            return trimmed_mean(parts, trimmed=max(0, spec.trimmed - num_refused))
+            most = (len(parts) - 1) // 2
+            return trimmed_mean(parts, trimmed=min(most, max(0, spec.trimmed - num_refused)))
         case Krum():
-            return krum(parts, bad=max(0, spec.bad - num_refused), chosen=spec.chosen)
+            most = max(0, (len(parts) - 3) // 2)
+            return krum(parts, bad=min(most, max(0, spec.bad - num_refused)), chosen=spec.chosen)
         case CentredClip():
             return centred_clip(parts, radius=spec.radius, rounds=spec.rounds, centre=centre)
     assert_never(spec)

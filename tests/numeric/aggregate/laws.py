@@ -62,7 +62,6 @@ class Row:
     talking: Talking = "shards"
     num_steps: int = 12
     inner: Optimizer | None = None
-    fewest: int = 1
     has_exchanges: bool = True
 
 
@@ -259,7 +258,7 @@ ADAMW = AdamWSpec()
 LAMB = LambSpec(name="lamb")
 
 
-def diloco(name: str, robust: RobustSpec | None = None, *, fewest: int = 1, **settings: float | str) -> Row:
+def diloco(name: str, robust: RobustSpec | None = None, **settings: float | str) -> Row:
     spec = DiLoCo.model_validate({"rule": "diloco", "local_steps": 3, **settings})
     if robust is not None:
         spec = spec.model_copy(update={"robust": robust})
@@ -270,7 +269,6 @@ def diloco(name: str, robust: RobustSpec | None = None, *, fewest: int = 1, **se
         walkers=Walkers.MANY,
         talking="whole" if isinstance(robust, Krum | CentredClip) else "shards",
         inner=inner,
-        fewest=fewest,
     )
 
 
@@ -294,7 +292,7 @@ def gossip(name: str, optimizer: OptimizerSpec, **settings: str | int) -> Row:
     return Row(name=f"gossip {name}", rule=rule, walkers=Walkers.MANY, talking="row")
 
 
-def all_reduce(name: str, robust: RobustSpec | None = None, *, fewest: int = 1, wire: str = "fp32") -> Row:
+def all_reduce(name: str, robust: RobustSpec | None = None, *, wire: str = "fp32") -> Row:
     spec = AllReduce.model_validate({"rule": "all_reduce", "wire": wire})
     if robust is not None:
         spec = spec.model_copy(update={"robust": robust})
@@ -305,7 +303,6 @@ def all_reduce(name: str, robust: RobustSpec | None = None, *, fewest: int = 1, 
         walkers=Walkers.ONE,
         talking="whole" if isinstance(robust, Krum | CentredClip) else "shards",
         inner=inner,
-        fewest=fewest,
         has_exchanges=bool(spec.due(0)),
     )
 
@@ -315,7 +312,7 @@ ROWS = (
     all_reduce("bf16", wire="bf16"),
     all_reduce("int8", wire="int8"),
     all_reduce("clipped", NormClip(kind="median_norm_clip")),
-    all_reduce("krum", Krum(kind="krum", bad=1), fewest=5),
+    all_reduce("krum", Krum(kind="krum", bad=1)),
     Row(
         name="one-bit adam",
         rule=OneBitAdam(spec=OneBitAdamSpec(rule="one_bit_adam", warmup_steps=4), optimizer=ADAMW),
@@ -341,7 +338,7 @@ ROWS = (
     diloco("int4 in fragments", wire="int4", fragments=3),
     diloco("int2 overlapped", wire="int2", overlap_steps=2, mix=0.5),
     diloco("clipped", NormClip(kind="median_norm_clip")),
-    diloco("trimmed", TrimmedMean(kind="trimmed_mean", trimmed=1), fewest=3),
-    diloco("krum", Krum(kind="krum", bad=1), fewest=5),
+    diloco("trimmed", TrimmedMean(kind="trimmed_mean", trimmed=1)),
+    diloco("krum", Krum(kind="krum", bad=1)),
     diloco("clipped around its centre", CentredClip(kind="centred_clip")),
 )

@@ -175,7 +175,7 @@ def test_members_come_and_go_between_any_two_steps(row: Row) -> None:
     some = flock(row)
     for step in range(2 * row.num_steps):
         settle(some)
-        if step % 3 == 1 and len(some.members) > row.fewest:
+        if step % 3 == 1 and len(some.members) > 1:
             some.leave(step % len(some.members))
         if step % 3 == 2:
             some.join()
@@ -194,8 +194,8 @@ def test_what_is_saved_is_enough_to_go_on_identically(row: Row) -> None:
     assert same_walkers(some.members, resumed.members)
 
 
-def test_few_members_can_do_what_many_can(row: Row) -> None:
-    some = flock(row, row.fewest)
+def test_a_member_alone_can_do_what_many_can(row: Row) -> None:
+    some = flock(row, 1)
     assert bool(some.run(row.num_steps)) == row.has_exchanges
     assert_replicas_agree(some)
     assert_finite(some)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skein.config.aggregation import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
-from skein.errors import UserError
 from skein.numeric.aggregate.robust import (
     Part,
     clipped_gossip,
@@ -206,12 +205,25 @@ def test_centred_clipping_from_the_last_mean_needs_one_round_where_zero_needs_mo
         (NormClip(kind="median_norm_clip"), 1),
     ],
 )
-def test_too_few_members_are_refused_with_how_many_are_needed(spec: RobustSpec, needed: int) -> None:
+def test_fewer_members_than_a_rule_wants_are_combined_and_said_to_be_lacking(
+    spec: RobustSpec, needed: int
+) -> None:
     assert num_needed(spec) == needed
-    combine(spec, around(1.0, num=needed, seed=8))
-    if needed > 1:
-        with pytest.raises(UserError, match=f"at least {needed} members"):
-            combine(spec, around(1.0, num=needed - 1, seed=8))
+    for num in range(1, needed + 1):
+        members = around(1.0, num=num, seed=8)
+        combined = combiner_of(spec)(equally(members))
+        assert combined.num_lacking == needed - num
+        furthest = max(float((member - members[0]).norm()) for member in members)
+        assert float((combined.values - members[0]).norm()) <= furthest + 1e-9
+
+
+def test_with_fewer_members_a_rule_bears_as_many_liars_as_so_few_allow() -> None:
+    liar = torch.full((NUM_ELEMENTS,), -8.0, dtype=torch.float64)
+    for spec in (TrimmedMean(kind="trimmed_mean", trimmed=3), Krum(kind="krum", bad=3)):
+        honest = around(1.0, num=5, seed=14)
+        off = combine(spec, [*honest, liar]) - torch.stack(honest).mean(dim=0)
+        # Six bear two liars (trimmed) or one (Krum) instead of three.
+        assert float(off.norm()) < max(float((x - honest[0]).norm()) for x in honest)
 
 
 def test_refused_members_are_those_that_a_rule_reckoned_with() -> None:
