@@ -62,6 +62,7 @@ proto: setup ## regenerate skein/wire/v1 from protos/
 
 docs: setup ## write docs/protocol.md from the machines
 	$(BIN)/python docs/generate_protocol.py
+	$(BIN)/python docs/generate_aggregation.py
 
 sim: setup ## SEEDS=300 simulated fault schedules
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2

@@ -69,7 +69,7 @@ def check_robust(robust: RobustSpec, num_members: int, whence: str) -> None:
         whence: what gives that number, for people, as in "parallel.replicas gives".
 
     Raises:
-        UserError: fewer than 2 trimmed + 1 (trimmed mean), or fewer than 2 bad + 3 (Krum).
+        UserError: fewer than 2 trimmed + 1 (trimmed mean), than 2 bad + 3 or bad + chosen + 2 (Krum), or than 3.
 
     >>> check_robust(TrimmedMean(kind="trimmed_mean", trimmed=2), 4, "parallel.replicas gives")
     Traceback (most recent call last):
@@ -80,8 +80,11 @@ def check_robust(robust: RobustSpec, num_members: int, whence: str) -> None:
             raise _too_few("trimmed", trimmed, 2 * trimmed + 1, num_members, whence, (num_members - 1) // 2)
         case Krum(bad=bad) if num_members < 2 * bad + 3:
             raise _too_few("bad", bad, 2 * bad + 3, num_members, whence, (num_members - 3) // 2)
-        case Krum(bad=bad, chosen=chosen) if chosen > num_members - bad:
-            hint = f"of {num_members} members {bad} may be bad: give at most {num_members - bad}"
+        case Krum(bad=bad, chosen=chosen) if num_members < bad + chosen + 2:
+            most = num_members - bad - 2
+            hint = (
+                f"of {num_members} members {bad} may be bad, and two more are left out: give at most {most}"
+            )
             raise UserError("aggregation.robust.chosen", chosen, hint)
         case NormClip() | CentredClip() if num_members < 3:
             hint = f"of fewer than 3 members none stands out, and {whence} {num_members}: give none, or more members"

@@ -2,9 +2,12 @@
 
 import pytest
 
-from skein.config.aggregation import DiLoCo, OneBitLamb, Walkers
+from skein.config.aggregation import DiLoCo, Krum, OneBitLamb, TrimmedMean, Walkers
+from skein.config.agreement import check_robust
 from skein.config.job import JobSpec
 from skein.config.load import JobFileErrors, parse_job
+from skein.errors import UserError
+from skein.numeric.aggregate.robust import num_needed
 
 GOOD = """
 name: agreed
@@ -123,8 +126,8 @@ WRONG = {
         "aggregation.robust={kind: krum}",
     ): "aggregation.robust.bad: 1: needs 5 members, parallel.replicas gives 4: give at most 0",
     (
-        "aggregation.robust={kind: krum, bad: 0, chosen: 5}",
-    ): "aggregation.robust.chosen: 5: of 4 members 0 may be bad: give at most 4",
+        "aggregation.robust={kind: krum, bad: 0, chosen: 3}",
+    ): "aggregation.robust.chosen: 3: of 4 members 0 may be bad, and two more are left out: give at most 2",
     ("parallel.replicas=2", "aggregation.robust={kind: median_norm_clip}"): "aggregation.robust.kind: "
     "'median_norm_clip': of fewer than 3 members none stands out, and parallel.replicas gives 2: give none, "
     "or more members",
@@ -178,3 +181,22 @@ def test_a_rule_of_many_walkers_is_read_by_its_name_alone() -> None:
     rule = agreed(DILOCO).aggregation
     assert isinstance(rule, DiLoCo)
     assert rule.walkers is Walkers.MANY
+
+
+@pytest.mark.parametrize("num_members", range(1, 12))
+@pytest.mark.parametrize(
+    "robust",
+    [
+        *(TrimmedMean(kind="trimmed_mean", trimmed=trimmed) for trimmed in (1, 2, 4)),
+        *(Krum(kind="krum", bad=bad, chosen=chosen) for bad in (0, 1, 3) for chosen in (1, 2, 5)),
+    ],
+    ids=str,
+)
+def test_jobs_are_refused_with_too_few_members_for_the_combiner_and_no_others(
+    robust: TrimmedMean | Krum, num_members: int
+) -> None:
+    if num_members >= num_needed(robust):
+        check_robust(robust, num_members, "here are")
+    else:
+        with pytest.raises(UserError, match=r"aggregation\.robust\."):
+            check_robust(robust, num_members, "here are")
