@@ -3,11 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.walkers import walkers_of
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 from skein.units import format_bytes
@@ -25,6 +27,7 @@ def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
         () if walked else _orders(plan),
         _alternates(plan),
         _groups(plan, job),
+        _walkers(plan, job),
         _memory(plan, job, fleet),
         _figures(plan),
     )
@@ -200,6 +203,34 @@ def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
         yield f"group {group.group} has other members than the chunks of its stages"
     if not 1 <= group.num_shards <= max(1, len(group.workers)):
         yield f"group {group.group} has {group.num_shards} shards for {len(group.workers)} workers"
+
+
+def _walkers(plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Under a rule of many walkers each has one holder of every stage, and its microbatches never leave it."""
+    if job.aggregation.walkers is Walkers.ONE:
+        return
+    counts = {stage.index: len(plan.holders(stage.index)) for stage in plan.stages}
+    if len(set(counts.values())) > 1:
+        yield f"walkers are not complete: holders by stage are {list(counts.values())}"
+        return
+    walkers = walkers_of(plan)
+    of_stage = {StageIndex(stage.index): [walker[stage.index] for walker in walkers] for stage in plan.stages}
+    for group in plan.groups:
+        stages = {member.stage for member in group.members}
+        if len(stages) == 1 and list(group.members) != of_stage[group.members[0].stage]:
+            yield f"group {group.group} does not have its members in the order of the walkers"
+    walker_of = {chunk: index for index, walker in enumerate(walkers) for chunk in walker}
+    visited: set[int] = set()
+    for microbatch, path in enumerate(plan.paths):
+        on_path = {walker_of[hop] for hop in path.hops if hop in walker_of}
+        visited |= on_path
+        if len(on_path) > 1:
+            yield f"path of microbatch {microbatch} leaves its walker"
+    if len(visited) < len(walkers):
+        yield f"{len(visited)} of {len(walkers)} walkers have a microbatch"
+    ways = [{walker_of[hop] for hop in path.hops if hop in walker_of} for path in plan.evaluation_paths]
+    if ways != [{index} for index in range(len(walkers))]:
+        yield "evaluation paths are not one for each walker, in their order"
 
 
 def _pattern(group: Group, job: JobSpec) -> Iterator[str]:

@@ -48,6 +48,8 @@ class JobHistory:
     outdated: set[Incarnation] = field(default_factory=set)
     """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
     plan: PlanAdopted | None = None
+    worked: PlanAdopted | None = None
+    """The plan by which the last step was made."""
     turned_at: Step | None = None
     """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
     what had been done of that step under an older plan is of another step."""
@@ -128,6 +130,7 @@ class History:
                 job.last_commit = record.record
                 job.num_tokens += record.record.num_tokens
                 job.learned = _learned(job, record.record)
+                job.worked = job.plan
                 if job.outdated and job.plan is not None:
                     placed = set(job.plan.plan.workers)
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)

@@ -4,11 +4,16 @@ Rules of this file
 - Nothing here stops a step. A plan that is wished for is put in place at a boundary, when its copies are there.
 - What was lost is given back without a search: the plan as it was before, with whoever is here for it.
 - Who comes and goes is let in less and less often.
+- What a step applies is a reduced gradient under plain all-reduce alone: under other rules no copy can follow the
+  steps, and who is new fetches what a peer has when the plan is put in place. Of many walkers nothing is kept
+  elsewhere: a stage of one is of no use to another.
 """
 
 from collections.abc import Mapping
 
+from skein.config.aggregation import Walkers
 from skein.config.job import ParallelSpec
+from skein.plan.exchange import is_additive
 from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
@@ -50,6 +55,8 @@ class Improving:
         self._joining = Joining(job, members, outbox)
         self._backups = Backups(job, members, outbox, links)
         self._losses: dict[WorkerId, Backoff] = {}
+        self._may_follow = is_additive(job.spec.aggregation)
+        self._may_back_up = job.spec.aggregation.walkers is Walkers.ONE
 
     # --- what happens ---
 
@@ -87,7 +94,7 @@ class Improving:
         """Everybody is told to begin a step, or was by the last commit."""
         self.revision.step_begins(now=now)
         plan = self._placement.plan
-        if plan is not None and self._backups.is_due():
+        if plan is not None and self._may_back_up and self._backups.is_due():
             self._backups.ask(plan, candidates, step_s=self._measured.step_s)
 
     def committed(self, record: StepRecord) -> None:
@@ -127,5 +134,6 @@ class Improving:
     def _prepare(self, *, now: float) -> None:
         """Another plan was chosen: who gets a chunk under it fetches that already."""
         present, chosen = self._placement.plan, self._placement.chosen
-        if self.revision.wish is not None and present is not None and chosen is not None:
+        is_wanted = self._may_follow and self.revision.wish is not None
+        if is_wanted and present is not None and chosen is not None:
             self._joining.begin(present, chosen, now=now)

@@ -12,7 +12,7 @@ from skein.plan.reroute import renamed, rerouted, ways
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
-from skein.protocol.messages import Resumption
+from skein.protocol.messages import Resumption, SourceKind
 from skein.protocol.records import Averaged, PlanAdopted, RolledBack
 from skein.protocol.reports import ChunksReady
 from skein.protocol.runs.averaging import averaging_of
@@ -28,7 +28,7 @@ from skein.protocol.runs.planning import (
 from skein.protocol.runs.resuming import Resumed, resume
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
-from skein.protocol.runs.walking import walker_sources
+from skein.protocol.runs.walking import held_walkers, walker_sources
 from skein.topology.fleet import Fleet, Link
 from skein.topology.links import link_cost_s
 from skein.types import ChunkRef, MicrobatchId, WorkerId
@@ -56,6 +56,10 @@ class Placement:
         """What the plan goes on with, until the step in progress is over."""
         self._is_begun = False
         """Everybody has what this plan gave them, and was told to begin a step."""
+        self._built: Plan | None = None
+        """The last plan of which everybody had all that it gave them."""
+        self._given: set[ChunkRef] = set()
+        """Chunks that plans since have given somebody."""
         self._whole: Plan | None = None
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
@@ -132,9 +136,18 @@ class Placement:
         self.awaited = None if is_answer else self.awaited
         return is_answer
 
+    def _walked(self) -> Plan | None:
+        """Whose walkers are what members hold: those of the last plan that was built by all, or that made a step."""
+        return self._built or (None if self._job.worked is None else self._job.worked.plan)
+
     def held(self) -> Plan | None:
-        """What members hold at the job's version, if together that is the whole model."""
+        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones."""
         parallel = self._job.spec.parallel
+        if self._job.spec.aggregation.walkers is Walkers.MANY:
+            before, acks = self._walked(), self._members.acks
+            if before is None:
+                return None
+            return held_walkers(before, acks, version=self._job.version, given=self._given)
         return held_plan(self._members.acks, version=self._job.version, parallel=parallel)
 
     def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
@@ -240,6 +253,7 @@ class Placement:
         if sources.averaged:
             self._average(sources, now=now)
         self._roll_back_to(sources, now=now)
+        self._given.update(at for at, x in sources.by_chunk.items() if x.kind is not SourceKind.KEEP)
         self._adopt(plan, sources, {})
         return sources
 
@@ -247,8 +261,8 @@ class Placement:
         job, acks = self._job, self._members.acks
         version, checkpoint = job.version, job.newest_checkpoint
         if job.spec.aggregation.walkers is Walkers.MANY:
-            before = self._adopted_before()
-            return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint)
+            before, given = self._walked(), self._given
+            return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
         return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
 
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
@@ -296,6 +310,9 @@ class Placement:
         if worker not in self._members.placed:
             return False
         self._members.ready[worker] = report
+        if self._members.is_ready:
+            self._built = self.plan
+            self._given.clear()
         return self._members.is_ready
 
     def odd_readers(self) -> tuple[WorkerId, ...]:

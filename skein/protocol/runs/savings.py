@@ -5,7 +5,9 @@ Rules of this file
   that was rolled back is reached again, nor of another job.
 """
 
+from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
+from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import Outbox, PruneCheckpoints
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile, Save
@@ -55,12 +57,19 @@ class Savings:
         self._files.clear()
 
     def ask(self, plan: Plan) -> None:
-        """Have the job's version saved: each stage by the holder that stays and has the least to save."""
+        """Have the job's version saved: each stage by the holder that stays and has the least to save.
+
+        Of many walkers one saves all, of those with most who stay the first: stages of two would be no model.
+        """
         history, members = self._out.history, self._members
+        holders = {stage.index: plan.holders(stage.index) for stage in plan.stages}
+        if self._job.spec.aggregation.walkers is Walkers.MANY:
+            saver = min(walkers_of(plan), key=lambda x: sum(members.is_leaving(at.worker) for at in x))
+            holders = {chunk.stage: (chunk.worker,) for chunk in saver}
         stages_by_worker: dict[WorkerId, tuple[StageIndex, ...]] = {}
         for stage in plan.stages:
             holder = min(
-                plan.holders(stage.index),
+                holders[stage.index],
                 key=lambda w: (members.is_leaving(w), len(stages_by_worker.get(w, ()))),
             )
             stages_by_worker[holder] = (*stages_by_worker.get(holder, ()), stage.index)

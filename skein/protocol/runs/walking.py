@@ -2,18 +2,21 @@
 
 Rules of this file
 - A walker goes on if every chunk of it is where the plan before had it. So no walker is made of two.
+- The plan before is the last that everybody had built, and what a later one has given somebody counts for nothing:
+  some may have it by now, and others of the same walker not yet.
 - Any other begins as a copy of one that goes on. If none does, all go back to the newest checkpoint.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
-from skein.plan.plan import Plan
+from skein.plan.plan import ChunkPlan, Plan
 from skein.plan.walkers import walkers_of
 from skein.protocol.messages import SourceKind, StateSource
 from skein.protocol.records import CheckpointCommitted
 from skein.protocol.reports import Ack
 from skein.protocol.runs.sources import Sources
-from skein.types import ChunkRef, Step, WorkerId
+from skein.types import ChunkRef, StageSpec, Step, WorkerId
 
 Walker = tuple[ChunkRef, ...]
 
@@ -25,29 +28,22 @@ def walker_sources(
     *,
     version: Step,
     checkpoint: CheckpointCommitted | None,
+    given: Collection[ChunkRef] = (),
 ) -> Sources:
     """Sources of all chunks of `plan`, a plan of many walkers.
 
     Args:
         plan: to be put into place.
-        before: the plan that was in place when what `acks` tell of was computed.
+        before: the last plan that everybody had built.
         acks: what members hold.
         version: the job's.
         checkpoint: the newest.
+        given: chunks that plans since then have given somebody, who may have them by now.
     """
-    held = {
-        (chunk.stage, worker)
-        for worker, ack in acks.items()
-        for chunk in ack.chunks
-        if chunk.version == version
-    }
-    stages = {stage.index: stage for stage in plan.stages}
-
-    def is_whole(walker: Walker) -> bool:
-        return all((stages[chunk.stage], chunk.worker) in held for chunk in walker)
-
+    held = _held(acks, version)
     is_same_cut = before is not None and before.stages == plan.stages
-    earlier = [x for x in walkers_of(before) if is_whole(x)] if before is not None and is_same_cut else []
+    earlier = whole_walkers(before, acks, version=version, given=given) if before is not None else []
+    earlier = earlier if is_same_cut else []
     wanted = walkers_of(plan)
     if version == 0:
         return _all(wanted, StateSource(kind=SourceKind.INITIAL, version=version), version)
@@ -61,6 +57,45 @@ def walker_sources(
         source = StateSource(kind=SourceKind.CHECKPOINT, version=saved, url=checkpoint.url)
     sources = _all(wanted, source, saved)
     return Sources(version=saved, by_chunk=sources.by_chunk, unheld=unheld)
+
+
+def whole_walkers(
+    before: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, given: Collection[ChunkRef] = ()
+) -> list[Walker]:
+    """Walkers of `before` of which every chunk is here at `version`, and nobody has given it anything since."""
+    held, stages = _held(acks, version), {stage.index: stage for stage in before.stages}
+    return [
+        walker
+        for walker in walkers_of(before)
+        if all((stages[x.stage], x.worker) in held and x not in given for x in walker)
+    ]
+
+
+def held_walkers(
+    before: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, given: Collection[ChunkRef] = ()
+) -> Plan | None:
+    """What is left of `before`, as a plan without paths; None if no walker is whole."""
+    walkers = whole_walkers(before, acks, version=version, given=given)
+    if not walkers:
+        return None
+    chunks = tuple(
+        ChunkPlan(chunk=chunk, slots=1) for of_stage in zip(*walkers, strict=True) for chunk in of_stage
+    )
+    return replace(
+        before,
+        chunks=chunks,
+        paths=(),
+        evaluation_paths=(),
+        schedules=(),
+        alternates=(),
+        groups=(),
+        reason="held",
+    )
+
+
+def _held(acks: Mapping[WorkerId, Ack], version: Step) -> set[tuple[StageSpec, WorkerId]]:
+    told = ((chunk, worker) for worker, ack in acks.items() for chunk in ack.chunks)
+    return {(chunk.stage, worker) for chunk, worker in told if chunk.version == version}
 
 
 def _all(walkers: Iterable[Walker], source: StateSource, version: Step) -> Sources:
