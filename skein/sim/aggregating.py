@@ -1,7 +1,8 @@
 """The job's aggregation rule over simulated workers: the same code as in the workers, on the numeric model's float64.
 
 Walkers are filed by the history of commits that made them, and by whose they are. What a rule calls REPLICATED must be
-bit-equal for all who have the same history; what an exchange must keep is checked as soon as all have its result.
+bit-equal for all who have the same history; what an exchange must keep is checked as soon as all have its result. Of
+many walkers each is of one trajectory in all its stages: a name that its chunks begin with and change together.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,6 +39,18 @@ class TensorPayload(Payload):
     tensors: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stage as a worker has it, and the trajectory that it is of."""
+
+    walker: Walker
+    trajectory: str
+
+    def copy(self) -> "Held":
+        """The same in other memory."""
+        return Held(self.walker.copy(), self.trajectory)
+
+
 class AggregatingModel(NumericModel):
     """The numeric model of a job whose rule is asked at every step."""
 
@@ -47,36 +60,51 @@ class AggregatingModel(NumericModel):
         self.walkers = job.aggregation.walkers
         self.num_checked = 0
         """Exchanges whose conservation was checked."""
-        self._held: dict[tuple[str, WorkerId], dict[StageSpec, Walker]] = {}
-        self._disk: dict[str, tuple[StageSpec, Walker]] = {}
+        self._held: dict[tuple[str, WorkerId], dict[StageSpec, Held]] = {}
+        self._disk: dict[str, tuple[StageSpec, Held]] = {}
+        self._trajectories: dict[tuple[str, int], str] = {}
         self._offers: dict[tuple[_Key, str], dict[int, Offer]] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "AggregatingExecutor":
         """What a worker process computes with."""
         return AggregatingExecutor(self, worker, flops_per_s)
 
-    def fresh(self, stage: StageSpec) -> Walker:
+    def fresh(self, stage: StageSpec) -> Held:
         """A stage as the seed draws it."""
         params = tensors_of({name: self.state(INITIAL, name).theta for name in self.names(stage)})
-        return Walker(params=params, state=self.rule.init(params))
+        return Held(Walker(params=params, state=self.rule.init(params)), INITIAL)
 
-    def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, walker: Walker) -> None:
+    def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, held: Held) -> None:
         """A worker has this now.
 
         Raises:
             Violated: another has something else of the same history where all should have the same.
         """
-        own = dict(replicated(self.rule, walker, is_one=self.walkers is Walkers.ONE))
+        walker, is_one = held.walker, self.walkers is Walkers.ONE
+        own = dict(replicated(self.rule, walker, is_one=is_one))
         for (history, other), by_stage in self._held.items():
             if history == lineage and stage in by_stage:
-                others = dict(replicated(self.rule, by_stage[stage], is_one=self.walkers is Walkers.ONE))
-                wrong = differing(own, others)
-                if wrong or by_stage[stage].num_updates != walker.num_updates:
+                found = by_stage[stage].walker
+                wrong = differing(own, dict(replicated(self.rule, found, is_one=is_one)))
+                if wrong or found.num_updates != walker.num_updates:
                     raise Violated(f"{worker} and {other} differ in {wrong} of {stage} after {lineage}")
                 break
-        self._held.setdefault((lineage, worker), {})[stage] = walker
+        self._held.setdefault((lineage, worker), {})[stage] = held
 
-    def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> Walker:
+    def moved(self, lineage: str, walker: int, trajectory: str) -> str:
+        """The trajectory of a walker that steps on from a history of commits.
+
+        Raises:
+            Violated: another stage of it is of another trajectory.
+        """
+        if self.walkers is Walkers.ONE:
+            return trajectory
+        known = self._trajectories.setdefault((lineage, walker), trajectory)
+        if known != trajectory:
+            raise Violated(f"walker {walker} is of {known} and of {trajectory} after {lineage}")
+        return f"{lineage} {walker}"
+
+    def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> Held:
         """A worker's walker; of one walker whoever's, if that one has it in a backup only."""
         by_stage = {} if worker is None else self._held.get((lineage, worker), {})
         if stage in by_stage:
@@ -89,16 +117,15 @@ class AggregatingModel(NumericModel):
 
     # --- checkpoints ---
 
-    def write(self, file: str, stage: StageSpec, walker: Walker) -> None:
+    def write(self, file: str, stage: StageSpec, held: Held) -> None:
         """A file of a checkpoint."""
-        self._disk[file] = stage, walker.copy()
+        self._disk[file] = stage, held.copy()
 
-    def read(self, files: Iterable[str], stage: StageSpec) -> Walker:
+    def read(self, files: Iterable[str], stage: StageSpec) -> Held:
         """A stage from the files that hold its parameters."""
-        found = [self._disk[file] for file in files]
-        for held, walker in found:
-            if held == stage:
-                return walker
+        for saved, held in (self._disk[file] for file in files):
+            if saved == stage:
+                return held
         raise Violated(f"{stage} is cut otherwise in the checkpoint")
 
     # --- what must be kept ---
@@ -122,7 +149,7 @@ class AggregatingExecutor(NumericExecutor):
     def __init__(self, model: AggregatingModel, worker: WorkerId, flops_per_s: float) -> None:
         super().__init__(model, worker, flops_per_s)
         self._rule = model.rule
-        self._walkers: dict[StageIndex, Walker] = {}
+        self._walkers: dict[StageIndex, Held] = {}
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
         self._files: dict[StageIndex, tuple[str, ...]] = {}
         self._tensors: dict[ShardTensor, Tensors] = {}
@@ -148,16 +175,16 @@ class AggregatingExecutor(NumericExecutor):
         self._num_ways = max(1, assign.num_evaluation_paths)
         members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
         before = self._groups_of.get(stage, ())
-        walker = self._begun(chunk, lineage, len(before), len(members))
+        held = self._begun(chunk, lineage, len(before), len(members))
         me = ChunkRef(stage=stage.index, worker=self.worker)
         if chunk.source.kind is SourceKind.KEEP and before not in ((), members):
-            self._rule.on_membership(walker, before=len(before), after=len(members), me=before.index(me))
+            self._rule.on_membership(held.walker, before=len(before), after=len(members), me=before.index(me))
         self._groups_of[stage] = members
-        self._walkers[stage.index] = walker
-        self._model.hold(lineage, self.worker, stage, walker)
-        return _states(walker)
+        self._walkers[stage.index] = held
+        self._model.hold(lineage, self.worker, stage, held)
+        return _states(held)
 
-    def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> Walker:
+    def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> Held:
         """The walker's part that a chunk begins with; never another's own memory."""
         stage, source, model = chunk.stage, chunk.source, self._model
         if lineage == INITIAL:
@@ -166,12 +193,12 @@ class AggregatingExecutor(NumericExecutor):
             case SourceKind.KEEP:
                 return model.held(lineage, self.worker, stage).copy()
             case SourceKind.CHECKPOINT:
-                saved = model.read(self._files[stage.index], stage)
-                return newcomer(self._rule, saved, before=before, after=after, only_saved=True)
+                given = model.read(self._files[stage.index], stage)
             case _:
-                return newcomer(
-                    self._rule, model.held(lineage, source.peer, stage), before=before, after=after
-                )
+                given = model.held(lineage, source.peer, stage)
+        is_saved = source.kind is SourceKind.CHECKPOINT
+        walker = newcomer(self._rule, given.walker, before=before, after=after, only_saved=is_saved)
+        return Held(walker, given.trajectory)
 
     def _reached(self, stage: StageIndex, lineage: str) -> None:
         self._drop_step()
@@ -229,7 +256,7 @@ class AggregatingExecutor(NumericExecutor):
         )
         terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
         self._dues[key] = index
-        walker, grads = self._walkers[stage], tensors_of(self._sums[stage])
+        walker, grads = self._walkers[stage].walker, tensors_of(self._sums[stage])
         sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk)
         self._offers[key] = Offer(
             before=walker, after=self._exchanges.walker(key), grads=grads, terms=terms, talk=talk
@@ -255,7 +282,9 @@ class AggregatingExecutor(NumericExecutor):
                 for shard in sorted(sent)
             }
         flat = self._exchanges.join(key, self._rule, results)
-        common = replicated(self._rule, self._walkers[stage], is_one=self._model.walkers is Walkers.ONE)
+        common = replicated(
+            self._rule, self._walkers[stage].walker, is_one=self._model.walkers is Walkers.ONE
+        )
         vote = measured(flat, [tensor for _, tensor in common])
         self._model.offered(key, self.chunks[stage].lineage, self._offers[key].joined(flat))
         return Joined(
@@ -266,8 +295,10 @@ class AggregatingExecutor(NumericExecutor):
         )
 
     def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
-        if record.decision is Decision.APPLY:
-            self._walkers[stage] = self._after(stage, record)
+        chunk, held = self.chunks[stage], self._walkers[stage]
+        me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
+        after = self._after(stage, record) if record.decision is Decision.APPLY else held.walker
+        self._walkers[stage] = Held(after, self._model.moved(chunk.lineage, me, held.trajectory))
         return _states(self._walkers[stage])
 
     def _after(self, stage: StageIndex, record: StepRecord) -> Walker:
@@ -284,7 +315,7 @@ class AggregatingExecutor(NumericExecutor):
         alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
         results = {x.group: x for x in record.results}
         result = results.get(alone) or results[GroupId(f"s{stage}")]
-        walker = self._walkers[stage].copy()
+        walker = self._walkers[stage].walker.copy()
         if result.weight:
             names = self._names(result.group, stage)
             values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
@@ -302,10 +333,10 @@ def _shape(walker: Walker) -> tuple[int, ...]:
     return tuple(next(iter(walker.params.values())).shape)
 
 
-def _states(walker: Walker) -> dict[str, State]:
+def _states(held: Held) -> dict[str, State]:
     """Parameters as the numeric model takes them; the optimizer's state is the walker's business."""
     nothing = np.zeros(0)
-    return {name: State(theta, nothing, nothing) for name, theta in arrays_of(walker.params).items()}
+    return {name: State(theta, nothing, nothing) for name, theta in arrays_of(held.walker.params).items()}
 
 
 def _weights(group: Group) -> tuple[tuple[tuple[int, float], ...], ...]:
