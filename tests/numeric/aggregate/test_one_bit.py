@@ -363,6 +363,27 @@ def test_bytes_are_a_thirtieth_of_full_precision(make: Make) -> None:
     assert 30 * (up + down) <= full
 
 
+def test_the_number_of_threads_changes_no_bit(make: Make) -> None:
+    rule = make(warmup_steps=2)
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(300_001, generator=generator)
+    grads = [{"big": torch.randn(300_001, generator=generator)} for _ in range(2)]
+    talks = talks_by_shard(Due(round=0), num_members=2, num_shards=2)
+    results, num_threads = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            walkers = []
+            for _ in range(2):
+                params = {"big": start.clone()}
+                walkers.append(Walker(params=params, state=rule.init(params)))
+                rule.local_step(walkers[-1], grads[0], terms_of(0), talks=False)
+            results.append(exchange(rule, walkers, grads, [terms_of(2)] * 2, talks)[0])
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(same_bits(replicated(rule, results[0]), replicated(rule, other)) for other in results)
+
+
 # --- guards ---
 
 
