@@ -23,7 +23,16 @@ from bench.plot import line_chart
 from bench.report import Row, finish
 from skein.errors import UserError
 
-PARTS = ("one_bit_deepspeed", "gossip_bias", "stability", "diloco")
+PARTS = (
+    "one_bit_deepspeed",
+    "one_bit_bytes",
+    "one_bit_digits",
+    "gossip_bias",
+    "stability",
+    "lsgd",
+    "diloco",
+    "all_reduce",
+)
 """In order of the table of docs/benchmarks-aggregation.md."""
 _ROWS = TypeAdapter(tuple[Row, ...])
 

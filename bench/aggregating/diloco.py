@@ -16,7 +16,7 @@ from torch import Tensor
 from bench.aggregating.measured import Measured
 from bench.plot import Chart, Line
 from bench.report import Row, spread
-from skein.config.aggregation import DiLoCo
+from skein.config.aggregation import DiLoCo, Wire
 from skein.config.job import BatchSpec, DataSpec, LlamaModel, LlamaShape, TextSource
 from skein.config.optimizer import AdamWSpec
 from skein.config.schedule import learning_rate
@@ -35,12 +35,12 @@ from worker.model.stage import build_stage
 
 NUM_WALKERS = 4
 LOCAL_STEPS = 50
-NUM_STEPS = 600
+NUM_STEPS = 1000
 SEEDS = (0, 1, 2)
 LOSS_GOAL = 0.01
 BYTES_GOAL = 200.0
-_EVALUATE_EVERY = 50
-_NUM_VALIDATION = 512
+_EVALUATE_EVERY = 100
+_NUM_VALIDATION = 256
 _SHAPE = LlamaShape(
     hidden_size=64,
     intermediate_size=160,
@@ -50,8 +50,8 @@ _SHAPE = LlamaShape(
     tie_word_embeddings=False,
 )
 _TOKENS = 64
-_BATCH = BatchSpec(samples=8 * NUM_WALKERS, microbatch_samples=8)
-_OPTIMIZER = AdamWSpec(learning_rate=5e-3, warmup_steps=50)
+_BATCH = BatchSpec(samples=4 * NUM_WALKERS, microbatch_samples=4)
+_OPTIMIZER = AdamWSpec(learning_rate=3e-3, warmup_steps=50)
 
 ALL_REDUCE, REFERENCE, STREAMED = "all-reduce", "DiLoCo fp32", "DiLoCo int4, streamed"
 
@@ -78,19 +78,23 @@ class Trained:
         return self.curve[-1][1]
 
 
+def _spec(wire: Wire, *, fragments: int = 1, overlap_steps: int = 0) -> DiLoCo:
+    """Twenty rounds are too few for an outer momentum of 0.9: with 0.6 all of them learn more."""
+    return DiLoCo(
+        rule="diloco",
+        wire=wire,
+        local_steps=LOCAL_STEPS,
+        outer_momentum=0.6,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
+    )
+
+
 METHODS = (
     Method(label=ALL_REDUCE, spec=None),
-    Method(label=REFERENCE, spec=DiLoCo(rule="diloco", wire="fp32", local_steps=LOCAL_STEPS)),
-    Method(
-        label=STREAMED,
-        spec=DiLoCo(
-            rule="diloco", wire="int4", local_steps=LOCAL_STEPS, fragments=5, overlap_steps=5, mix=0.5
-        ),
-    ),
-    Method(
-        label="DiLoCo int4, no feedback",
-        spec=DiLoCo(rule="diloco", wire="int4", local_steps=LOCAL_STEPS, error_feedback=False),
-    ),
+    Method(label=REFERENCE, spec=_spec("fp32")),
+    Method(label=STREAMED, spec=_spec("int4", fragments=5, overlap_steps=1)),
+    Method(label="DiLoCo int2", spec=_spec("int2")),
 )
 
 
@@ -278,5 +282,5 @@ def chart_of(runs: Mapping[str, Sequence[Trained]]) -> Chart:
         x_label="step",
         y_label="nats per byte",
         lines=tuple(lines),
-        y_to=max(max(line.high[1:]) for line in lines),
+        y_to=max(max(line.high[1:] or line.high) for line in lines),
     )
