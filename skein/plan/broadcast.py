@@ -19,6 +19,7 @@ Arrival = tuple[float, float]
 _MOST_VISITED = 8_000
 """Members that the search for a better tree may visit: it takes some ten milliseconds."""
 _WORK = 0.01
+"""What a second of one link's time counts beside a second of waiting, shared among the members."""
 _GAIN = 1e-9
 """A change that saves a smaller share of the time is rounding."""
 
@@ -35,7 +36,6 @@ class BroadcastProblem:
     bytes_per_s: F64
     num_bytes: float
     num_pieces: int = 16
-
     _latency_s: tuple[tuple[float, ...], ...] = field(init=False, repr=False)
     _piece_s: tuple[tuple[float, ...], ...] = field(init=False, repr=False)
 
