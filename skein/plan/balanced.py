@@ -17,12 +17,13 @@ from itertools import islice
 
 import numpy as np
 
-from skein.config.aggregation import Walkers
+from skein.config.aggregation import Gossip, Walkers
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
 from skein.plan.check import violations
 from skein.plan.cut import cut, cut_costs
+from skein.plan.exchange import Row
 from skein.plan.load import (
     StageLoad,
     job_layers,
@@ -36,11 +37,13 @@ from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
 from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
+from skein.plan.rounds import rows_of
 from skein.plan.times import with_times
 from skein.plan.timing import Traffic, depths, lower_bound_s, pattern_of, predict_s, reduction_s, traffic
 from skein.plan.walkers import lines_of, paths_within, walkers_of
+from skein.topology.consensus import choose
 from skein.topology.fleet import Fleet
-from skein.topology.links import F64, link_cost_s
+from skein.topology.links import F64, LinkMatrices, link_cost_s
 from skein.types import ChunkRef, GroupId, Layout, StageSpec, WorkerId
 from skein.units import format_bytes
 
@@ -236,7 +239,9 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     slots = _slots(chunks, loads, wanted, pool)
     shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
-    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
+    # An exchange is no part of every step; what it costs is told by skein.plan.estimates.
+    is_plain = setting.job.aggregation.walkers is Walkers.ONE
+    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups if is_plain]
     plan = Plan(
         layout=layout,
         stages=stages,
@@ -297,7 +302,10 @@ def groups_of(
         workers = tuple(dict.fromkeys(member.worker for member in members))
         shards = num_shards(num_bytes, len(workers))
         pattern = pattern_of(job.aggregation, workers, shards, num_bytes, pool)
-        return Group(group=GroupId(name), members=members, num_shards=shards, pattern=pattern)
+        weights = _measured_weights(job, workers, num_bytes, pool)
+        return Group(
+            group=GroupId(name), members=members, num_shards=shards, pattern=pattern, weights=weights
+        )
 
     for stage, load in zip(stages, loads, strict=True):
         members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
@@ -307,6 +315,22 @@ def groups_of(
             chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
         )
         yield group("tied", ends, shared_bytes), shared_bytes
+
+
+def _measured_weights(
+    job: JobSpec, workers: Sequence[WorkerId], num_bytes: int, pool: Pool
+) -> tuple[Row, ...]:
+    """Who takes what from whom in gossip over a graph that the links choose; nothing for any other job."""
+    rule = job.aggregation
+    if not isinstance(rule, Gossip) or rule.graph != "measured":
+        return ()
+    at = np.ix_(*([pool.workers.index(worker) for worker in workers],) * 2)
+    links = LinkMatrices(
+        latency_s=pool.links.latency_s[at],
+        bytes_per_s=pool.links.bytes_per_s[at],
+        crosses_sites=pool.links.crosses_sites[at],
+    )
+    return rows_of(choose(links, num_bytes=num_bytes).mixing)
 
 
 def _reasons(

@@ -24,7 +24,7 @@ from skein.config.aggregation import (
 )
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.plan import Group, Plan
-from skein.plan.quorum import token_weights
+from skein.plan.quorum import Quorum, token_weights
 from skein.topology.graphs import GraphKind, Mixing, mixing_at
 from skein.types import ChunkRef, GroupId, StageIndex, WorkerId
 
@@ -56,6 +56,8 @@ class StepGroups:
     clips_result: bool = False
     """What an exchange gives is a gradient: the norm of that is clipped, and none before."""
     num_tokens: tuple[int, ...] | None = None
+    quorum: Quorum | None = None
+    """Without which late units are not left out; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,11 @@ class Leaders:
 def local_group(chunk: ChunkRef) -> Group:
     """A chunk on its own."""
     return Group(group=GroupId(f"s{chunk.stage}@{chunk.worker}"), members=(chunk,), num_shards=1)
+
+
+def is_local(group: GroupId) -> bool:
+    """Whether a group is a chunk on its own."""
+    return "@" in group
 
 
 def is_exchange(group: GroupId) -> bool:
@@ -133,15 +140,20 @@ def step_groups(
         is_gradient = isinstance(aggregation, AllReduce)
         sharing = tuple(len(members) for members in chunks for _ in members)
         return replace(groups, units=alone, num_sharing=sharing, clips_result=is_gradient)
-    is_weighed = isinstance(aggregation, DiLoCo)
-    tokens = tuple(num_tokens) or (0,) * len(chunks[0])
     units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
-    return replace(groups, units=units, may_lose_some=True, num_tokens=tokens if is_weighed else None)
+    groups = replace(groups, units=units, may_lose_some=True)
+    if not isinstance(aggregation, DiLoCo):
+        return groups
+    return replace(
+        groups,
+        num_tokens=tuple(num_tokens) or (0,) * len(units),
+        quorum=Quorum(share=aggregation.quorum, grace=aggregation.grace),
+    )
 
 
 def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
     """An exchange in which each member counts by what it has learned from."""
-    pairs = token_weights(dict(enumerate(num_tokens)))
+    pairs = [(i, weight) for i, weight in token_weights(dict(enumerate(num_tokens))) if weight]
     row = Row(members=tuple(i for i, _ in pairs), weights=tuple(weight for _, weight in pairs))
     return replace(group, weights=(row,) * group.num_shards)
 
@@ -155,7 +167,7 @@ def _exchanges(
     if isinstance(aggregation, Lsgd):
         return [] if leaders is None else _pulls(base, due.reach, leaders, tree)
     if isinstance(aggregation, Gossip):
-        rows = group.weights or _rows(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
+        rows = group.weights or rows_of(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
         return [replace(base, num_shards=n, pattern=Neighbours(), weights=rows)]
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
     # Who compares members looks at the whole of what each sends.
@@ -188,7 +200,7 @@ def _drawn(aggregation: Gossip) -> GraphKind:
     return "ring" if aggregation.graph == "measured" else aggregation.graph
 
 
-def _rows(mixing: Mixing) -> tuple[Row, ...]:
+def rows_of(mixing: Mixing) -> tuple[Row, ...]:
     """Who takes what from whom."""
     rows = []
     for i in range(mixing.num_members):

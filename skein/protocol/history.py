@@ -7,7 +7,7 @@ from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
-from skein.protocol.messages import StepRecord
+from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
@@ -175,10 +175,12 @@ class History:
 def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
     if job.spec.aggregation.walkers is Walkers.ONE or job.plan is None:
         return ()
-    results = {result.group: result for result in record.results}
-    if any(is_exchange(group) for group in results):
+    if record.decision is not Decision.APPLY:
+        return job.learned
+    num_tokens = {result.group: result.num_tokens for result in record.results}
+    if any(is_exchange(group) for group in num_tokens):
         return ()
     members = job.plan.plan.groups[-1].members
-    now = [results[local_group(member).group].num_tokens for member in members]
+    now = [num_tokens.get(local_group(member).group, 0) for member in members]
     before = job.learned or (0,) * len(now)
     return tuple(a + b for a, b in zip(before, now, strict=True))

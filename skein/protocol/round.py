@@ -5,19 +5,21 @@ Rules of this file
 - An exchange is asked for once all reductions are voted on, with the numbers that follow from those votes.
 - A step is decided when every holder of every group has voted the same attempt and, where all are to have the same
   result, the same digest.
-- A walker whose own gradient is not finite makes no local step; the others do.
+- A walker whose own gradient is not finite makes no local step; the others do. Nor does one that is late, where the
+  rule has a quorum: it gives up what it has of the step, and has no say in an exchange that ends it.
 - A stage's gradient is a sum over the microbatches that visited it, so it is divided by their tokens and no others.
 - All numbers of the decision come from what was reported; members compute with these, never with their own.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import assert_never
 
 from skein.config.aggregation import Reach
 from skein.plan.plan import Group
+from skein.plan.quorum import Quorum
 from skein.plan.rounds import StepGroups, local_group, weighed
 from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.ops import exact_sum
@@ -45,7 +47,12 @@ class VoteHeard:
     vote: Vote
 
 
-RoundEvent = LedgerHeard | VoteHeard
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraceOver:
+    """The deadline may have come: whoever is late is not waited for."""
+
+
+RoundEvent = LedgerHeard | VoteHeard | GraceOver
 
 # --- commands ---
 
@@ -88,6 +95,18 @@ class StepTerms:
     batch_samples: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a round waits for late walkers: by a quorum, when it began, and how long the last ones took.
+
+    `past` has for each of the last rounds the seconds from its beginning until each walker was done.
+    """
+
+    quorum: Quorum
+    begun_at: float
+    past: Sequence[Sequence[float]]
+
+
 class Round:
     """Collects one step under one generation."""
 
@@ -100,8 +119,13 @@ class Round:
         expected: Mapping[ChunkRef, tuple[MicrobatchId, ...]],
         epoch: Epoch,
         generation: Generation,
+        patience: Patience | None = None,
     ) -> None:
+        """`patience` None: all are waited for."""
         self.terms = terms
+        self._patience = patience
+        self.arrived: dict[int, float] = {}
+        """When each unit of the step's groups was done."""
         self._epoch = epoch
         self._generation = generation
         self._step_groups = groups
@@ -130,12 +154,28 @@ class Round:
                 return self._ledger(event, now=now)
             case VoteHeard():
                 return self._vote(event, now=now)
+            case GraceOver():
+                return self._go_on(now=now)
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """A round waits for reports alone; leases and the watchdog end what never comes."""
-        return None
+        """When late walkers are given up; else a round waits for reports alone, and the watchdog ends it."""
+        if self._patience is None or self._numbers is not None:
+            return None
+        begun_at, num_units = self._patience.begun_at, len(self._step_groups.units)
+        arrived_s = [at - begun_at for at in self.arrived.values()]
+        if len(arrived_s) >= num_units:
+            return None
+        ends_s = self._patience.quorum.deadline(arrived_s, self._patience.past, num_members=num_units)
+        return None if ends_s is None else begun_at + ends_s
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Units that were left out."""
+        if self._numbers is None:
+            return ()
+        return tuple(i for i in range(len(self._step_groups.units)) if i not in self.arrived)
 
     def story(self, group: GroupId) -> tuple[str, ...]:
         """The last lines about a group."""
@@ -172,7 +212,7 @@ class Round:
         self._story.tell(group.group, f"attempt {number}", now=now)
         if group.group in self._reach:
             group = self._weighed(group)
-        parts = tuple(self._done[member].ledger for member in group.members)
+        parts = tuple(self._done[member].ledger for member in group.members if member in self._done)
         return AskReduction(group=group, attempt=attempt, parts=parts, exchange=self._exchange_terms(group))
 
     def _weighed(self, group: Group) -> Group:
@@ -181,8 +221,9 @@ class Round:
         if before is None:
             return group
         assert numbers is not None
-        now = [numbers.num_tokens_by_group[local_group(member).group] for member in group.members]
-        return weighed(group, [a + b for a, b in zip(before, now, strict=True)])
+        now = [numbers.num_tokens_by_group.get(local_group(member).group) for member in group.members]
+        # Who is late may be anywhere in its step: it takes what the others have come to.
+        return weighed(group, [0 if b is None else a + b for a, b in zip(before, now, strict=True)])
 
     def _exchange_terms(self, group: Group) -> ExchangeTerms | None:
         """The numbers that members need before they know the decision, which will have the same."""
@@ -193,7 +234,7 @@ class Round:
         return ExchangeTerms(
             reach=self._reach[group.group],
             learning_rate=self.terms.learning_rate,
-            scales=tuple(weights[local_group(member).group] for member in group.members),
+            scales=tuple(weights.get(local_group(member).group, 0.0) for member in group.members),
         )
 
     def _vote(self, event: VoteHeard, *, now: float) -> list[RoundCommand]:
@@ -215,25 +256,57 @@ class Round:
                 return [RoundFailed(reason=reason, blamed=_minority(group, votes))]
             return [self._ask(group, number=1, now=now)]
         self._results[vote.group] = _result(group, votes, is_common=is_common)
+        if self._numbers is None:
+            self._arrive(now=now)
         return self._go_on(now=now)
+
+    def _arrive(self, *, now: float) -> None:
+        """Units whose groups all have their results are done."""
+        for index, unit in enumerate(self._step_groups.units):
+            if index not in self.arrived and all(group in self._results for group in unit):
+                self.arrived[index] = now
 
     def _go_on(self, *, now: float) -> list[RoundCommand]:
         """A group has its result: ask for the exchanges, decide, or wait for the others."""
-        if self._numbers is None and len(self._results) == len(self._step_groups.reduced):
+        if self._numbers is None and self._is_reduced(now=now):
+            self._leave_out_late()
             self._numbers = self._weigh()
             if not self._numbers.reason:
                 asked = [self._ask(group, number=0, now=now) for group in self._step_groups.exchanged]
                 if asked:
                     return list(asked)
-        if self._numbers is None or (not self._numbers.reason and len(self._results) < len(self._groups)):
+        num_exchanged = sum(group in self._reach for group in self._results)
+        if self._numbers is None or (not self._numbers.reason and num_exchanged < len(self._reach)):
             return []
         return [StepDecided(record=self._decide(self._numbers))]
+
+    def _is_reduced(self, *, now: float) -> bool:
+        """Whether all reductions have their results, or those without are not waited for any more."""
+        if len(self._results) == len(self._step_groups.reduced):
+            return True
+        ends_at = self.deadline()
+        return ends_at is not None and now >= ends_at
+
+    def _leave_out_late(self) -> None:
+        """Forget what late walkers have told: their step is none."""
+        late = {
+            group
+            for index in range(len(self._step_groups.units))
+            if index not in self.arrived
+            for group in self._step_groups.units[index]
+        }
+        for name in late:
+            self._results.pop(name, None)
+            self._attempts.pop(name, None)
+            for member in self._groups[name].members:
+                self._done.pop(member, None)
 
     def _weigh(self) -> Numbers:
         """Token counts, norms and weights from the reports, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
         tokens = _tokens_by_microbatch(done)
-        votes = [self._results[group.group] for group in self._step_groups.reduced]
+        reduced = [group.group for group in self._step_groups.reduced]
+        votes = [self._results[group] for group in reduced if group in self._results]
         visitors = {v.group: self._num_tokens(self._sharing(self._groups[v.group]), tokens) for v in votes}
         return weigh(
             self._step_groups,

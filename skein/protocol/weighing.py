@@ -46,7 +46,7 @@ def weigh(
 
     Args:
         groups: of the step.
-        votes: one for each reduced group, that stands for all.
+        votes: one for each reduced group, that stands for all; none for those of late walkers.
         visitors: valid tokens by which each of these groups divides: where several chunks share a stage's gradient,
             those of all of them.
         loss_sum: nats over all microbatches.
@@ -62,7 +62,9 @@ def weigh(
     norms: list[float] = []
     clip = 1.0
     for unit in groups.units:
-        own = [by_group[group] for group in unit]
+        own = [by_group[group] for group in unit if group in by_group]
+        if len(own) < len(unit):
+            continue  # A late walker's.
         norm = inf if set(unit) & set(spoilt) else _norm(own, visitors, times, num_tokens)
         factor = 0.0 if norm == inf else clip_of(norm, clip_norm)
         norms.append(norm)

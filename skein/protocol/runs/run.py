@@ -42,7 +42,7 @@ from skein.protocol.reports import (
     Trouble,
     Vote,
 )
-from skein.protocol.round import LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.round import GraceOver, LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.improving import Improving
@@ -261,6 +261,8 @@ class Run:
                 self._pardon()
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
+        elif self._is_grace_over(now=now):
+            self._drive(GraceOver(), now=now)
         elif self.phase in _COMPUTING and now >= self._stalls_at():
             still_s = self._watchdog.still_for(now=now)
             reason = f"no op ended for {still_s:.0f} s"
@@ -281,7 +283,14 @@ class Run:
         is_fencing = self.phase is RunPhase.FENCING and not self._members.is_fenced
         if is_fencing:
             return self._watchdog.gives_up_at(self.plan)
-        return self._stalls_at() if self.phase in _COMPUTING else None
+        if self.phase not in _COMPUTING:
+            return None
+        ends_at = None if self.round is None else self.round.deadline()
+        return self._stalls_at() if ends_at is None else min(ends_at, self._stalls_at())
+
+    def _is_grace_over(self, *, now: float) -> bool:
+        ends_at = None if self.round is None else self.round.deadline()
+        return self.phase is RunPhase.STEPPING and ends_at is not None and now >= ends_at
 
     def _stalls_at(self) -> float:
         return self._watchdog.barks_at(self.plan)
@@ -431,6 +440,7 @@ class Run:
         self._gathering.opened()
         self._savings.fenced()
         self._leading.fenced()
+        self._stepping.fenced()
         self._improving.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
         self._story.tell("generation", f"{generation}: {reason}", now=now)
@@ -574,7 +584,7 @@ class Run:
 
     def _begin_step(self, *, now: float) -> None:
         self.phase = RunPhase.STEPPING
-        self._stepping.begin()
+        self._stepping.begin(now=now)
         self._improving.step_begins(self._candidates(), now=now)
 
     def _drive(self, event: RoundEvent, *, now: float) -> None:

@@ -1,11 +1,22 @@
 """The step in progress: a Round, the reductions it asks for, and the terms it decides by."""
 
+from collections import deque
+
 from skein.config.schedule import learning_rate
-from skein.plan.rounds import step_groups
+from skein.plan.quorum import NUM_REMEMBERED
+from skein.plan.rounds import StepGroups, step_groups
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Prepare
-from skein.protocol.round import AskReduction, Round, RoundEvent, RoundFailed, StepDecided, StepTerms
+from skein.protocol.round import (
+    AskReduction,
+    Patience,
+    Round,
+    RoundEvent,
+    RoundFailed,
+    StepDecided,
+    StepTerms,
+)
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
@@ -18,13 +29,22 @@ class Stepping:
         self, job: JobHistory, placement: Placement, members: Members, leading: Leading, outbox: Outbox
     ) -> None:
         self.round: Round | None = None
+        self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
+        """Of the last rounds of this plan: seconds until each walker was done."""
+        self._begun_at = 0.0
+        self._was_late = False
         self._job = job
         self._placement = placement
         self._members = members
         self._leading = leading
         self._out = outbox
 
-    def begin(self) -> None:
+    def fenced(self) -> None:
+        """Other walkers may be there from now on."""
+        self._past.clear()
+        self._was_late = False
+
+    def begin(self, *, now: float) -> None:
         """The job's version is the step that is computed now."""
         spec, version, history = self._job.spec, self._job.version, self._out.history
         plan = self._placement.plan
@@ -51,7 +71,15 @@ class Stepping:
             expected=self._placement.expected(),
             epoch=history.epoch,
             generation=history.generation,
+            patience=self._patience(groups, now=now),
         )
+
+    def _patience(self, groups: StepGroups, *, now: float) -> Patience | None:
+        """How long late walkers are waited for; nobody is left out twice in a row."""
+        self._begun_at = now
+        if groups.quorum is None or self._was_late:
+            return None
+        return Patience(quorum=groups.quorum, begun_at=now, past=tuple(self._past))
 
     def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | RoundFailed]:
         """Take a report of the step, if there is one; reductions are asked for here."""
@@ -59,9 +87,20 @@ class Stepping:
         for command in () if self.round is None else self.round.handle(event, now=now):
             if isinstance(command, AskReduction):
                 self._ask(command)
-            else:
-                ends.append(command)
+                continue
+            if isinstance(command, StepDecided) and self.round is not None:
+                self._remember(self.round)
+            ends.append(command)
         return ends
+
+    def _remember(self, ended: Round) -> None:
+        self._was_late = bool(ended.late)
+        if self._was_late:
+            self._out.log(
+                f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}"
+            )
+        elif ended.arrived:
+            self._past.append(tuple(at - self._begun_at for at in ended.arrived.values()))
 
     def _ask(self, command: AskReduction) -> None:
         history = self._out.history

@@ -9,12 +9,12 @@ Rules of this file
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import assert_never
 
 from skein.plan.plan import Group
-from skein.plan.rounds import is_exchange, local_group
+from skein.plan.rounds import is_exchange, is_local, local_group
 from skein.protocol.messages import (
     Assign,
     ChunkProgress,
@@ -227,13 +227,14 @@ class Steps:
         """Queue behind the update that makes the version, if that is still to come."""
         coming = self.version if self._commit is None else self._commit.record.step + 1
         if directive.version == coming:
-            for stage in directive.stages:
+            for stage, walker in zip(directive.stages, directive.walkers, strict=True):
                 self._queue.append(
                     SaveOp(
                         generation=directive.generation,
                         version=directive.version,
                         stage=stage,
                         url=directive.url,
+                        walker=walker,
                     )
                 )
 
@@ -263,7 +264,10 @@ class Steps:
     def _has_results(self, record: StepRecord) -> bool:
         if record.decision is Decision.SKIP:
             return True
-        known = {*self._groups, *self._local, *(group for group, _ in self._exchanges)}
+        local = self._local
+        if record.results and is_left_out(record, local):
+            return True
+        known = {*self._groups, *local, *(group for group, _ in self._exchanges)}
         exchanges = [self._exchanges.get((x.group, x.attempt)) for x in record.results if x.group in known]
         return bool(exchanges) and all(exchange is not None and exchange.is_joined for exchange in exchanges)
 
@@ -456,3 +460,13 @@ class Steps:
                     digest=loss.digest,
                 )
             )
+
+
+def is_left_out(record: StepRecord, local: Collection[GroupId]) -> bool:
+    """Whether a step was decided without these chunks: others were weighed one by one, and none of these."""
+    groups = {result.group for result in record.results}
+    return (
+        any(is_local(group) for group in groups)
+        and groups.isdisjoint(local)
+        and not any(map(is_exchange, groups))
+    )
