@@ -26,6 +26,7 @@ from skein.config.job import (
 from skein.protocol.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
+from skein.sim.moments import STRUCK, judge_struck, struck
 from skein.sim.process import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
 from skein.sim.shapes import SHAPES, Shape, shape_of
@@ -63,12 +64,17 @@ def main() -> int:
     parser.add_argument("--faults", type=int, help="with --shape 8, else 0")
     parser.add_argument("--layers", type=int, default=0, help="decoder blocks; 0: enough for the stages")
     parser.add_argument("--hidden", type=int, default=128, help="features")
+    parser.add_argument(
+        "--rule", help="an aggregation rule, or `all`: each seed strikes once, amid an exchange"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, counting up from --seed")
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds of --shape")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the coordinator's lines")
     parser.add_argument("--trace", action="store_true", help="print every event of every worker, too")
     args = parser.parse_args()
+    if args.rule is not None:
+        return _judge_strikes(args)
     if args.shape is not None:
         return _judge_seeds(args)
     replicas = args.replicas or max(1, args.workers // args.stages)
@@ -155,6 +161,33 @@ def _judge_seeds(args: argparse.Namespace) -> int:
         if count % max(1, args.seeds // 20) == 0 and args.seeds > 1:
             print(f"{count} of {args.seeds} seeds, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     print(f"{args.seeds} seeds from {args.seed} on, {args.shape}, {num_faults} faults each: no violation")
+    return 0
+
+
+def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
+    """What became of a strike amid an exchange (nothing if it violates no invariant), and the story."""
+    world = struck(rule, seed)
+    try:
+        judge_struck(world)
+    except Exception as error:  # noqa: BLE001 - whatever breaks is what is looked for
+        again = f"python -m skein.sim --rule {rule} --seed {seed}"
+        text = f"{rule} seed={seed} violated: {error!r:.2000}\nreproduce: {again}"
+        return text, "\n".join(world.lines)
+    return "", "\n".join(world.lines)
+
+
+def _judge_strikes(args: argparse.Namespace) -> int:
+    for rule in STRUCK if args.rule == "all" else (args.rule,):
+        began = time.perf_counter()
+        for violation, story in _told(partial(strike_told, rule=rule), args):
+            if args.verbose:
+                print(story)
+            if violation:
+                print("\n".join(story.splitlines()[-40:]))
+                print(violation)
+                return 1
+        seconds = time.perf_counter() - began
+        print(f"{rule}: {args.seeds} seeds from {args.seed} on, {seconds:.0f} s: no violation", flush=True)
     return 0
 
 

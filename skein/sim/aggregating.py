@@ -25,7 +25,7 @@ from skein.protocol.messages import Assign, ChunkAssignment, Decision, ExchangeT
 from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
 from skein.protocol.tensors import Envelope, ShardTensor
 from skein.sim.executor import Payload
-from skein.sim.invariants import INITIAL, Violated
+from skein.sim.invariants import INITIAL, Violated, lineage_after
 from skein.sim.numeric import NumericExecutor, NumericModel, State
 from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 
@@ -58,8 +58,8 @@ class AggregatingModel(NumericModel):
         super().__init__(job)
         self.rule = rule_of(job.aggregation, job.optimizer)
         self.walkers = job.aggregation.walkers
-        self.num_checked = 0
-        """Exchanges whose conservation was checked."""
+        self.checked: set[_Key] = set()
+        """Exchanges that all members have the result of, and that have lost nothing."""
         self._held: dict[tuple[str, WorkerId], dict[StageSpec, Held]] = {}
         self._disk: dict[str, tuple[StageSpec, Held]] = {}
         self._trajectories: dict[tuple[str, int], str] = {}
@@ -86,13 +86,13 @@ class AggregatingModel(NumericModel):
             if history == lineage and stage in by_stage:
                 found = by_stage[stage].walker
                 wrong = differing(own, dict(replicated(self.rule, found, is_one=is_one)))
-                if wrong or found.num_updates != walker.num_updates:
+                if wrong or (is_one and found.num_updates != walker.num_updates):
                     raise Violated(f"{worker} and {other} differ in {wrong} of {stage} after {lineage}")
                 break
         self._held.setdefault((lineage, worker), {})[stage] = held
 
     def moved(self, lineage: str, walker: int, trajectory: str) -> str:
-        """The trajectory of a walker that steps on from a history of commits.
+        """The trajectory of a walker that steps on, to the end of a history of commits.
 
         Raises:
             Violated: another stage of it is of another trajectory.
@@ -101,7 +101,7 @@ class AggregatingModel(NumericModel):
             return trajectory
         known = self._trajectories.setdefault((lineage, walker), trajectory)
         if known != trajectory:
-            raise Violated(f"walker {walker} is of {known} and of {trajectory} after {lineage}")
+            raise Violated(f"walker {walker} is of {known} and of {trajectory} before {lineage}")
         return f"{lineage} {walker}"
 
     def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> Held:
@@ -136,7 +136,7 @@ class AggregatingModel(NumericModel):
         offers[offer.talk.me] = offer
         if len(offers) == offer.talk.num_members:
             what = lost(self.rule, [offers[i] for i in sorted(offers)])
-            self.num_checked += 1
+            self.checked.add(key)
             if what:
                 raise Violated(f"{key}: {what}")
 
@@ -298,7 +298,9 @@ class AggregatingExecutor(NumericExecutor):
         chunk, held = self.chunks[stage], self._walkers[stage]
         me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
         after = self._after(stage, record) if record.decision is Decision.APPLY else held.walker
-        self._walkers[stage] = Held(after, self._model.moved(chunk.lineage, me, held.trajectory))
+        self._walkers[stage] = Held(
+            after, self._model.moved(lineage_after(chunk.lineage, record), me, held.trajectory)
+        )
         return _states(self._walkers[stage])
 
     def _after(self, stage: StageIndex, record: StepRecord) -> Walker:
@@ -314,9 +316,9 @@ class AggregatingExecutor(NumericExecutor):
             return self._exchanges.finish(keys, self._rule, terms)
         alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
         results = {x.group: x for x in record.results}
-        result = results.get(alone) or results[GroupId(f"s{stage}")]
+        result = results.get(alone) or results.get(GroupId(f"s{stage}"))
         walker = self._walkers[stage].walker.copy()
-        if result.weight:
+        if result is not None and result.weight:
             names = self._names(result.group, stage)
             values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
             grads = tensors_of(dict(zip(names, values, strict=True)))

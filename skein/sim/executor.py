@@ -351,11 +351,10 @@ class SimExecutor:
             if chunk.version != record.step:
                 raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
             if record.decision is Decision.APPLY:
-                if not self._is_resumed:
+                me = ChunkRef(stage=chunk.stage.index, worker=self.worker)
+                if not self._is_resumed and not _is_late(me, results):
                     self._check_order(chunk, record.step)
-                self._check_results(
-                    ChunkRef(stage=chunk.stage.index, worker=self.worker), record.step, results
-                )
+                self._check_results(me, record.step, results)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         self._is_resumed = False
@@ -375,7 +374,7 @@ class SimExecutor:
         alone = local_group(chunk).group
         if alone in results:
             self._check_own(results[alone], step, chunk)
-        else:
+        elif not _is_late(chunk, results):
             for group, members in self._members.items():
                 if chunk in members:
                     self._check(results[group], step, members)
@@ -398,9 +397,14 @@ class SimExecutor:
             return  # Another leader's; or who has added up what is not the plan's any more.
         group = self._groups[result.group, result.attempt]
         shard = group.workers.index(self.worker) if isinstance(group.pattern, Neighbours) else 0
-        makers = group.contributors(shard)
-        planned = [(step, m, x.stage) for x in makers for m in self._visits.by_chunk[x]]
-        if found != dict.fromkeys(planned, 1):
+        by_chunk, makers = self._visits.by_chunk, group.contributors(shard)
+        weights = group.weights[shard].weights if group.weights else (1.0,) * len(makers)
+        # Who counts for nothing may have come to anything.
+        planned = {
+            (step, m, x.stage): bool(w) for x, w in zip(makers, weights, strict=True) for m in by_chunk[x]
+        }
+        needed = {contribution for contribution, counts in planned.items() if counts}
+        if not needed <= found.keys() <= planned.keys() or set(found.values()) > {1}:
             raise Violated(f"{result.group} at step {step} is made of {sorted(found)}, not of {planned}")
 
     def _check(self, result: GroupResult, step: Step, members: tuple[ChunkRef, ...]) -> None:
@@ -424,6 +428,11 @@ class SimExecutor:
         self._here = {place for place in self._here if place[1].step >= version}
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
+
+
+def _is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:
+    """Whether a step was closed without a chunk's part, where each chunk has its own."""
+    return local_group(chunk).group not in results and any("@" in group for group in results)
 
 
 def _digest(result: Contributions) -> str:

@@ -184,7 +184,7 @@ def disturbed(
     new_world: NewWorld = World,
 ) -> World:
     """A world of this shape that the faults of a seed are going to strike."""
-    world = make_world(shape.job(steps=steps), _small_fleet(shape), seed=seed, new_world=new_world)
+    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=seed, new_world=new_world)
     world.transport.repeat_every = REPEAT_EVERY
     schedule(
         world,
@@ -210,10 +210,11 @@ def judge(shape: Shape, world: World, *, steps: int = 8) -> Outcome:
 @cache
 def undisturbed_curve(shape: Shape, steps: int) -> tuple[StepRecord, ...]:
     """What a job of this shape comes to when nothing happens."""
-    world = make_world(shape.job(steps=steps), _small_fleet(shape), seed=0)
+    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0)
     run_to_end(world, limit_s=LIMIT_S)
     return curve_of(world.log)
 
 
-def _small_fleet(shape: Shape) -> FleetShape:
+def small_fleet(shape: Shape) -> FleetShape:
+    """As many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
     return FleetShape(num_workers=shape.num_workers, num_sites=2, flops_per_s=_SEED_FLOPS_PER_S)
