@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
-from client.download import OnBytes, fetch_weights
+from client.download import OnBytes, fetch_weights, weight_prefixes
 from client.export import require_unused, write_huggingface
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.job import JobSpec
@@ -201,7 +201,12 @@ class AsyncClient:
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
                 paths = await fetch_weights(self._connection, manifest, spec, Path(folder), on_bytes=on_bytes)
                 files = await asyncio.to_thread(
-                    write_huggingface, paths, spec.model, out, max_shard_bytes=max_shard_bytes
+                    write_huggingface,
+                    paths,
+                    spec.model,
+                    out,
+                    max_shard_bytes=max_shard_bytes,
+                    prefixes=weight_prefixes(manifest, spec),
                 )
         except OSError as error:
             raise UserError("out", str(out), f"cannot be written: {error.strerror or error}") from error

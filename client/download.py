@@ -11,11 +11,12 @@ import fsspec
 from grpc import aio
 
 from client.connection import Connection
+from skein.config.aggregation import DiLoCo, Gossip, Lsgd
 from skein.config.job import JobSpec
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import checkpoint_folder
+from skein.protocol.records import checkpoint_folder, num_walkers, walker_prefix
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetRequest, GetStart, ManifestReply
 
@@ -25,11 +26,29 @@ OnBytes = Callable[[int, int], None]
 _READ_BYTES = 4 << 20
 
 
+_GLOBAL = "global_params."
+"""Before the name of a parameter: the tensor in which every walker of DiLoCo has what all of them agreed on."""
+
+
+def weight_prefixes(manifest: ManifestReply, job: JobSpec) -> tuple[str, ...]:
+    """What is before the name of a parameter in those tensors of a checkpoint of which the exported one is the mean.
+
+    Of DiLoCo what its walkers agreed on, of leader SGD one walker's or the mean of all, as the job says, and of gossip
+    the mean, which is what all would come to if they went on to average.
+    """
+    rule = job.aggregation
+    if isinstance(rule, DiLoCo):
+        return (_GLOBAL,)
+    is_mean = isinstance(rule, Gossip) or (isinstance(rule, Lsgd) and rule.export == "average")
+    return tuple(walker_prefix(walker) for walker in range(num_walkers(manifest.stages) if is_mean else 1))
+
+
 def weight_files(manifest: ManifestReply, job: JobSpec) -> tuple[CheckpointFile, ...]:
-    """The files of a checkpoint that hold parameters; optimizer state stays where it is."""
-    wanted = parameter_shapes(job.model).keys()
+    """The files of a checkpoint that hold the parameters of an export; what else there is stays where it is."""
+    prefixes = weight_prefixes(manifest, job)
+    wanted = {f"{prefix}{name}" for prefix in prefixes for name in parameter_shapes(job.model)}
     files = (file for stage in manifest.stages for file in stage.files)
-    return tuple(file for file in files if wanted & set(file.tensors))
+    return tuple(file for file in files if not wanted.isdisjoint(file.tensors))
 
 
 async def fetch_weights(

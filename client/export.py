@@ -1,6 +1,7 @@
 """Stages' weights put together into a directory that `transformers` opens.
 
 No torch: a safetensors file is eight bytes of length, a JSON header and raw numbers, and these are copied in pieces.
+Where an exported tensor is the mean of several, pieces of all of them are read side by side.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,9 +22,10 @@ from skein.errors import UserError
 from skein.model.huggingface import config_of
 from skein.model.parameters import parameter_shapes
 
-_PIECE_BYTES = 8 << 20
+_PIECE_ELEMENTS = 1 << 19
 _MAX_HEADER_BYTES = 100_000_000
 _NUM_BYTES = {"F32": 4, "F64": 8}
+_FORMATS = {"F32": "<f4", "F64": "<f8"}
 _FLOAT_BYTES = 4
 
 
@@ -37,8 +40,17 @@ class _Source:
     shape: tuple[int, ...]
 
 
+_Sources = tuple[_Source, ...]
+"""Tensors of one shape, of which the mean is wanted."""
+
+
 def write_huggingface(
-    stage_files: Sequence[Path], model: ModelSpec, out: Path, *, max_shard_bytes: int
+    stage_files: Sequence[Path],
+    model: ModelSpec,
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    prefixes: Sequence[str] = ("",),
 ) -> list[Path]:
     """Writes configuration and float32 weights to `out`; gives the files' paths.
 
@@ -51,6 +63,7 @@ def write_huggingface(
         model: what the job trained.
         out: a directory that does not exist, or is empty.
         max_shard_bytes: at least 1.
+        prefixes: before a parameter's name, of the tensors whose mean is written, summed in float64 in this order.
 
     Raises:
         UserError: `out` is in use or cannot be written; or the files lack a tensor, or hold one of another shape.
@@ -58,13 +71,13 @@ def write_huggingface(
     if max_shard_bytes < 1:
         raise UserError("max_shard_bytes", max_shard_bytes, "give at least 1")
     require_unused("out", out)
-    source_by_name = _sources(stage_files, model)
+    sources_by_name = _sources(stage_files, model, prefixes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as parent:
             directory = Path(parent) / "complete"
             directory.mkdir()
-            names = _write_weights(directory, source_by_name, max_shard_bytes)
+            names = _write_weights(directory, sources_by_name, max_shard_bytes)
             names += _write_configs(directory, model)
             directory.replace(out)
     except OSError as error:
@@ -84,19 +97,20 @@ def require_unused(field: str, folder: Path) -> None:
         raise UserError(field, str(folder), "exists already; name a new or empty folder")
 
 
-def _sources(stage_files: Sequence[Path], model: ModelSpec) -> dict[str, _Source]:
-    """Every tensor of `model`, in the order of its layers."""
+def _sources(stage_files: Sequence[Path], model: ModelSpec, prefixes: Sequence[str]) -> dict[str, _Sources]:
+    """What every tensor of `model` is made of, in the order of its layers."""
     found: dict[str, _Source] = {}
     for path in stage_files:
         for name, source in _header(path).items():
             found.setdefault(name, source)
-    for name, shape in parameter_shapes(model).items():
+    shapes = parameter_shapes(model)
+    for name, shape in ((f"{prefix}{name}", shape) for name, shape in shapes.items() for prefix in prefixes):
         if name not in found:
             raise UserError("stage_files", [str(path) for path in stage_files], f"none of them holds {name}")
         if found[name].shape != shape:
             hint = f"{name} is {list(found[name].shape)} where the model has {list(shape)}"
             raise UserError("stage_files", str(found[name].path), hint)
-    return {name: found[name] for name in parameter_shapes(model)}
+    return {name: tuple(found[f"{prefix}{name}"] for prefix in prefixes) for name in shapes}
 
 
 def _header(path: Path) -> dict[str, _Source]:
@@ -133,8 +147,10 @@ def _source(path: Path, entry: Mapping[str, object], start: int) -> _Source:
     return _Source(path=path, offset=start + begin, num_bytes=end - begin, dtype=dtype, shape=tuple(shape))
 
 
-def _write_weights(directory: Path, source_by_name: Mapping[str, _Source], max_shard_bytes: int) -> list[str]:
-    shards = list(_shards(source_by_name, max_shard_bytes))
+def _write_weights(
+    directory: Path, sources_by_name: Mapping[str, _Sources], max_shard_bytes: int
+) -> list[str]:
+    shards = list(_shards(sources_by_name, max_shard_bytes))
     if len(shards) == 1:
         _write_safetensors(directory / "model.safetensors", shards[0])
         return ["model.safetensors"]
@@ -143,51 +159,59 @@ def _write_weights(directory: Path, source_by_name: Mapping[str, _Source], max_s
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_safetensors(directory / file_name, shard)
         weight_map |= dict.fromkeys(shard, file_name)
-    num_parameters = sum(math.prod(source.shape) for source in source_by_name.values())
+    num_parameters = sum(_num_elements(sources) for sources in sources_by_name.values())
     metadata = {"total_parameters": num_parameters, "total_size": num_parameters * _FLOAT_BYTES}
     _write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
     return [*sorted(set(weight_map.values())), "model.safetensors.index.json"]
 
 
-def _shards(source_by_name: Mapping[str, _Source], max_shard_bytes: int) -> Iterator[dict[str, _Source]]:
+def _num_elements(sources: _Sources) -> int:
+    return math.prod(sources[0].shape)
+
+
+def _shards(sources_by_name: Mapping[str, _Sources], max_shard_bytes: int) -> Iterator[dict[str, _Sources]]:
     """Tensors in order, as many together as fit; one that is too big by itself is alone."""
-    shard: dict[str, _Source] = {}
+    shard: dict[str, _Sources] = {}
     shard_bytes = 0
-    for name, source in source_by_name.items():
-        num_bytes = math.prod(source.shape) * _FLOAT_BYTES
+    for name, sources in sources_by_name.items():
+        num_bytes = _num_elements(sources) * _FLOAT_BYTES
         if shard and shard_bytes + num_bytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = {}, 0
-        shard[name] = source
+        shard[name] = sources
         shard_bytes += num_bytes
     yield shard
 
 
-def _write_safetensors(path: Path, source_by_name: Mapping[str, _Source]) -> None:
+def _write_safetensors(path: Path, sources_by_name: Mapping[str, _Sources]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, source in source_by_name.items():
-        begin, end = end, end + math.prod(source.shape) * _FLOAT_BYTES
-        header[name] = {"dtype": "F32", "shape": list(source.shape), "data_offsets": [begin, end]}
+    for name, sources in sources_by_name.items():
+        begin, end = end, end + _num_elements(sources) * _FLOAT_BYTES
+        header[name] = {"dtype": "F32", "shape": list(sources[0].shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for source in source_by_name.values():
-            _copy(source, file)
+        for sources in sources_by_name.values():
+            _write_mean(sources, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _copy(source: _Source, target: BinaryIO) -> None:
-    """Appends the numbers of `source` to `target`, as little-endian float32."""
-    with source.path.open("rb") as file:
-        file.seek(source.offset)
-        for start in range(0, source.num_bytes, _PIECE_BYTES):
-            piece = file.read(min(_PIECE_BYTES, source.num_bytes - start))
-            if source.dtype == "F64":
-                piece = np.frombuffer(piece, "<f8").astype("<f4").tobytes()
-            target.write(piece)
+def _write_mean(sources: _Sources, target: BinaryIO) -> None:
+    """Appends the mean of `sources` to `target`, as little-endian float32; of one that is its own numbers."""
+    num_elements = _num_elements(sources)
+    with ExitStack() as opened:
+        files = [opened.enter_context(source.path.open("rb")) for source in sources]
+        for source, file in zip(sources, files, strict=True):
+            file.seek(source.offset)
+        for start in range(0, num_elements, _PIECE_ELEMENTS):
+            count = min(_PIECE_ELEMENTS, num_elements - start)
+            total = np.zeros(count, np.float64)
+            for source, file in zip(sources, files, strict=True):
+                total += np.frombuffer(file.read(count * _NUM_BYTES[source.dtype]), _FORMATS[source.dtype])
+            target.write((total / len(sources)).astype("<f4").tobytes())
 
 
 def _write_configs(directory: Path, model: ModelSpec) -> list[str]:

@@ -6,7 +6,8 @@ Rules of this file
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, assert_never
@@ -15,11 +16,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec, LlamaModel
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, Neighbour, SourceKind
+from skein.protocol.records import num_walkers
 from skein.protocol.worker_io import BuildFailed, Built
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
@@ -94,6 +97,23 @@ def archive_of(url: str | None, files: Files, job: JobId, version: Step) -> Arch
     return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What chunks need of a walker in a checkpoint; `place`: of how many walkers it is, and which is wanted."""
+
+    tensors: Mapping[str, Tensor]
+    version: Step
+    place: tuple[int, int] | None
+
+    def load_into(self, chunk: Chunk) -> None:
+        """Make it the chunk's."""
+        if self.place is None:
+            chunk.load_state(self.tensors, version=self.version)
+            return
+        available, walker = self.place
+        chunk.load_walker(self.tensors, version=self.version, walker=walker, num_walkers=available)
+
+
 class _DonorFailedError(Exception):
     def __init__(self, peer: WorkerId, reason: str) -> None:
         super().__init__(reason)
@@ -164,7 +184,7 @@ class Builder:
         await self._check_archive(job)
         is_origin = bool(assign.origins or assign.evaluation_origins)
         dataset = await self._dataset(job) if is_origin else None
-        saved = await self._saved_state(assign, job)
+        saved = await self._saved(assign, job)
         chunks = {
             wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
             for wanted in assign.chunks
@@ -215,7 +235,7 @@ class Builder:
         wanted: ChunkAssignment,
         job: JobSpec,
         members: tuple[Member, ...],
-        saved: Mapping[str, Tensor],
+        saved: Mapping[int, _Saved],
     ) -> Chunk:
         stage, source = wanted.stage, wanted.source
         if source.kind is SourceKind.KEEP:
@@ -232,7 +252,7 @@ class Builder:
                 if isinstance(job.model, LlamaModel) and job.model.init_from is not None:
                     await self._on_torch(partial(load_huggingface, Path(job.model.init_from), chunk.module))
             case SourceKind.CHECKPOINT:
-                await self._on_torch(partial(chunk.load_state, saved, version=source.version))
+                await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
             case SourceKind.KEEP:
                 own = self._own(assign.job, wanted, state_names(job, stage))
                 await self._on_torch(partial(chunk.load_state, own, version=source.version))
@@ -318,18 +338,39 @@ class Builder:
             raise LocalError(f"{neighbour.stage} at version {version} is not here to make another of it")
         return held
 
-    async def _saved_state(self, assign: Assign, job: JobSpec) -> dict[str, Tensor]:
-        """What all chunks that come from the checkpoint need of it, each file read once."""
+    async def _saved(self, assign: Assign, job: JobSpec) -> dict[int, _Saved]:
+        """What all chunks that come from the checkpoint need of it, by walker; of each, every file is read once."""
         wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
         if not wanted:
             return {}
-        names = saved_names(job, [chunk.stage for chunk in wanted])
         manifest = await self._files.manifest(assign.job, wanted[0].source.version)
         archive = archive_of(manifest.url, self._files, assign.job, manifest.version)
-        return await asyncio.to_thread(read_state, manifest.stages, names, archive)
+        found = {}
+        for walker in sorted({chunk.walker for chunk in wanted}):
+            stages = [chunk.stage for chunk in wanted if chunk.walker == walker]
+            found[walker] = await asyncio.to_thread(_read_walker, job, stages, walker, manifest, archive)
+        return found
 
     async def _on_torch(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._executor.call(function))
+
+
+def _read_walker(
+    job: JobSpec, stages: Sequence[StageSpec], walker: int, manifest: ManifestReply, archive: Archive
+) -> _Saved:
+    """A walker's state of `stages`, or that of another which a walker the checkpoint lacks begins as a copy of."""
+    available = num_walkers(manifest.stages)
+    own = job.aggregation.walkers if walker < available else Walkers.ONE
+    tensors = read_state(
+        manifest.stages,
+        saved_names(job, stages),
+        archive,
+        if_there=saved_names(job, stages, own),
+        walker=walker % available,
+    )
+    is_many = job.aggregation.walkers is Walkers.MANY
+    place = (available, walker) if is_many else None
+    return _Saved(tensors=tensors, version=manifest.version, place=place)
 
 
 def _job_of(assign: Assign) -> JobSpec:

@@ -4,6 +4,7 @@ Rules of this file
 - Under its final name a file is complete: it is written elsewhere and renamed, or the store checks its hash first.
 - Tensors are found by name, so the cut that reads need not be the one that wrote. A tied tensor is saved once, by the
   stage that embeds.
+- Of many walkers each has files of its own. Its tensors are named after it, but for those of the main one, number 0.
 - A checkpoint lies in `<url>/<job>/v<version>/`, or at the coordinator under the same file names.
 """
 
@@ -11,7 +12,7 @@ import hashlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -24,22 +25,24 @@ from torch import Tensor
 
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import StageFiles, checkpoint_folder
+from skein.protocol.records import StageFiles, checkpoint_folder, walker_prefix
 from skein.types import Generation, JobId, StageIndex, Step
 
 _FIELD = "checkpoint.url"
 _READ_BYTES = 1 << 22
 
 
-def file_names(stage: StageIndex, generation: Generation) -> tuple[str, str]:
-    """Names of the files with a stage's parameters and with the rest of its state.
+def file_names(stage: StageIndex, generation: Generation, walker: int = 0) -> tuple[str, str]:
+    """Names of the files with a walker's parameters of a stage and with the rest of its state.
 
     Each generation writes its own: a late writer of an older one must not touch what a manifest names.
 
     >>> file_names(StageIndex(2), Generation(7))
     ('stage-002.g7.model.safetensors', 'stage-002.g7.optimizer.safetensors')
+    >>> file_names(StageIndex(2), Generation(7), 1)[0]
+    'stage-002.g7.w1.model.safetensors'
     """
-    base = f"stage-{stage:03d}.g{generation}"
+    base = f"stage-{stage:03d}.g{generation}" + (f".w{walker}" if walker else "")
     return f"{base}.model.safetensors", f"{base}.optimizer.safetensors"
 
 
@@ -145,22 +148,32 @@ def write_stage(
     *,
     params: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
+    walker: int = 0,
 ) -> tuple[CheckpointFile, ...]:
     """Writes a chunk's parameters and the rest of its state, as `generation` asked for them; what was written.
+
+    Args:
+        stage: the chunk's.
+        generation: that asked.
+        archive: where to.
+        params: by name.
+        state: all else, by name.
+        walker: the number in this checkpoint of the walker that the chunk is of.
 
     Raises:
         OSError | RemoteError: it could not be.
     """
+    names, prefix = file_names(stage, generation, walker), walker_prefix(walker)
     with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
         return tuple(
-            _write(Path(folder) / name, tensors, archive)
-            for name, tensors in zip(file_names(stage, generation), (params, state), strict=True)
+            _write(Path(folder) / name, {f"{prefix}{x}": tensor for x, tensor in tensors.items()}, archive)
+            for name, tensors in zip(names, (params, state), strict=True)
         )
 
 
-def _write(draft: Path, tensors: Mapping[str, Tensor], archive: Archive) -> CheckpointFile:
+def _write(draft: Path, tensors: dict[str, Tensor], archive: Archive) -> CheckpointFile:
     try:
-        save_file(dict(tensors), draft, metadata={"format": "pt"})
+        save_file(tensors, draft, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{draft}: {error}") from error
     file = CheckpointFile(
@@ -183,19 +196,35 @@ def sha256_of(path: Path) -> str:
 # --- reading ---
 
 
-def read_state(stages: Iterable[StageFiles], names: Iterable[str], archive: Archive) -> dict[str, Tensor]:
-    """The tensors called `names` of a checkpoint, from whichever files hold them; every file read is checked.
+def read_state(
+    stages: Iterable[StageFiles],
+    names: Collection[str],
+    archive: Archive,
+    *,
+    if_there: Collection[str] = (),
+    walker: int = 0,
+) -> dict[str, Tensor]:
+    """A walker's tensors called `names` in a checkpoint, from whichever files hold them; every file read is checked.
+
+    Args:
+        stages: of the checkpoint.
+        names: as they are called outside the checkpoint.
+        archive: where the files are.
+        if_there: names of others that are read where the checkpoint has them.
+        walker: number of the walker in the checkpoint.
 
     Raises:
         LocalError: a tensor is in no file, or a file is not what was written.
         OSError | RemoteError: a file could not be read.
     """
     file_by_tensor = {name: file for held in stages for file in held.files for name in file.tensors}
-    missing = sorted(set(names) - file_by_tensor.keys())
+    prefix = walker_prefix(walker)
+    required, others = ({f"{prefix}{name}" for name in some} for some in (names, if_there))
+    missing = sorted(required - file_by_tensor.keys())
     if missing:
         raise LocalError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} other tensors")
     wanted: dict[str, list[str]] = {}
-    for name in sorted(names):
+    for name in sorted(required | (others & file_by_tensor.keys())):
         wanted.setdefault(file_by_tensor[name].name, []).append(name)
     files = {file.name: file for file in file_by_tensor.values()}
     state: dict[str, Tensor] = {}
@@ -203,7 +232,7 @@ def read_state(stages: Iterable[StageFiles], names: Iterable[str], archive: Arch
         for file_name, inside in sorted(wanted.items()):
             with _checked(files[file_name], archive, Path(folder)) as path:
                 state |= _read(path, inside)
-    return state
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 @contextmanager

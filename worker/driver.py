@@ -413,7 +413,13 @@ class Driver:
         try:
             archive = archive_of(saved.url, self._files, saved.job_id, version)
             files = await asyncio.to_thread(
-                write_stage, stage, generation, archive, params=saved.params, state=saved.state
+                write_stage,
+                stage,
+                generation,
+                archive,
+                params=saved.params,
+                state=saved.state,
+                walker=saved.walker,
             )
         except (OSError, RemoteError, UserError) as error:
             reason = one_line(error)
@@ -429,7 +435,9 @@ class Driver:
             format_bytes(num_bytes),
             elapsed_s,
         )
-        return CheckpointSaved(generation=generation, version=version, stage=stage, files=files)
+        return CheckpointSaved(
+            generation=generation, version=version, stage=stage, files=files, walker=saved.walker
+        )
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
         """One after the other: two probes at once would measure each other."""

@@ -91,12 +91,16 @@ class StateSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAssignment:
-    """A chunk to hold: its slots, where its state comes from, and which of the plan's evaluation paths visit it."""
+    """A chunk to hold: its slots, where its state comes from, and which of the plan's evaluation paths visit it.
+
+    `walker`: which one the chunk is of, where its source is a checkpoint of many walkers.
+    """
 
     stage: StageSpec
     slots: int
     source: StateSource
     evaluation_paths: tuple[int, ...]
+    walker: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,13 +333,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Copy these stages at `version` and write them under `url` (None: upload to the coordinator)."""
+    """Copy these stages at `version` and write them under `url` (None: upload to the coordinator).
+
+    `walkers` has for each stage the number of its walker in this checkpoint; 0 is the main one, or the only one.
+    """
 
     epoch: Epoch
     generation: Generation
     version: Step
     stages: tuple[StageIndex, ...]
     url: str | None
+    walkers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

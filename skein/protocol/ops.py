@@ -134,12 +134,16 @@ class ApplyOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOp:
-    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`."""
+    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`.
+
+    `walker` is its walker's number in that checkpoint.
+    """
 
     generation: Generation
     version: Step
     stage: StageIndex
     url: str | None
+    walker: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 What is not here (leases, ledgers, votes) is soft: a restarted coordinator learns it again from reports.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +22,8 @@ from skein.types import (
     Step,
     WorkerId,
 )
+
+_PREFIX = re.compile(r"walker([1-9]\d{0,8})/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFiles:
-    """The files of one stage of a checkpoint."""
+    """The files of one stage of a checkpoint: those of all walkers, in their order."""
 
     stage: StageIndex
     files: tuple[CheckpointFile, ...]
@@ -114,6 +118,31 @@ def checkpoint_folder(version: Step) -> str:
     'v00001200'
     """
     return f"v{version:08d}"
+
+
+def walker_prefix(walker: int) -> str:
+    """What the names of a walker's tensors begin with in a checkpoint.
+
+    >>> walker_prefix(0), walker_prefix(2)
+    ('', 'walker2/')
+    """
+    return f"walker{walker}/" if walker else ""
+
+
+def walker_of(tensor: str) -> int:
+    """The walker whose tensor has this name in a checkpoint.
+
+    >>> walker_of("model.norm.weight"), walker_of("walker2/model.norm.weight")
+    (0, 2)
+    """
+    found = _PREFIX.match(tensor)
+    return int(found[1]) if found else 0
+
+
+def num_walkers(stages: Iterable[StageFiles]) -> int:
+    """Of how many walkers a checkpoint is."""
+    names = (name for stage in stages for file in stage.files for name in file.tensors)
+    return 1 + max(map(walker_of, names), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,12 +127,16 @@ class EvaluationDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
-    """A stage of a checkpoint is durable under the checkpoint's URL; `generation` is that of the Save, perhaps over."""
+    """A walker's stage of a checkpoint is durable under the checkpoint's URL.
+
+    `generation` is that of the Save, perhaps over.
+    """
 
     generation: Generation
     version: Step
     stage: StageIndex
     files: tuple[CheckpointFile, ...]
+    walker: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,7 +260,11 @@ class Worker:
     def _saved(self, event: CheckpointSaved) -> None:
         self._standing.tell(
             CheckpointWritten(
-                generation=event.generation, version=event.version, stage=event.stage, files=event.files
+                generation=event.generation,
+                version=event.version,
+                stage=event.stage,
+                files=event.files,
+                walker=event.walker,
             )
         )
 

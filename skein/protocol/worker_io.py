@@ -115,6 +115,7 @@ class CheckpointSaved:
     version: Step
     stage: StageIndex
     files: tuple[CheckpointFile, ...]
+    walker: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from skein.config.job import JobSpec
 from skein.model.layers import layers_of
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
 from skein.protocol.ops import SaveOp
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
 from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.copies import SimCopies
@@ -131,7 +131,7 @@ class Builds:
             case SourceKind.INITIAL:
                 return INITIAL
             case SourceKind.CHECKPOINT:
-                return self._saved(worker, stage, source.version)
+                return self._saved(worker, chunk, source.version)
             case SourceKind.KEEP:
                 return self.copies.fixed(worker, stage, assign.version)
             case SourceKind.PEER:
@@ -162,10 +162,17 @@ class Builds:
         """Write a stage; it is durable a little later, if the process lives that long."""
         chunk = worker.executor.held(op.stage)
         self._invariants.holds(worker.machine, op.generation, op.version, {op.stage: chunk.lineage})
-        name = f"g{op.generation}-v{op.version}-s{op.stage}"
+        name = f"g{op.generation}-v{op.version}-s{op.stage}-w{op.walker}"
         worker.executor.writes(op.stage, name)
-        file = CheckpointFile(name=name, num_bytes=1, sha256="", tensors=())
-        saved = CheckpointSaved(generation=op.generation, version=op.version, stage=op.stage, files=(file,))
+        tensors = (f"{walker_prefix(op.walker)}layers",)
+        file = CheckpointFile(name=name, num_bytes=1, sha256="", tensors=tensors)
+        saved = CheckpointSaved(
+            generation=op.generation,
+            version=op.version,
+            stage=op.stage,
+            walker=op.walker,
+            files=(file,),
+        )
 
         durable = partial(self._durable, worker, saved, (chunk.stage, chunk.lineage))
         self._clock.after(SAVE_S, partial(worker.when_running, durable))
@@ -174,10 +181,16 @@ class Builds:
         self._disk[saved.files[0].name] = written
         self._give(worker, saved)
 
-    def _saved(self, worker: SimWorker, stage: StageSpec, version: Step) -> str:
-        """Lineage of the files that hold a stage's layers, whatever the cut was when they were written."""
-        files = [file.name for part in self._checkpoint_of(version).stages for file in part.files]
-        found = {name: self._disk[name] for name in files}
+    def _saved(self, worker: SimWorker, chunk: ChunkAssignment, version: Step) -> str:
+        """Lineage of the files that hold a stage's layers, whatever the cut was when they were written.
+
+        A walker that the checkpoint does not have begins as a copy of one that it has.
+        """
+        stage, saved = chunk.stage, self._checkpoint_of(version).stages
+        walker = chunk.walker % num_walkers(saved)
+        files = [file for part in saved for file in part.files]
+        mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
+        found = {name: self._disk[name] for name in mine}
         here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
         worker.executor.reads(stage.index, tuple(here))
         return " and ".join(sorted(set(here.values())))

@@ -3,7 +3,7 @@
 import json
 import struct
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from client.download import weight_files, weight_prefixes
 from client.export import write_huggingface
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd
 from skein.config.job import DigitsCnnModel, LlamaModel, ModelSpec
+from skein.config.load import job_from_json
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
-from skein.types import Precision
+from skein.numeric.aggregate.diloco import GLOBAL
+from skein.protocol.messages import CheckpointFile
+from skein.protocol.records import StageFiles, walker_prefix
+from skein.types import JobId, Precision, StageIndex, Step
+from skein.wire.extra import ManifestReply
+from tests.support.jobs import small_job
 from tests.worker.model.builders import LLAMAS, MODELS, assert_near, llama, part, samples, whole
 from worker.model.weights import load_huggingface
 
@@ -37,6 +45,23 @@ def stage_files(
         moments = {f"adamw.mean.{name}": torch.full_like(tensor, 9.0) for name, tensor in state.items()}
         paths.append(directory / f"stage-{index}.safetensors")
         save_file(state | moments | {"step": torch.tensor([3])}, paths[-1])
+    return paths
+
+
+def walker_files(
+    model: ModelSpec,
+    cut: Sequence[int],
+    directory: Path,
+    *,
+    walker: int,
+    precision: Precision = Precision.FP32,
+) -> list[Path]:
+    """Parameters of one of several walkers, as a checkpoint names them."""
+    paths = []
+    for index, (first, stop) in enumerate(pairwise(cut)):
+        state = part(model, first, stop, precision=precision, seed=walker).state_dict()
+        paths.append(directory / f"stage-{index}.w{walker}.safetensors")
+        save_file({f"{walker_prefix(walker)}{name}": tensor for name, tensor in state.items()}, paths[-1])
     return paths
 
 
@@ -121,15 +146,119 @@ def test_export_of_a_classifier_is_weights_and_configuration(tmp_path: Path) -> 
         assert tensors.metadata() == {"format": "pt"}
 
 
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_walkers", [1, 3])
+def test_memory_does_not_grow_with_the_tensors_or_how_many_are_averaged(
+    tmp_path: Path, num_walkers: int
+) -> None:
     model = DigitsCnnModel(family="digits_cnn", channels=512, num_blocks=6)  # 57 MB in six matrices
-    files = stage_files(model, (0, 8), tmp_path)
+    files = [
+        path for walker in range(num_walkers) for path in walker_files(model, (0, 8), tmp_path, walker=walker)
+    ]
+    prefixes = [walker_prefix(walker) for walker in range(num_walkers)]
     tracemalloc.start()
-    write_huggingface(files, model, tmp_path / "out", max_shard_bytes=BIG)
+    write_huggingface(files, model, tmp_path / "out", max_shard_bytes=BIG, prefixes=prefixes)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # One piece of 8 MiB, and what reading it takes.
+    # A sum of 4 MiB, and what reading, dividing and rounding it takes.
     assert peak_bytes < 20e6
+
+
+def test_export_is_the_mean_of_all_walkers_rounded_once(tmp_path: Path) -> None:
+    model = llama(is_tied=False)
+    # Two in float32 and one in float64: the mean is of the numbers, not of the formats.
+    precisions = (Precision.FP32, Precision.FP64, Precision.FP32)
+    files = [
+        path
+        for walker, precision in enumerate(precisions)
+        for path in walker_files(model, (0, 2, 4), tmp_path, walker=walker, precision=precision)
+    ]
+    prefixes = [walker_prefix(walker) for walker in range(3)]
+    write_huggingface(files, model, tmp_path / "out", max_shard_bytes=BIG, prefixes=prefixes)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    states = [
+        part(model, 0, 4, precision=precision, seed=walker).state_dict()
+        for walker, precision in enumerate(precisions)
+    ]
+    for name, tensor in exported.items():
+        mean = sum((state[name].double() for state in states), torch.zeros((), dtype=torch.float64)) / 3
+        assert torch.equal(tensor, mean.float())
+    table = "model.embed_tokens.weight"
+    assert not torch.equal(exported[table], states[0][table])
+
+
+def test_export_of_other_tensors_under_a_prefix_takes_those(tmp_path: Path) -> None:
+    model = llama(is_tied=False)
+    shared = {f"global_params.{name}": x for name, x in part(model, 0, 4, seed=8).state_dict().items()}
+    save_file(shared, tmp_path / "state.safetensors")
+    files = [*stage_files(model, (0, 4), tmp_path), tmp_path / "state.safetensors"]
+    write_huggingface(files, model, tmp_path / "out", max_shard_bytes=BIG, prefixes=["global_params."])
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(x, shared[f"global_params.{name}"].float()) for name, x in exported.items())
+
+
+def test_a_walker_that_is_not_in_the_files_is_named(tmp_path: Path) -> None:
+    files = walker_files(llama(), (0, 4), tmp_path, walker=0)
+    with pytest.raises(UserError, match="none of them holds walker1/model"):
+        write_huggingface(files, llama(), tmp_path / "out", max_shard_bytes=BIG, prefixes=["", "walker1/"])
+
+
+# --- which files an export needs ---
+
+RULES: dict[str, tuple[AggregationSpec, tuple[str, ...], set[str]]] = {
+    "one": (AllReduce(), ("",), {"s0.model", "s1.model"}),
+    "diloco": (DiLoCo(rule="diloco"), ("global_params.",), {"s0.state", "s1.state"}),
+    "gossip": (
+        Gossip(rule="gossip"),
+        ("", "walker1/", "walker2/"),
+        {f"s{stage}{walker}.model" for stage in (0, 1) for walker in ("", ".w1", ".w2")},
+    ),
+    "lsgd": (
+        Lsgd(rule="lsgd"),
+        ("", "walker1/", "walker2/"),
+        {f"s{stage}{walker}.model" for stage in (0, 1) for walker in ("", ".w1", ".w2")},
+    ),
+    "lsgd leader": (Lsgd(rule="lsgd", export="leader"), ("",), {"s0.model", "s1.model"}),
+}
+
+
+def kept(rule: AggregationSpec, *, num_walkers: int) -> ManifestReply:
+    """A checkpoint of two stages, of as many walkers."""
+    job = small_job(steps=60).model_copy(update={"aggregation": rule})
+    names = list(parameter_shapes(job.model))
+
+    def files(stage: int) -> Iterator[CheckpointFile]:
+        held = names[: len(names) // 2] if stage == 0 else names[len(names) // 2 :]
+        slots = ("exp_avg.", "global_params.") if isinstance(rule, DiLoCo) else ("exp_avg.",)
+        state = [f"{slot}{name}" for slot in slots for name in held]
+        for walker in range(num_walkers):
+            base = f"s{stage}.w{walker}" if walker else f"s{stage}"
+            for what, inside in (("model", held), ("state", state)):
+                tensors = tuple(f"{walker_prefix(walker)}{name}" for name in inside)
+                yield CheckpointFile(name=f"{base}.{what}", num_bytes=1, sha256="", tensors=tensors)
+
+    stages = tuple(StageFiles(stage=StageIndex(s), files=tuple(files(s))) for s in range(2))
+    return ManifestReply(
+        job=JobId("j"), version=Step(1), spec=job.canonical_json(), url=None, stages=stages, wall_s=0.0
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_export_fetches_what_its_rule_is_made_of_and_no_more(name: str) -> None:
+    rule, prefixes, files = RULES[name]
+    manifest = kept(rule, num_walkers=1 if name == "one" else 3)
+    job = job_from_json(manifest.spec)
+    assert weight_prefixes(manifest, job) == prefixes
+    assert {file.name for file in weight_files(manifest, job)} == files
+
+
+def test_a_checkpoint_from_before_walkers_were_saved_is_exported_as_it_is() -> None:
+    manifest = kept(Gossip(rule="gossip"), num_walkers=1)
+    assert weight_prefixes(manifest, job_from_json(manifest.spec)) == ("",)
+
+
+def test_what_diloco_exports_is_what_its_walkers_agree_on() -> None:
+    manifest = kept(DiLoCo(rule="diloco"), num_walkers=2)
+    assert weight_prefixes(manifest, job_from_json(manifest.spec)) == (f"{GLOBAL}.",)
 
 
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:

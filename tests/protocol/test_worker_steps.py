@@ -353,7 +353,14 @@ def test_a_commit_that_a_generation_overtook_is_not_applied_from_the_queue() -> 
     hand = voted()
     hand.arrive(gradient(0, step=1))
     hand.hear(
-        Save(epoch=Epoch(1), generation=Generation(1), version=Step(0), stages=(StageIndex(0),), url=None)
+        Save(
+            epoch=Epoch(1),
+            generation=Generation(1),
+            version=Step(0),
+            stages=(StageIndex(0),),
+            url=None,
+            walkers=(0,),
+        )
     )
     assert isinstance(hand.running, SaveOp)
     hand.commit(DECIDED)
@@ -396,9 +403,14 @@ def test_an_evaluation_of_a_version_to_come_waits_for_the_update() -> None:
 # --- checkpoints ---
 
 
-def save(version: int) -> Save:
+def save(version: int, *, walker: int = 0) -> Save:
     return Save(
-        epoch=Epoch(1), generation=Generation(1), version=Step(version), stages=(StageIndex(0),), url="s3://b"
+        epoch=Epoch(1),
+        generation=Generation(1),
+        version=Step(version),
+        stages=(StageIndex(0),),
+        url="s3://b",
+        walkers=(walker,),
     )
 
 
@@ -410,6 +422,17 @@ def test_a_save_behind_an_update_copies_the_new_version() -> None:
     hand.end()
     ran.append(hand.running)
     assert [type(op) for op in ran] == [ApplyOp, SaveOp]
+
+
+def test_a_save_and_what_was_written_carry_the_number_of_the_walker() -> None:
+    hand = ready()
+    hand.hear(save(0, walker=3))
+    assert isinstance(hand.running, SaveOp)
+    assert hand.running.walker == 3
+    hand.give(
+        CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=(), walker=3)
+    )
+    assert only(hand.said(), CheckpointWritten).walker == 3
 
 
 def test_a_save_of_another_version_is_ignored() -> None:

@@ -275,9 +275,9 @@ class Desk:
     def save(self) -> list[CoordinatorCommand]:
         """Write what the last commands ask to save, and the manifest; gives what that caused."""
         for worker, asked in self.told(Save).items():
-            for stage in asked.stages:
+            for stage, walker in zip(asked.stages, asked.walkers, strict=True):
                 written = CheckpointWritten(
-                    generation=asked.generation, version=asked.version, stage=stage, files=()
+                    generation=asked.generation, version=asked.version, stage=stage, files=(), walker=walker
                 )
                 self.report(worker, written)
         [manifest] = self.found(WriteManifest)

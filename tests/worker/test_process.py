@@ -369,7 +369,12 @@ async def test_state_comes_from_a_peer(tmp_path: Path) -> None:
 
 def save(url: str | None) -> Save:
     return Save(
-        epoch=WELCOME.epoch, generation=Generation(1), version=Step(0), stages=(StageIndex(0),), url=url
+        epoch=WELCOME.epoch,
+        generation=Generation(1),
+        version=Step(0),
+        stages=(StageIndex(0),),
+        url=url,
+        walkers=(0,),
     )
 
 

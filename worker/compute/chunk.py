@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.layers import tied_names
@@ -179,10 +180,15 @@ class Chunk:
         """Copies of the `state` in host memory; only of `names`, if given."""
         return {name: _copied(x) for name, x in self.state().items() if names is None or name in names}
 
-    def copy_for_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of the parameters and of all else that is saved, less what the first stage saves too."""
+    def copy_for_checkpoint(
+        self, walkers: Walkers = Walkers.ONE
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of the parameters and of all else that is saved, less what the first stage saves too.
+
+        Of `MANY` walkers each saves what is its own as well.
+        """
         elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
-        slots = saved(self.rule.slots)
+        slots = saved(self.rule.slots, walkers)
         left_out = {*elsewhere, *(f"{slot}.{name}" for slot in slots for name in elsewhere)}
         copies = {name: _copied(x) for name, x in named(self.walker, slots).items() if name not in left_out}
         return {name: copies.pop(name) for name in self.params.keys() - elsewhere}, copies
@@ -209,6 +215,21 @@ class Chunk:
             targets[name].copy_(source[name])
         self.walker.num_updates = int(state[STEP])
         self.version = version
+
+    def load_walker(
+        self, state: Mapping[str, Tensor], *, version: Step, walker: int, num_walkers: int
+    ) -> None:
+        """As `load_state`, from a checkpoint of `num_walkers`; a walker that it lacks begins as a copy of another.
+
+        Raises:
+            LocalError: as for `load_state`.
+        """
+        self.load_state(state, version=version)
+        if walker < num_walkers:
+            # `join` compares, and begins anew what depends on who the members are.
+            self._place = num_walkers, walker
+        else:
+            self.begin_as_newcomer()
 
     def _anew(self, slots: Collection[str]) -> dict[str, Tensor]:
         """The state of `slots` before the first update."""

@@ -75,6 +75,7 @@ class Saved:
     generation: Generation
     version: Step
     stage: StageIndex
+    walker: int
     url: str | None
     params: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
@@ -416,12 +417,13 @@ class Compute:
             chunk.apply(record, results)
 
     def _save(self, op: SaveOp) -> Saved:
-        params, state = self._chunk_for(op).copy_for_checkpoint()
+        params, state = self._chunk_for(op).copy_for_checkpoint(self._held.job.aggregation.walkers)
         return Saved(
             job_id=self._held.job_id,
             generation=op.generation,
             version=op.version,
             stage=op.stage,
+            walker=op.walker,
             url=op.url,
             params=params,
             state=state,

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.parameters import layer_parameters
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.rule import Rule
-from skein.numeric.walker import Slot, Tensors, Walker
+from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 from skein.types import StageSpec
 from worker.model.base import parameter_dtype
 
@@ -28,9 +29,18 @@ def copied(slots: Mapping[str, Slot]) -> frozenset[str]:
     return frozenset(name for name, slot in slots.items() if slot.is_copied)
 
 
-def saved(slots: Mapping[str, Slot]) -> frozenset[str]:
-    """Slots that a checkpoint has: what one holder saves, all will begin with."""
-    return frozenset(name for name, slot in slots.items() if slot.is_saved and slot.is_copied)
+def saved(slots: Mapping[str, Slot], walkers: Walkers = Walkers.ONE) -> frozenset[str]:
+    """Slots that a checkpoint has.
+
+    Of one walker that is what all can begin with, for one holder saves it. Each of many saves its own and goes on with
+    it; but who sums which shard may be another then.
+    """
+    is_many = walkers is Walkers.MANY
+    return frozenset(
+        name
+        for name, slot in slots.items()
+        if slot.is_saved and (slot.is_copied or (is_many and slot.kind is not StateClass.SHARD))
+    )
 
 
 def named(walker: Walker, slots: Collection[str]) -> dict[str, Tensor]:
@@ -82,9 +92,9 @@ def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
     return frozenset(_drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots)))
 
 
-def saved_names(job: JobSpec, stages: Iterable[StageSpec]) -> frozenset[str]:
-    """Names of all tensors that a checkpoint has of `stages`."""
-    slots = saved(rule_of(job.aggregation, job.optimizer).slots)
+def saved_names(job: JobSpec, stages: Iterable[StageSpec], walkers: Walkers = Walkers.ONE) -> frozenset[str]:
+    """Names of all tensors that a checkpoint has of `stages`; of one of `MANY` walkers, its own included."""
+    slots = saved(rule_of(job.aggregation, job.optimizer).slots, walkers)
     return frozenset[str]().union(*(_drafted(job, stage, slots) for stage in stages))
 
 

@@ -106,6 +106,13 @@ class Leading:
         self._leaders = Leaders(of_all=best, of_group=tuple(of_group))
         return self._leaders
 
+    def main(self, plan: Plan) -> int:
+        """The walker that led last, by its place in `plan`; the first one, if that is not there or nobody led."""
+        if self._rule is None or self._leader in self._liars:
+            return 0
+        heads = [walker[-1].worker for walker in walkers_of(plan)]
+        return heads.index(self._leader) if self._leader in heads else 0
+
     def doubted(self, worker: WorkerId, vote: Vote, plan: Plan) -> WorkerId | None:
         """Take what a follower says of the leader's parameters; the leader's worker once it is found to have lied."""
         head = plan.stages[-1].index

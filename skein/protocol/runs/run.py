@@ -421,7 +421,11 @@ class Run:
         self._is_to_recut = True
         self._members.placed = dict.fromkeys(held.workers)
         self.phase = RunPhase.SAVING
-        self._savings.ask(held)
+        self._save(held)
+
+    def _save(self, plan: Plan) -> None:
+        """Have the job's version saved; whoever led last is the main walker of the checkpoint."""
+        self._savings.ask(plan, main=self._leading.main(plan))
 
     # --- a new generation ---
 
@@ -534,7 +538,7 @@ class Run:
         elif is_last or (change is not None and not self._candidates()):
             if self._savings.is_behind():
                 self.phase = RunPhase.SAVING
-                self._savings.ask(self.plan)
+                self._save(self.plan)
             elif is_last:
                 self.end(JobState.FINISHED, f"{version} steps done", now=now)
             else:
@@ -556,7 +560,7 @@ class Run:
             self._leading.begin(self.plan)
             return
         if self._savings.is_due() and self.plan is not None:
-            self._savings.ask(self.plan)
+            self._save(self.plan)
         self._placement.begun()
         self._begin_step(now=now)
         step, history = self.job.version, self._out.history
@@ -617,7 +621,7 @@ class Run:
             Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
         )
         if self._savings.is_due() and self.plan is not None:
-            self._savings.ask(self.plan)
+            self._save(self.plan)
         if goes_on:
             self._begin_step(now=now)
         else:

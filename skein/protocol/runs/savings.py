@@ -1,9 +1,13 @@
 """Checkpoints: when one is due, who saves which stage, and which stages of which version are durable yet.
 
 Rules of this file
+- Of many walkers every one is saved, each chunk by its own holder. The main walker has number 0, the others follow in
+  the plan's order; the only walker there is, is number 0 too.
 - All stages of a checkpoint were asked for under one generation. So none has stages of two histories, though a version
   that was rolled back is reached again, nor of another job.
 """
+
+from collections.abc import Mapping
 
 from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
@@ -17,6 +21,8 @@ from skein.protocol.runs.members import Members
 from skein.types import Generation, StageIndex, Step, WorkerId
 
 _Asking = tuple[Generation, Step]
+_Part = tuple[StageIndex, int]
+"""A stage of a walker, by the walker's number."""
 
 
 class Savings:
@@ -27,8 +33,8 @@ class Savings:
         self._members = members
         self._out = outbox
         self._asked = Step(0)
-        self._missing: dict[_Asking, set[StageIndex]] = {}
-        self._files: dict[_Asking, dict[StageIndex, tuple[CheckpointFile, ...]]] = {}
+        self._missing: dict[_Asking, set[_Part]] = {}
+        self._files: dict[_Asking, dict[_Part, tuple[CheckpointFile, ...]]] = {}
 
     @property
     def newest(self) -> Step:
@@ -56,48 +62,62 @@ class Savings:
         self._missing.clear()
         self._files.clear()
 
-    def ask(self, plan: Plan) -> None:
+    def ask(self, plan: Plan, *, main: int) -> None:
         """Have the job's version saved: each stage by the holder that stays and has the least to save.
 
-        Of many walkers one saves all, of those with most who stay the first: stages of two would be no model.
+        Args:
+            plan: by which it is held.
+            main: which of its walkers is the main one, where there are many; each then saves itself.
         """
-        history, members = self._out.history, self._members
-        holders = {stage.index: plan.holders(stage.index) for stage in plan.stages}
-        if self._job.spec.aggregation.walkers is Walkers.MANY:
-            saver = min(walkers_of(plan), key=lambda x: sum(members.is_leaving(at.worker) for at in x))
-            holders = {chunk.stage: (chunk.worker,) for chunk in saver}
-        stages_by_worker: dict[WorkerId, tuple[StageIndex, ...]] = {}
-        for stage in plan.stages:
-            holder = min(
-                holders[stage.index],
-                key=lambda w: (members.is_leaving(w), len(stages_by_worker.get(w, ()))),
-            )
-            stages_by_worker[holder] = (*stages_by_worker.get(holder, ()), stage.index)
-        self.expect(history.generation, self._job.version, tuple(stage.index for stage in plan.stages))
-        for worker, stages in sorted(stages_by_worker.items()):
+        history = self._out.history
+        is_many = self._job.spec.aggregation.walkers is Walkers.MANY
+        parts_by_worker = _own_parts(plan, main) if is_many else self._shared_out(plan)
+        asked = [part for parts in parts_by_worker.values() for part in parts]
+        stages = tuple(stage.index for stage in plan.stages)
+        self.expect(history.generation, self._job.version, stages, num_walkers=len(asked) // len(stages))
+        for worker, parts in sorted(parts_by_worker.items()):
             save = Save(
                 epoch=history.epoch,
                 generation=history.generation,
                 version=self._job.version,
-                stages=stages,
+                stages=tuple(stage for stage, _ in parts),
                 url=self._job.spec.checkpoint.url,
+                walkers=tuple(walker for _, walker in parts),
             )
-            members.send(worker, save)
+            self._members.send(worker, save)
 
-    def expect(self, generation: Generation, version: Step, stages: tuple[StageIndex, ...]) -> None:
+    def _shared_out(self, plan: Plan) -> dict[WorkerId, list[_Part]]:
+        """The parts of the only walker, among the holders of its stages."""
+        is_leaving = self._members.is_leaving
+        parts_by_worker: dict[WorkerId, list[_Part]] = {}
+        for stage in plan.stages:
+            holder = min(
+                plan.holders(stage.index), key=lambda w: (is_leaving(w), len(parts_by_worker.get(w, ())))
+            )
+            parts_by_worker.setdefault(holder, []).append((stage.index, 0))
+        return parts_by_worker
+
+    def expect(
+        self,
+        generation: Generation,
+        version: Step,
+        stages: tuple[StageIndex, ...],
+        *,
+        num_walkers: int = 1,
+    ) -> None:
         """These stages are being saved at `version`; an earlier asking under this generation is forgotten."""
         self._asked = version
-        self._missing[generation, version] = set(stages)
+        self._missing[generation, version] = {(stage, i) for stage in stages for i in range(num_walkers)}
         self._files[generation, version] = {}
 
     def written(self, report: CheckpointWritten, *, wall_s: float) -> CheckpointCommitted | None:
         """A stage is durable; gives the checkpoint when it was the last, and no newer one exists."""
-        asking = report.generation, report.version
+        asking, part = (report.generation, report.version), (report.stage, report.walker)
         missing = self._missing.get(asking)
-        if missing is None or report.stage not in missing:
+        if missing is None or part not in missing:
             return None
-        missing.discard(report.stage)
-        self._files[asking][report.stage] = report.files
+        missing.discard(part)
+        self._files[asking][part] = report.files
         if missing:
             return None
         files = self._files.pop(asking)
@@ -108,7 +128,7 @@ class Savings:
             job=self._job.job,
             version=report.version,
             url=self._job.spec.checkpoint.url,
-            stages=tuple(StageFiles(stage=stage, files=files[stage]) for stage in sorted(files)),
+            stages=_by_stage(files),
             wall_s=wall_s,
         )
 
@@ -121,3 +141,21 @@ class Savings:
         self._out.log(f"job={job.job} checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in job.checkpoints)
         self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))
+
+
+def _own_parts(plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
+    """What each holder has of the walkers of `plan`, the main one counted first."""
+    walkers = list(walkers_of(plan))
+    walkers.insert(0, walkers.pop(main))
+    parts_by_worker: dict[WorkerId, list[_Part]] = {}
+    for number, walker in enumerate(walkers):
+        for chunk in walker:
+            parts_by_worker.setdefault(chunk.worker, []).append((chunk.stage, number))
+    return parts_by_worker
+
+
+def _by_stage(files: Mapping[_Part, tuple[CheckpointFile, ...]]) -> tuple[StageFiles, ...]:
+    found: dict[StageIndex, list[CheckpointFile]] = {}
+    for stage, walker in sorted(files):
+        found.setdefault(stage, []).extend(files[stage, walker])
+    return tuple(StageFiles(stage=stage, files=tuple(held)) for stage, held in found.items())

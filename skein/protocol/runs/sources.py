@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages import (
@@ -26,13 +26,14 @@ class Sources:
     """The version everybody starts from and each chunk's source.
 
     `unheld` are stages that nobody had any more, `averaged` those of them that are made of their neighbours: all or
-    none.
+    none. `walkers` has the number of each chunk's walker where there are many.
     """
 
     version: Step
     by_chunk: Mapping[ChunkRef, StateSource]
     unheld: tuple[StageSpec, ...]
     averaged: tuple[StageSpec, ...] = ()
+    walkers: Mapping[ChunkRef, int] = field(default_factory=dict)
 
 
 def choose_sources(
@@ -135,6 +136,7 @@ def assignments(
             slots=placed.slots,
             source=sources.by_chunk[placed.chunk],
             evaluation_paths=tuple(evaluation_paths[placed.chunk]),
+            walker=sources.walkers.get(placed.chunk, 0),
         )
         chunks.setdefault(placed.chunk.worker, []).append(assigned)
     return {

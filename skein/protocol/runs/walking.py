@@ -4,7 +4,8 @@ Rules of this file
 - A walker goes on if every chunk of it is where the plan before had it. So no walker is made of two.
 - The plan before is the last that everybody had built, and what a later one has given somebody counts for nothing:
   some may have it by now, and others of the same walker not yet.
-- Any other begins as a copy of one that goes on. If none does, all go back to the newest checkpoint.
+- Any other begins as a copy of one that goes on. If none does, all go back to the newest checkpoint, each to the walker
+  there that has its number.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -45,10 +46,12 @@ def walker_sources(
     earlier = whole_walkers(before, acks, version=version, given=given) if before is not None else []
     earlier = earlier if is_same_cut else []
     wanted = walkers_of(plan)
+    numbers = {chunk: number for number, walker in enumerate(wanted) for chunk in walker}
     if version == 0:
         return _all(wanted, StateSource(kind=SourceKind.INITIAL, version=version), version)
     if earlier:
-        return Sources(version=version, by_chunk=_copied(wanted, earlier, version), unheld=())
+        by_chunk = _copied(wanted, earlier, version)
+        return Sources(version=version, by_chunk=by_chunk, unheld=(), walkers=numbers)
     unheld = tuple(x for x in plan.stages if not any((x, worker) in held for worker in acks)) or plan.stages
     saved = Step(0) if checkpoint is None else checkpoint.version
     if checkpoint is None:
@@ -56,7 +59,7 @@ def walker_sources(
     else:
         source = StateSource(kind=SourceKind.CHECKPOINT, version=saved, url=checkpoint.url)
     sources = _all(wanted, source, saved)
-    return Sources(version=saved, by_chunk=sources.by_chunk, unheld=unheld)
+    return Sources(version=saved, by_chunk=sources.by_chunk, unheld=unheld, walkers=numbers)
 
 
 def whole_walkers(

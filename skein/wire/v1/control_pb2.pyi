@@ -402,7 +402,10 @@ class ChunkAssignment(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
+    WALKER_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
+    walker: _builtins.int
+    """Which walker the chunk is of, where its source is a checkpoint of many walkers."""
     @_builtins.property
     def stage(self) -> _ids_pb2.StageSpec: ...
     @_builtins.property
@@ -416,10 +419,11 @@ class ChunkAssignment(_message.Message):
         slots: _builtins.int = ...,
         source: Global___StateSource | None = ...,
         evaluation_paths: _abc.Iterable[_builtins.int] | None = ...,
+        walker: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation_paths", b"evaluation_paths", "slots", b"slots", "source", b"source", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation_paths", b"evaluation_paths", "slots", b"slots", "source", b"source", "stage", b"stage", "walker", b"walker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -870,10 +874,13 @@ class CheckpointWritten(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    WALKER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     stage: _builtins.int
     generation: _builtins.int
     """Of the Save that this answers, which may be over by now."""
+    walker: _builtins.int
+    """As numbered in the Save."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.CheckpointFile]: ...
     def __init__(
@@ -883,10 +890,11 @@ class CheckpointWritten(_message.Message):
         stage: _builtins.int = ...,
         files: _abc.Iterable[_ids_pb2.CheckpointFile] | None = ...,
         generation: _builtins.int = ...,
+        walker: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "generation", b"generation", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "generation", b"generation", "stage", b"stage", "version", b"version", "walker", b"walker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1375,12 +1383,17 @@ class Save(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     URL_FIELD_NUMBER: _builtins.int
+    WALKERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     url: _builtins.str
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def walkers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each of `stages`, the number of its walker in this checkpoint; 0 is the main one."""
+
     def __init__(
         self,
         *,
@@ -1389,10 +1402,11 @@ class Save(_message.Message):
         version: _builtins.int = ...,
         stages: _abc.Iterable[_builtins.int] | None = ...,
         url: _builtins.str | None = ...,
+        walkers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "epoch", b"epoch", "generation", b"generation", "stages", b"stages", "url", b"url", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "epoch", b"epoch", "generation", b"generation", "stages", b"stages", "url", b"url", "version", b"version", "walkers", b"walkers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
     _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
