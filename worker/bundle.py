@@ -4,14 +4,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from skein.errors import LocalError
 from skein.wire.extra import DType, Refusal, TensorMeta
+from worker.transport.memory import Pool
 
 _TORCH_BY_DTYPE = {dtype: getattr(torch, dtype) for dtype in DType}
 _DTYPE_BY_TORCH: dict[torch.dtype, DType] = {value: dtype for dtype, value in _TORCH_BY_DTYPE.items()}
+_POOL = Pool()
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
 # --- values ---
@@ -97,8 +98,8 @@ def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> F
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Writable memory of undefined content, aligned for every dtype; numpy asks for huge pages where it is large."""
-    return np.empty(num_bytes, dtype=np.uint8).data
+    """Writable memory of undefined content, aligned for every dtype; large blocks are those that others have left."""
+    return _POOL.allocate(num_bytes)
 
 
 def split(tensors: Iterable[TensorMeta], data: memoryview) -> Bundle:
