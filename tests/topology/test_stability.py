@@ -170,6 +170,29 @@ def test_steps_between_exchanges_make_decentlam_overshoot() -> None:
     assert judged.method == "qg_dmsgd"
 
 
+def test_a_graph_that_losses_would_make_unstable_is_refused_at_once() -> None:
+    # On 32 members the directed graph agrees, on 21 it does not.
+    assert radius_of("decentlam", 0.5, graph_of("static_exponential", 32)) < 1.0
+    assert radius_of("decentlam", 0.5, graph_of("static_exponential", 21)) > 1.0
+    judged = verdict("decentlam", 0.5, "static_exponential", 32)
+    assert isinstance(judged, Unstable)
+    assert judged.num_members < 32
+    assert judged.radius == radius_of("decentlam", 0.5, graph_of("static_exponential", judged.num_members))
+
+
+@pytest.mark.parametrize("kind", ["static_exponential", "one_peer_exponential", "ring"])
+def test_modes_one_by_one_and_all_together_give_one_radius(kind: GraphKind) -> None:
+    graph = graph_of(kind, 9)
+    assert graph.period is not None
+    rounds = [graph.at(round_, seed=0) for round_ in range(graph.period)]
+    # Members in another order are no circulant, and grow alike.
+    order = np.random.default_rng(0).permutation(9)
+    mixed = [Mixing(rows=mixing.rows[np.ix_(order, order)].copy()) for mixing in rounds]
+    for method in METHODS:
+        # The product of a period is not normal, so its eigenvalues are good to about the root of the rounding error.
+        assert radius_on(method, 0.6, rounds) == pytest.approx(radius_on(method, 0.6, mixed), rel=1e-6)
+
+
 def test_one_member_always_agrees() -> None:
     for method in METHODS:
         for graph in GRAPHS:
