@@ -103,6 +103,7 @@ def step_groups(
     aggregation: AggregationSpec,
     step: int,
     *,
+    num_steps: int,
     seed: int,
     num_tokens: Sequence[int],
     leaders: Leaders | None,
@@ -114,12 +115,14 @@ def step_groups(
         plan: in place.
         aggregation: the job's.
         step: 0-based.
+        num_steps: of the whole job; an exchange that may go on beside later steps is none of this one's, unless it is
+            the last.
         seed: the job's, for graphs that are drawn.
         num_tokens: by walker, what it has learned from since the last exchange; empty: nothing.
         leaders: where the rule has any; None: nobody leads this time, and there is no exchange.
         tree: how a leader's parameters spread.
     """
-    dues = aggregation.due(step)
+    dues = tuple(due for due in aggregation.due(step) if not due.overlap_steps or step + 1 >= num_steps)
     if aggregation.walkers is Walkers.ONE and not dues:
         return plain_groups(plan)
     asked = [
@@ -158,6 +161,25 @@ def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
     return replace(group, weights=(row,) * group.num_shards)
 
 
+def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Group:
+    """An exchange in which shards have owners, all members count alike, and all get all results."""
+    n = len(group.members)
+    row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
+    # Who compares members looks at the whole of what each sends.
+    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(
+        aggregation.robust, Krum | CentredClip
+    )
+    num_shards = 1 if is_whole else group.num_shards
+    return replace(
+        group,
+        group=GroupId(f"x{group.members[0].stage}"),
+        num_shards=num_shards,
+        pattern=Direct(),
+        weights=(row,) * num_shards,
+        fragment=due.fragment,
+    )
+
+
 def _exchanges(
     group: Group, due: Due, aggregation: AggregationSpec, *, seed: int, leaders: Leaders | None, tree: Tree
 ) -> list[Group]:
@@ -169,13 +191,7 @@ def _exchanges(
     if isinstance(aggregation, Gossip):
         rows = group.weights or rows_of(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
         return [replace(base, num_shards=n, pattern=Neighbours(), weights=rows)]
-    row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
-    # Who compares members looks at the whole of what each sends.
-    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(
-        aggregation.robust, Krum | CentredClip
-    )
-    num_shards = 1 if is_whole else base.num_shards
-    return [replace(base, num_shards=num_shards, weights=(row,) * num_shards)]
+    return [exchange_of_all(group, due, aggregation)]
 
 
 def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Group]:

@@ -300,12 +300,16 @@ class ExchangeTerms:
     """Which exchange of the job's rule a reduction is, and the numbers of the step that it ends.
 
     `scales` has for each member of the group the factor on its summed gradients: 1 / tokens times its clip, 0 for one
-    that makes no local step.
+    that makes no local step. `due_step` is the step that the rule ends with this exchange. `taken_at` is None where
+    that is the step whose record applies the result; else the version at which members send, to go on with steps until
+    that record.
     """
 
     reach: Reach
     learning_rate: float
     scales: tuple[float, ...]
+    due_step: Step
+    taken_at: Step | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

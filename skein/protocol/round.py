@@ -52,7 +52,14 @@ class GraceOver:
     """The deadline may have come: whoever is late is not waited for."""
 
 
-RoundEvent = LedgerHeard | VoteHeard | GraceOver
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappedEnded:
+    """An exchange that went on beside steps has its result; the vote stands for all."""
+
+    vote: Vote
+
+
+RoundEvent = LedgerHeard | VoteHeard | GraceOver | OverlappedEnded
 
 # --- commands ---
 
@@ -120,8 +127,9 @@ class Round:
         epoch: Epoch,
         generation: Generation,
         patience: Patience | None = None,
+        overlapped: Collection[GroupId] = (),
     ) -> None:
-        """`patience` None: all are waited for."""
+        """`patience` None: all are waited for. `overlapped` exchanges were asked for before, and end with this step."""
         self.terms = terms
         self._patience = patience
         self.arrived: dict[int, float] = {}
@@ -132,6 +140,7 @@ class Round:
         every = (*groups.reduced, *groups.exchanged)
         self._groups = {group.group: group for group in every}
         self._reach = dict(zip((x.group for x in groups.exchanged), groups.reach, strict=True))
+        self._reach |= dict.fromkeys(overlapped, Reach.ALL)
         self._voters = {group.group: frozenset(group.workers) for group in every}
         self._groups_of: dict[ChunkRef, list[Group]] = {}
         for group in groups.reduced:
@@ -155,6 +164,9 @@ class Round:
             case VoteHeard():
                 return self._vote(event, now=now)
             case GraceOver():
+                return self._go_on(now=now)
+            case OverlappedEnded():
+                self._results[event.vote.group] = event.vote
                 return self._go_on(now=now)
             case _:
                 assert_never(event)
@@ -235,6 +247,7 @@ class Round:
             reach=self._reach[group.group],
             learning_rate=self.terms.learning_rate,
             scales=tuple(weights.get(local_group(member).group, 0.0) for member in group.members),
+            due_step=self.terms.step,
         )
 
     def _vote(self, event: VoteHeard, *, now: float) -> list[RoundCommand]:
@@ -282,7 +295,7 @@ class Round:
 
     def _is_reduced(self, *, now: float) -> bool:
         """Whether all reductions have their results, or those without are not waited for any more."""
-        if len(self._results) == len(self._step_groups.reduced):
+        if all(group.group in self._results for group in self._step_groups.reduced):
             return True
         ends_at = self.deadline()
         return ends_at is not None and now >= ends_at

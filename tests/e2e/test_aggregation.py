@@ -18,6 +18,7 @@ from skein.config.aggregation import (
 )
 from skein.config.job import JobSpec, LlamaModel
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.plan.rounds import is_exchange
 from skein.types import JobState
 from skein.wire.views import StepFinished
 from tests.e2e.jobs import text_job, write_text
@@ -121,3 +122,22 @@ def test_walkers_of_two_stages_keep_to_their_own_chunks(cluster: Cluster, text: 
     assert status.state is JobState.FINISHED, status.reason
     assert [step for step, _ in steps] == list(range(NUM_STEPS))
     assert steps[-1][1] < steps[0][1] - 0.5
+
+
+def test_fragments_are_exchanged_while_steps_go_on(cluster: Cluster, text: Path) -> None:
+    overlapped = job_of("diloco", text).model_copy(
+        update={
+            "name": "overlapped",
+            "aggregation": DiLoCo(rule="diloco", local_steps=6, fragments=2, overlap_steps=2, wire="int4"),
+        }
+    )
+    with cluster.client() as client:
+        job = client.submit(overlapped)
+        status = job.wait()
+        records = [e.body.record for e in job.history() if isinstance(e.body, StepFinished)]
+    assert status.state is JobState.FINISHED, status.reason
+    assert [record.step for record in records] == list(range(NUM_STEPS))
+    ended = [record.step for record in records if any(is_exchange(x.group) for x in record.results)]
+    # Due at the end of every third step, each ends two steps later; the last ends with the job.
+    assert ended == [4, 7, 10, 13, 16, 19, 22, 23]
+    assert records[-1].loss < records[0].loss - 0.5

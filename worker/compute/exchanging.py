@@ -26,8 +26,11 @@ from skein.plan.rounds import is_exchange
 from skein.protocol.messages import ExchangeTerms, StepRecord
 from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
-from worker.aggregating import Gauges
+from worker.aggregating import Gauges, Measure
 from worker.compute.chunk import Chunk
+from worker.compute.telling import distance, is_told, residual_norm, sent_bytes
+
+_FP32_BYTES = 4
 
 _Key = tuple[GroupId, Attempt]
 Row = tuple[tuple[int, float], ...]
@@ -43,11 +46,25 @@ class Exchanging:
         self._exchanges: Exchanges[_Key] = Exchanges()
         self._dues: dict[_Key, int] = {}
         """Which of its step's exchanges each is, in order of their application."""
+        self._ends_with: dict[_Key, Step] = {}
+        """Of exchanges that go on beside steps, the step whose record ends them."""
+        self._told: dict[_Key, int] = {}
+        """Bytes that one vector weighed as it was sent, of exchanges that have not been told of."""
 
     def clear(self) -> None:
-        """The step is over, or begins anew."""
+        """Whatever was begun counts for nothing any more."""
         self._exchanges.clear()
         self._dues.clear()
+        self._told.clear()
+        self._ends_with.clear()
+
+    def committed(self, step: Step) -> None:
+        """A step is over, and so are its exchanges."""
+        for key in [key for key in self._dues if self._ends_with.get(key, step) <= step]:
+            self._exchanges.forget(key)
+            del self._dues[key]
+            self._told.pop(key, None)
+            self._ends_with.pop(key, None)
 
     def pack(self, op: PackOp, chunk: Chunk) -> dict[int, Tensors]:
         """What this worker's member sends, by shard."""
@@ -58,7 +75,7 @@ class Exchanging:
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
     ) -> dict[int, Tensors]:
         me = self._place(group)
-        dues = chunk.rule.plan(step)
+        dues = chunk.rule.plan(exchange.due_step)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )
@@ -71,11 +88,17 @@ class Exchanging:
             weights=_weights(group),
             leader=leader,
         )
-        terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
         self._dues[key] = index
-        sent = self._exchanges.pack(key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk)
+        if exchange.taken_at is not None:
+            self._ends_with[key] = step
+            sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk)
+        else:
+            terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
+            sent = self._exchanges.pack(key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk)
+        if is_told(self._job.aggregation, dues[index]):
+            self._told[key] = sent_bytes(sent, talk)
         if leader is not None:
-            self._gauges.led(leader, of=group.group)
+            self._gauges.led(group.members[leader].worker, of=f"{exchange.reach} of {chunk.stage.index}")
         return sent
 
     def combine(self, op: SumOp, chunk: Chunk, parts: Sequence[Tensors]) -> Tensors:
@@ -93,6 +116,8 @@ class Exchanging:
                 for shard in sorted(sent)
             }
         flat = self._exchanges.join(key, chunk.rule, results)
+        if key in self._told:
+            self._tell(key, flat, chunk)
         norm = squared_norm(flat)
         joined = Joined(
             group=op.group.group,
@@ -101,6 +126,14 @@ class Exchanging:
             is_finite=math.isfinite(norm) or is_finite(flat),
         )
         return joined, flat
+
+    def _tell(self, key: _Key, flat: Tensor, chunk: Chunk) -> None:
+        """What an exchange weighed, and how far it found this walker from the others."""
+        self._gauges.exchanged(plain_bytes=_FP32_BYTES * flat.numel(), sent_bytes=self._told[key])
+        walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
+        away = distance(self._job.aggregation, walker, due, flat)
+        if away is not None:
+            self._gauges.set(Measure.CONSENSUS_DISTANCE, away, of=chunk.stage.index)
 
     def is_to_check(self, op: JoinOp) -> bool:
         """Whether this worker is to compute the leader's score again from what it has received."""
@@ -113,7 +146,9 @@ class Exchanging:
     def _digest(self, op: JoinOp, flat: Tensor, chunk: Chunk) -> str:
         """Of the result, and of what all members should have in common before it."""
         found = [flat]
-        if op.exchange is not None and op.exchange.reach is Reach.ALL:
+        # What goes on beside steps is joined by some before and by others after what replicates changes.
+        is_at_rest = op.exchange is not None and op.exchange.taken_at is None
+        if op.exchange is not None and op.exchange.reach is Reach.ALL and is_at_rest:
             is_one = self._job.aggregation.walkers is Walkers.ONE
             found += [tensor for _, tensor in replicated(chunk, is_one=is_one)]
         return digest_of(found)
@@ -121,8 +156,14 @@ class Exchanging:
     def _place(self, group: Group) -> int:
         return next(i for i, member in enumerate(group.members) if member.worker == self._worker)
 
-    def finish(self, record: StepRecord, chunk: Chunk) -> Walker | None:
+    def finish(self, record: StepRecord, chunk: Chunk, *, beside: bool) -> Walker | None:
         """The chunk's walker after the exchanges that `record` names; None if it takes part in none.
+
+        Args:
+            record: the decision on a step.
+            chunk: at the version that the step began with; with `beside`, after its own step.
+            beside: the exchanges that went on beside steps, whose result changes the chunk's walker itself; else those
+                of this very step, which give another walker.
 
         Raises:
             LocalError: it does, and the result is not here.
@@ -134,6 +175,7 @@ class Exchanging:
             if is_exchange(x.group)
             and x.group.partition(".")[0] == named
             and (x.group, x.attempt) in self._dues
+            and ((x.group, x.attempt) in self._ends_with) is beside
         ]
         if not keys:
             return None
@@ -141,7 +183,11 @@ class Exchanging:
         terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
         if any(key not in self._exchanges for key in keys):
             raise LocalError(f"stage {chunk.stage.index}: an exchange that was voted is not here")
-        return self._exchanges.finish(keys, chunk.rule, terms)
+        walker = self._exchanges.finish(keys, chunk.rule, terms)
+        kept = residual_norm(walker) if any(key in self._told for key in keys) else None
+        if kept is not None:
+            self._gauges.set(Measure.ERROR_FEEDBACK_NORM, kept, of=chunk.stage.index)
+        return walker
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -154,6 +154,7 @@ class Compute:
     def forget(self) -> None:
         """Hold nothing."""
         self._drop_step()
+        self._exchanging = None
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
         self.holding = None
@@ -186,8 +187,6 @@ class Compute:
         self._graphs.clear()
         self._labels.clear()
         self._results.clear()
-        if self._exchanging is not None:
-            self._exchanging.clear()
 
     @property
     def _exchanges(self) -> Exchanging:
@@ -400,21 +399,23 @@ class Compute:
         for chunk in self._held.chunks.values():
             self._apply_to(chunk, record, results)
             self.snapshots.applied(chunk, record, results)
-        self._clear()
+        self._clear(record.step)
 
     def _apply_to(self, chunk: Chunk, record: StepRecord, results: Mapping[GroupId, Tensor]) -> None:
         """What the decision makes of a chunk: an exchange by the rule, a step of its own, or the common gradient's."""
+        if record.decision is not Decision.APPLY:
+            chunk.apply(record, results)
+            return
         alone = local_group(ChunkRef(stage=chunk.stage.index, worker=self._held.worker)).group
         weight_by_group = {result.group: result.weight for result in record.results}
-        walker = None
-        if record.decision is Decision.APPLY:
-            walker = self._exchanges.finish(record, chunk)
+        walker = self._exchanges.finish(record, chunk, beside=False)
         if walker is not None:
             chunk.take(walker, record)
-        elif record.decision is Decision.APPLY and alone in weight_by_group:
+        elif alone in weight_by_group:
             chunk.step_alone(record, weight_by_group[alone])
         else:
             chunk.apply(record, results)
+        self._exchanges.finish(record, chunk, beside=True)
 
     def _save(self, op: SaveOp) -> Saved:
         params, state = self._chunk_for(op).copy_for_checkpoint(self._held.job.aggregation.walkers)
@@ -440,8 +441,9 @@ class Compute:
             raise LocalError(f"stage {op.stage} is not here at version {op.version}")
         return chunk
 
-    def _clear(self) -> None:
+    def _clear(self, step: Step) -> None:
         self._drop_step()
+        self._exchanges.committed(step)
         if self.holding is not None:
             for chunk in self.holding.chunks.values():
                 chunk.clear()

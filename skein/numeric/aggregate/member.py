@@ -81,6 +81,10 @@ class Exchanges(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._pending
 
+    def talk(self, key: K) -> Talk:
+        """What an exchange is about."""
+        return self._pending[key].talk
+
     def walker(self, key: K) -> Walker:
         """The copy that an exchange works on."""
         return self._pending[key].walker
@@ -98,6 +102,11 @@ class Exchanges(Generic[K]):
         rule.local_step(copy, grads, terms, talks=True)
         self._pending[key] = _Pending(copy, talk)
         return rule.contribution(copy, talk)
+
+    def take(self, key: K, rule: Rule, walker: Walker, talk: Talk) -> dict[int, Tensors]:
+        """What is sent of a walker as it is, which goes on meanwhile: `finish` changes this very walker."""
+        self._pending[key] = _Pending(walker, talk)
+        return rule.contribution(walker, talk)
 
     def combine(self, key: K, rule: Rule, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """The result of a shard that this member owns."""
@@ -123,6 +132,10 @@ class Exchanges(Generic[K]):
             rule.apply(walker, pending.talk, pending.joined, terms)
         return walker
 
+    def forget(self, key: K) -> None:
+        """An exchange is over, or given up."""
+        self._pending.pop(key, None)
+
     def clear(self) -> None:
-        """The step is over."""
+        """Nothing of what was packed counts any more."""
         self._pending.clear()

@@ -10,15 +10,18 @@ from skein.protocol.history import JobHistory
 from skein.protocol.messages import Prepare
 from skein.protocol.round import (
     AskReduction,
+    OverlappedEnded,
     Patience,
     Round,
     RoundEvent,
     RoundFailed,
     StepDecided,
     StepTerms,
+    VoteHeard,
 )
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
+from skein.protocol.runs.overlapping import Overlapping
 from skein.protocol.runs.placement import Placement
 
 
@@ -29,6 +32,7 @@ class Stepping:
         self, job: JobHistory, placement: Placement, members: Members, leading: Leading, outbox: Outbox
     ) -> None:
         self.round: Round | None = None
+        self._overlapping = Overlapping(job, members, outbox)
         self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
         """Of the last rounds of this plan: seconds until each walker was done."""
         self._begun_at = 0.0
@@ -41,6 +45,7 @@ class Stepping:
 
     def fenced(self) -> None:
         """Other walkers may be there from now on."""
+        self._overlapping.fenced()
         self._past.clear()
         self._was_late = False
 
@@ -55,10 +60,12 @@ class Stepping:
             clip_norm=spec.optimizer.clip_norm,
             batch_samples=spec.batch.samples,
         )
+        self._overlapping.begin(plan)
         groups = step_groups(
             plan,
             spec.aggregation,
             version,
+            num_steps=spec.budget.steps,
             seed=spec.seed,
             num_tokens=self._job.learned,
             leaders=self._leading.leaders(plan, self._members.sites),
@@ -72,7 +79,11 @@ class Stepping:
             epoch=history.epoch,
             generation=history.generation,
             patience=self._patience(groups, now=now),
+            overlapped=self._overlapping.ending(),
         )
+        for vote in self._overlapping.results():
+            # The step's own votes are still to come, so nothing can follow from these yet.
+            self.round.handle(OverlappedEnded(vote=vote), now=now)
 
     def _patience(self, groups: StepGroups, *, now: float) -> Patience | None:
         """How long late walkers are waited for; nobody is left out twice in a row."""
@@ -84,6 +95,11 @@ class Stepping:
     def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | RoundFailed]:
         """Take a report of the step, if there is one; reductions are asked for here."""
         ends: list[StepDecided | RoundFailed] = []
+        if isinstance(event, VoteHeard) and self._overlapping.is_on_its_way(event.vote):
+            ended = self._overlapping.voted(event.worker, event.vote)
+            if ended is None or isinstance(ended, RoundFailed):
+                return [] if ended is None else [ended]
+            event = OverlappedEnded(vote=ended)
         for command in () if self.round is None else self.round.handle(event, now=now):
             if isinstance(command, AskReduction):
                 self._ask(command)

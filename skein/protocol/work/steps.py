@@ -69,6 +69,8 @@ class Steps:
         self._assign: Assign | None = None
         self._groups: dict[GroupId, Group] = {}
         self._exchanges: dict[tuple[GroupId, Attempt], Exchange] = {}
+        self._to_take: list[Prepare] = []
+        """Exchanges that begin with the next version."""
         self._commit: Commit | None = None
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
@@ -118,6 +120,7 @@ class Steps:
     def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
         """Nothing of an older generation runs any more: what is held, and what was done of the step."""
         self._exchanges.clear()
+        self._to_take.clear()
         if self._fenced is not None:
             self._carried = self._fenced.carried()
             self._fenced = None
@@ -239,7 +242,13 @@ class Steps:
                 )
 
     def _prepare(self, directive: Prepare) -> None:
-        if self.pipeline is None or directive.step != self.version:
+        if self.pipeline is None:
+            return
+        exchange = directive.exchange
+        at = directive.step if exchange is None or exchange.taken_at is None else exchange.taken_at
+        if at != self.version:
+            if exchange is not None and exchange.taken_at == self.version + 1:
+                self._to_take.append(directive)
             return
         if self._me not in directive.group.workers:
             return
@@ -248,8 +257,10 @@ class Steps:
                 ledger = self.pipeline.ledger(part.stage)
                 self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
                 return
-        exchange = self._exchange(directive.group.group, directive.attempt)
-        self._advance(exchange, exchange.prepare(directive.group, directive.exchange))
+        own = self._exchange(directive.group.group, directive.attempt, step=directive.step)
+        self._advance(own, own.prepare(directive.group, exchange))
+        if exchange is not None and exchange.taken_at is not None:
+            self.unpark()
 
     def _commit_step(self, directive: Commit) -> None:
         record = directive.record
@@ -277,10 +288,10 @@ class Steps:
         chunks = (ChunkRef(stage=stage.index, worker=self._me) for stage in self.chunks)
         return tuple(local_group(chunk).group for chunk in chunks)
 
-    def _exchange(self, group: GroupId, attempt: Attempt) -> Exchange:
+    def _exchange(self, group: GroupId, attempt: Attempt, *, step: Step) -> Exchange:
         key = (group, attempt)
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self._me, self.version, attempt)
+            self._exchanges[key] = Exchange(self._me, step, attempt)
         return self._exchanges[key]
 
     # --- tensors ---
@@ -290,12 +301,18 @@ class Steps:
         standing, step = self._standing, envelope.header.step
         place = (envelope.epoch, envelope.generation)
         is_now = place == standing.place
-        if place > standing.place or (is_now and (self.pipeline is None or step > self.version)):
+        is_on_its_way = self._is_on_its_way(envelope.header)
+        is_early = self.pipeline is None or (step > self.version and not is_on_its_way)
+        if place > standing.place or (is_now and is_early):
             self._parked.append(envelope)
             return
-        is_wanted = is_now and envelope.job == standing.job and step == self.version
+        is_wanted = is_now and envelope.job == standing.job and (step == self.version or is_on_its_way)
         if not is_wanted or not self._use(envelope.header):
             standing.commands.append(DropTensor(envelope=envelope))
+
+    def _is_on_its_way(self, header: TensorHeader) -> bool:
+        """Whether a tensor belongs to an exchange that goes on beside steps."""
+        return isinstance(header, ShardTensor) and (header.group, header.attempt) in self._exchanges
 
     def unpark(self) -> None:
         """Look again at what came too early."""
@@ -310,7 +327,7 @@ class Steps:
             is_own = header.member.stage in {stage.index for stage in self.chunks}
             if header.group not in self._groups and not (is_exchange(header.group) and is_own):
                 return False
-            exchange = self._exchange(header.group, header.attempt)
+            exchange = self._exchange(header.group, header.attempt, step=header.step)
             self._advance(exchange, exchange.arrive(header))
             return True
         if not self.pipeline.may_hold(header):
@@ -344,7 +361,7 @@ class Steps:
     def applied(self, op: ApplyOp) -> None:
         """The update has ended: the chunks are at the next version."""
         self.version = Step(op.record.step + 1)
-        self._exchanges.clear()
+        self._exchanges = {key: x for key, x in self._exchanges.items() if x.step >= self.version}
         self._clear_step()
         commit, self._commit = self._commit, None
         if self.pipeline is None or commit is None:
@@ -352,6 +369,9 @@ class Steps:
         self.pipeline.advance(self.version)
         self._reported.clear()
         self._num_evaluation = 0
+        to_take, self._to_take = self._to_take, []
+        for prepare in to_take:
+            self._prepare(prepare)
         if commit.goes_on and self._assign is not None:
             self._begin_training(self.pipeline, self._assign)
         self._begin_when_due()

@@ -1324,8 +1324,14 @@ class ExchangeTerms(_message.Message):
     REACH_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SCALES_FIELD_NUMBER: _builtins.int
+    DUE_STEP_FIELD_NUMBER: _builtins.int
+    TAKEN_AT_FIELD_NUMBER: _builtins.int
     reach: Global___Reach.ValueType
     learning_rate: _builtins.float
+    due_step: _builtins.int
+    """The step that the rule ends with this exchange."""
+    taken_at: _builtins.int
+    """At which version members send, and go on with steps; none: at the end of the step."""
     @_builtins.property
     def scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """By member: the factor on its summed gradients."""
@@ -1336,12 +1342,16 @@ class ExchangeTerms(_message.Message):
         reach: Global___Reach.ValueType = ...,
         learning_rate: _builtins.float = ...,
         scales: _abc.Iterable[_builtins.float] | None = ...,
+        due_step: _builtins.int = ...,
+        taken_at: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "taken_at", b"taken_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "due_step", b"due_step", "learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales", "taken_at", b"taken_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__taken_at: _TypeAlias = _typing.Literal["taken_at"]  # noqa: Y015
+    _WhichOneofArgType__taken_at: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__taken_at) -> _WhichOneofReturnType__taken_at | None: ...
 
 Global___ExchangeTerms: _TypeAlias = ExchangeTerms  # noqa: Y015
 
