@@ -1,27 +1,45 @@
 """Checkpoints in the making, strikes, and stories: small things with a memory."""
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
-from skein.protocol.coordinator_io import Outbox
+from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, Lsgd
+from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import History, JobHistory
-from skein.protocol.membership import Membership
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.reports import CheckpointWritten
+from skein.protocol.membership import HelloHeard, LeaveHeard, Membership
+from skein.protocol.messages import CheckpointFile, Save, SourceKind
+from skein.protocol.records import JobSubmitted, StageFiles, num_walkers
+from skein.protocol.reports import CheckpointWritten, EvaluationDone
+from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.savings import Savings
+from skein.protocol.runs.sources import assignments
 from skein.protocol.runs.strikes import MAX_STRIKES, Strikes
+from skein.protocol.runs.walking import walker_sources
 from skein.protocol.story import Story
-from skein.types import Generation, JobId, StageIndex, Step, WorkerId
+from skein.protocol.tensors import Phase
+from skein.types import Epoch, Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.jobs import small_job
+from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of
+from tests.support.reports import hello
 
 W, V = WorkerId("w"), WorkerId("v")
+GOSSIP = Gossip(rule="gossip", graph="ring")
+LSGD = Lsgd(rule="lsgd", local_every_steps=2, global_every_steps=2)
+LED = grid_plan(stages=2, replicas=3, num_microbatches=3)
 
 
-def written(version: int, stage: int, *names: str, generation: int = 1) -> CheckpointWritten:
+def written(version: int, stage: int, *names: str, generation: int = 1, walker: int = 0) -> CheckpointWritten:
     files = tuple(CheckpointFile(name=name, num_bytes=1, sha256="", tensors=()) for name in names)
     return CheckpointWritten(
-        generation=Generation(generation), version=Step(version), stage=StageIndex(stage), files=files
+        generation=Generation(generation),
+        version=Step(version),
+        stage=StageIndex(stage),
+        files=files,
+        walker=walker,
     )
 
 
@@ -135,6 +153,164 @@ def test_workers_may_hold_what_no_checkpoint_has() -> None:
     assert savings_of(job_of(version=5, saved=4)).is_behind()
     assert not savings_of(job_of(version=4, saved=4)).is_behind()
     assert not savings_of(job_of()).is_behind()
+
+
+# --- many walkers ---
+
+
+def asked(rule: AggregationSpec, plan: Plan, *, main: int, leaving: Sequence[str] = ()) -> dict[str, Save]:
+    """What the workers of `plan` are told when a job under this rule is saved."""
+    outbox = Outbox(History())
+    spec = small_job(steps=60, microbatches=8, replicas=4).model_copy(update={"aggregation": rule})
+    outbox.record(JobSubmitted(job=JobId("j"), key="k", spec=spec.canonical_json(), wall_s=0.0))
+    job, membership = outbox.history.jobs[JobId("j")], Membership()
+    for worker in plan.workers:
+        membership.handle(HelloHeard(hello=hello(worker)), now=0.0)
+    for name in leaving:
+        membership.handle(LeaveHeard(worker=WorkerId(name)), now=0.0)
+    members = Members(job, membership, outbox)
+    members.open_generation("here", now=0.0)
+    outbox.commands.clear()
+    Savings(job, members, outbox).ask(plan, main=main)
+    return {
+        x.worker: x.directive
+        for x in outbox.commands
+        if isinstance(x, Send) and isinstance(x.directive, Save)
+    }
+
+
+def parts_of(told: Mapping[str, Save]) -> dict[str, list[tuple[int, int]]]:
+    return {worker: list(zip(save.stages, save.walkers, strict=True)) for worker, save in told.items()}
+
+
+def test_every_walker_saves_its_own_chunks_and_the_main_one_has_number_0() -> None:
+    told = asked(GOSSIP, grid_plan(stages=2, replicas=3), main=1)
+    assert parts_of(told) == {
+        "w0b": [(0, 0)],
+        "w1b": [(1, 0)],
+        "w0a": [(0, 1)],
+        "w1a": [(1, 1)],
+        "w0c": [(0, 2)],
+        "w1c": [(1, 2)],
+    }
+
+
+def test_who_holds_chunks_of_two_walkers_saves_each_under_its_own_number() -> None:
+    crossed = plan_of(
+        [chunk(0, "a"), chunk(0, "b"), chunk(1, "b"), chunk(1, "c")],
+        [path(chunk(0, "a"), chunk(1, "b")), path(chunk(0, "b"), chunk(1, "c"))],
+    )
+    assert parts_of(asked(GOSSIP, crossed, main=0)) == {
+        "a": [(0, 0)],
+        "b": [(1, 0), (0, 1)],
+        "c": [(1, 1)],
+    }
+
+
+def test_a_walker_is_saved_by_its_holders_though_they_are_leaving() -> None:
+    told = asked(GOSSIP, grid_plan(stages=1, replicas=2), main=0, leaving=["w0a"])
+    assert parts_of(told) == {"w0a": [(0, 0)], "w0b": [(0, 1)]}
+
+
+def test_of_one_walker_who_stays_saves_each_stage_once() -> None:
+    told = asked(AllReduce(), grid_plan(stages=2, replicas=2), main=0, leaving=["w0a"])
+    assert parts_of(told) == {"w0b": [(0, 0)], "w1a": [(1, 0)]}
+
+
+def test_a_checkpoint_of_many_walkers_is_complete_with_the_last_stage_of_the_last() -> None:
+    found = savings_of(job_of())
+    found.expect(Generation(1), Step(4), (StageIndex(0), StageIndex(1)), num_walkers=2)
+    for stage, walker in ((1, 1), (0, 0), (1, 0)):
+        assert found.written(written(4, stage, f"s{stage}w{walker}", walker=walker), wall_s=1.0) is None
+    assert found.written(written(4, 0, "other", walker=2), wall_s=1.0) is None
+    assert found.written(written(4, 0, "again", walker=0), wall_s=1.0) is None
+    done = found.written(written(4, 0, "s0w1", walker=1), wall_s=1.0)
+    assert done is not None
+    assert [[file.name for file in stage.files] for stage in done.stages] == [
+        ["s0w0", "s0w1"],
+        ["s1w0", "s1w1"],
+    ]
+
+
+def led_by(*scores: float) -> Leading:
+    """After an election among as many walkers, over the plan `LED`."""
+    job = job_of(version=5)
+    job.spec = job.spec.model_copy(update={"aggregation": LSGD})
+    outbox = Outbox(History())
+    leading = Leading(job, Members(job, Membership(), outbox), outbox)
+    leading.begin(LED)
+    for walker, score in enumerate(scores):
+        report = EvaluationDone(
+            generation=Generation(1),
+            version=Step(5),
+            microbatches=microbatches(walker),
+            loss_sum=score,
+            num_tokens=1,
+            phase=Phase.PROBE,
+        )
+        leading.is_complete(report, LED)
+    leading.leaders(LED, {})
+    return leading
+
+
+def test_the_main_walker_is_the_one_that_led_last_wherever_a_plan_has_it() -> None:
+    leading = led_by(3.0, 2.0, 1.0)
+    assert leading.main(LED) == 2
+    leading.fenced()
+    # Heads go by their workers: without w1a, what was the third walker is the second.
+    fewer = plan_of(
+        [chunk(0, "w0b"), chunk(0, "w0c"), chunk(1, "w1b"), chunk(1, "w1c")],
+        [path(chunk(0, "w0b"), chunk(1, "w1b")), path(chunk(0, "w0c"), chunk(1, "w1c"))],
+    )
+    assert leading.main(fewer) == 1
+
+
+def test_without_its_leader_the_first_walker_is_the_main_one() -> None:
+    assert led_by(3.0, 2.0, 1.0).main(grid_plan(stages=2, replicas=2)) == 0
+    job = job_of()
+    assert Leading(job, Members(job, Membership(), Outbox(History())), Outbox(History())).main(LED) == 0
+
+
+def test_all_walkers_go_back_to_those_of_their_number() -> None:
+    plan = grid_plan(stages=2, replicas=2)
+    saved = checkpoint(JobId("j"), 4, url="s3://b")
+    sources = walker_sources(plan, None, {}, version=Step(5), checkpoint=saved)
+    told = assignments(
+        plan,
+        sources,
+        epoch=Epoch(1),
+        generation=Generation(2),
+        job=JobId("j"),
+        job_spec="{}",
+        resumptions={},
+    )
+    assert sources.version == 4
+    assert {w: [(x.source.kind, x.walker) for x in told[w].chunks] for w in plan.workers} == {
+        "w0a": [(SourceKind.CHECKPOINT, 0)],
+        "w0b": [(SourceKind.CHECKPOINT, 1)],
+        "w1a": [(SourceKind.CHECKPOINT, 0)],
+        "w1b": [(SourceKind.CHECKPOINT, 1)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), 1),
+        (("a", "s.a"), 1),
+        (("walker1/a", "a"), 2),
+        (("walker12/a", "walker2/b"), 13),
+        (("walker/a",), 1),
+    ],
+)
+def test_a_checkpoint_is_of_as_many_walkers_as_its_tensors_name(
+    names: tuple[str, ...], expected: int
+) -> None:
+    file = CheckpointFile(name="f", num_bytes=1, sha256="", tensors=names)
+    assert num_walkers([StageFiles(stage=StageIndex(0), files=(file,))]) == expected
+
+
+# --- strikes ---
 
 
 def strike_often(strikes: Strikes, worker: WorkerId, *hearsay: bool) -> list[bool]:
