@@ -8,7 +8,7 @@ Rules of this file
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -51,7 +51,8 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.reports import Beat, Report
+from skein.protocol.reports import Beat, EvaluationDone, Report
+from skein.protocol.tensors import Phase
 from skein.types import JobId, JobState, WorkerId
 from skein.wire.views import WorkerState, WorkerStatus
 
@@ -187,6 +188,7 @@ class Metrics:
         self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
         self._counts: dict[WorkerId, Mapping[str, Mapping[str, float]]] = {}
         self._leased: set[WorkerId] = set()
+        self._scores: dict[WorkerId, float] = {}
         self._per_job: list[Gauge | Counter | Histogram] = []
         # --- jobs ---
         self._loss = self._gauge("skein_loss_nats", "Training loss of the newest step, per token")
@@ -211,6 +213,12 @@ class Metrics:
         )
         self._timed: dict[JobId, set[tuple[str, ...]]] = {}
         self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
+        self._probe_score = Gauge(
+            "skein_probe_score_nats",
+            "Loss on the probe batch, per token, by the worker of the walker's head",
+            ["walker"],
+            registry=registry,
+        )
         self._tokens = self._counter("skein_trained_tokens_total", "Tokens trained on")
         self._steps = self._counter(
             "skein_committed_steps_total", "Committed steps, rolled back ones included"
@@ -291,6 +299,8 @@ class Metrics:
         """A worker reported."""
         if isinstance(report, Beat) and report.statistics:
             self._counts[worker] = counts_by_name(report.statistics)
+        if isinstance(report, EvaluationDone) and report.phase is Phase.PROBE and report.num_tokens:
+            self._scores[worker] = report.loss_sum / report.num_tokens
 
     def led(self) -> None:
         """This coordinator leads from now on."""
@@ -390,12 +400,20 @@ class Metrics:
         for worker in self._leased.difference(leased):
             self._lease.remove(worker)
         self._leased = set(leased)
+        self._sample_scores(live)
         self._sample_times(machine)
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
             if kept.checkpoint_wall_s is not None:
                 self._checkpoint_age.labels(job).set(max(0.0, now - kept.checkpoint_wall_s))
+
+    def _sample_scores(self, live: Collection[WorkerId]) -> None:
+        """The newest scores of walkers whose heads' workers are here."""
+        self._scores = {worker: score for worker, score in self._scores.items() if worker in live}
+        self._probe_score.clear()
+        for worker in sorted(self._scores)[:MAX_WORKERS]:
+            self._probe_score.labels(worker).set(self._scores[worker])
 
     def _sample_times(self, machine: Coordinator) -> None:
         """Planned and measured times of the active job."""

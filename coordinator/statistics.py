@@ -56,7 +56,7 @@ RE_EXPORTED = (
         "skein_worker_consensus_distance",
         Kind.GAUGE,
         "stage",
-        "Norm of the difference from the mean of all that were heard",
+        "Norm of the difference from where the newest exchange draws a walker",
         "skein_consensus_distance",
     ),
     ReExport(
@@ -65,13 +65,6 @@ RE_EXPORTED = (
         "stage",
         "Norm of what was rounded away and is still to be sent",
         "skein_error_feedback_norm",
-    ),
-    ReExport(
-        "skein_worker_probe_score_nats",
-        Kind.GAUGE,
-        "walker",
-        "Loss on the probe batch, per token",
-        "skein_probe_score_nats",
     ),
     ReExport(
         "skein_worker_compression_ratio",

@@ -17,8 +17,6 @@ class Measure(StrEnum):
     """Norm of what parts this chunk's parameters from the mean of all it has just heard of, its own included."""
     ERROR_FEEDBACK_NORM = "error_feedback_norm"
     """Norm of what this chunk has still to say: rounded away so far, and kept for the next exchange."""
-    PROBE_SCORE = "probe_score_nats"
-    """Loss of a walker on the probe batch, per token; less is better."""
 
 
 class Gauges:
@@ -27,7 +25,7 @@ class Gauges:
     def __init__(self) -> None:
         self._values: dict[tuple[Measure, str], float] = {}
         self._rules: dict[JobId, str] = {}
-        self._leaders: dict[str, int] = {}
+        self._leaders: dict[str, str] = {}
         self._ratio: float | None = None
         self.num_leader_changes = 0
 
@@ -38,7 +36,7 @@ class Gauges:
         self._rules[job] = rule
 
     def set(self, measure: Measure, value: float, *, of: int) -> None:
-        """The newest value, of a stage by its index; for `PROBE_SCORE` of a walker by its position."""
+        """The newest value, of a stage by its index."""
         self._values[measure, str(of)] = value
 
     def exchanged(self, *, plain_bytes: int, sent_bytes: int) -> None:
@@ -46,7 +44,7 @@ class Gauges:
         if sent_bytes > 0:
             self._ratio = plain_bytes / sent_bytes
 
-    def led(self, leader: int, *, of: str) -> None:
+    def led(self, leader: str, *, of: str) -> None:
         """Who leads a group of walkers, which is named by the caller, or all of them."""
         before = self._leaders.get(of)
         self.num_leader_changes += before is not None and before != leader
@@ -59,7 +57,7 @@ class Gauges:
         return self._rules.get(job, "unknown")
 
     def values(self, measure: Measure) -> dict[str, float]:
-        """By stage or walker."""
+        """By stage."""
         return {
             label: value for (kind, label), value in sorted(dict(self._values).items()) if kind is measure
         }

@@ -41,9 +41,8 @@ class _Transport(Collector):
 
 
 _ABOUT = {
-    Measure.CONSENSUS_DISTANCE: ("stage", "Norm of the difference from the mean of all that were heard"),
-    Measure.ERROR_FEEDBACK_NORM: ("stage", "Norm of what was rounded away and is still to be sent"),
-    Measure.PROBE_SCORE: ("walker", "Loss on the probe batch, per token"),
+    Measure.CONSENSUS_DISTANCE: "Norm of the difference from where the newest exchange draws a walker",
+    Measure.ERROR_FEEDBACK_NORM: "Norm of what was rounded away and is still to be sent",
 }
 
 
@@ -60,8 +59,8 @@ class _Aggregation(Collector):
         for (rule, peer), num_bytes in sorted(self._sent_bytes().items()):
             sent.add_metric([rule, peer], num_bytes)
         yield sent
-        for measure, (label, words) in _ABOUT.items():
-            gauge = GaugeMetricFamily(f"skein_worker_{measure}", f"{words}, by {label}", labels=[label])
+        for measure, words in _ABOUT.items():
+            gauge = GaugeMetricFamily(f"skein_worker_{measure}", f"{words}, by stage", labels=["stage"])
             for key, value in self._gauges.values(measure).items():
                 gauge.add_metric([key], value)
             yield gauge

@@ -297,7 +297,8 @@ _AGGREGATION = Row(
         ),
         Panel(
             title="Consensus distance",
-            about="How far walkers are from the mean of those they heard, by stage: it should level off, not grow.",
+            about="How far walkers are from the mean that they are drawn to, or from their leader, by stage: "
+            "it should level off, not grow.",
             queries=(
                 _query("max by (stage) (skein_consensus_distance)", "stage {{stage}} farthest"),
                 _query("avg by (stage) (skein_consensus_distance)", "stage {{stage}} mean"),
@@ -311,7 +312,7 @@ _AGGREGATION = Row(
         Panel(
             title="Probe scores",
             about="Loss of each walker on the probe batch, per token; the least leads.",
-            queries=(_query("max by (walker) (skein_probe_score_nats)", "walker {{walker}}"),),
+            queries=(_query("skein_probe_score_nats", "{{walker}}"),),
         ),
         Panel(
             title="Leader changes",

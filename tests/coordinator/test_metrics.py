@@ -17,8 +17,9 @@ from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import ReportArrived, TimePassed
 from skein.protocol.messages import Count
 from skein.protocol.records import IncidentKind, Record, Remedy, RolledBack
-from skein.protocol.reports import Beat
-from skein.types import JobId, Step, WorkerId
+from skein.protocol.reports import Beat, EvaluationDone
+from skein.protocol.tensors import Phase
+from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted
 from tests.support.incidents import incident, replayed
@@ -195,7 +196,6 @@ def test_what_workers_tell_of_aggregation_has_names_of_its_own() -> None:
             Count(name="skein_worker_aggregation_bytes_total", label=f"one_bit_adam/{long}", value=7e6),
             Count(name="skein_worker_consensus_distance", label="0", value=0.25),
             Count(name="skein_worker_error_feedback_norm", label="0", value=1.5),
-            Count(name="skein_worker_probe_score_nats", label="3", value=2.0),
             Count(name="skein_worker_compression_ratio", label="", value=31.9),
             Count(name="skein_worker_leader_changes_total", label="", value=4),
         ],
@@ -207,10 +207,30 @@ def test_what_workers_tell_of_aggregation_has_names_of_its_own() -> None:
     assert found["skein_aggregation_bytes_total", ("w1", "one_bit_adam", long)] == 7e6
     assert found["skein_consensus_distance", ("w1", "0")] == 0.25
     assert found["skein_error_feedback_norm", ("w1", "0")] == 1.5
-    assert found["skein_probe_score_nats", ("w1", "3")] == 2.0
     assert found["skein_compression_ratio", ("w1",)] == 31.9
     assert found["skein_leader_changes_total", ("w1",)] == 4
     assert not any(name.startswith("skein_worker_") for name, labels in found if "w1" in labels)
+
+
+def test_scores_of_walkers_are_those_of_the_newest_probe_while_they_live() -> None:
+    def done(loss_sum: float, *, phase: Phase = Phase.PROBE, num_tokens: int = 10) -> EvaluationDone:
+        return EvaluationDone(
+            generation=Generation(1),
+            version=Step(4),
+            microbatches=(MicrobatchId(0),),
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            phase=phase,
+        )
+
+    metrics = Metrics()
+    for worker, loss_sum in (("w1", 30.0), ("w2", 25.0), ("w1", 20.0), ("gone", 1.0)):
+        metrics.heard(WorkerId(worker), done(loss_sum))
+    metrics.heard(WorkerId("w2"), done(90.0, phase=Phase.EVALUATE))
+    metrics.heard(WorkerId("w2"), done(0.0, num_tokens=0))
+    sampled(metrics, with_workers("w1", "w2"))
+    found = {key: x for (name, key), x in samples(metrics).items() if name == "skein_probe_score_nats"}
+    assert found == {("w1",): 2.0, ("w2",): 2.5}
 
 
 def test_rules_and_peers_beyond_the_bound_are_summed() -> None:

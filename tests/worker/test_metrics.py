@@ -88,18 +88,17 @@ def test_what_compute_tells_of_aggregation_is_read_when_asked() -> None:
     assert "skein_worker_compression_ratio" not in {name for name, _ in values(metrics)}
     gauges.set(Measure.CONSENSUS_DISTANCE, 0.25, of=2)
     gauges.set(Measure.ERROR_FEEDBACK_NORM, 1.5, of=2)
-    gauges.set(Measure.PROBE_SCORE, 3.0, of=1)
     gauges.exchanged(plain_bytes=3200, sent_bytes=100)
     found = values(metrics)
     assert found["skein_worker_consensus_distance", "2"] == 0.25
     assert found["skein_worker_error_feedback_norm", "2"] == 1.5
-    assert found["skein_worker_probe_score_nats", "1"] == 3.0
     assert found["skein_worker_compression_ratio", ""] == 32.0
 
 
 def test_a_first_leader_is_no_change_and_each_group_has_its_own() -> None:
     gauges = Gauges()
-    for leader, group in ((0, "all"), (1, "oslo"), (1, "oslo"), (2, "all"), (2, "all"), (0, "all")):
+    led = (("w0", "all"), ("w1", "oslo"), ("w1", "oslo"), ("w2", "all"), ("w2", "all"), ("w0", "all"))
+    for leader, group in led:
         gauges.led(leader, of=group)
     assert values(Metrics(Statistics(), gauges))["skein_worker_leader_changes_total", ""] == 2
 
@@ -107,11 +106,11 @@ def test_a_first_leader_is_no_change_and_each_group_has_its_own() -> None:
 def test_a_new_job_begins_without_what_the_last_one_told() -> None:
     gauges = Gauges()
     gauges.began(JobId("b"), "lsgd")
-    gauges.set(Measure.PROBE_SCORE, 3.0, of=0)
+    gauges.set(Measure.CONSENSUS_DISTANCE, 3.0, of=0)
     gauges.began(JobId("b"), "lsgd")
-    assert values(Metrics(Statistics(), gauges))["skein_worker_probe_score_nats", "0"] == 3.0
+    assert values(Metrics(Statistics(), gauges))["skein_worker_consensus_distance", "0"] == 3.0
     gauges.began(JobId("c"), "lsgd")
-    assert ("skein_worker_probe_score_nats", "0") not in values(Metrics(Statistics(), gauges))
+    assert ("skein_worker_consensus_distance", "0") not in values(Metrics(Statistics(), gauges))
 
 
 def test_every_name_begins_as_the_rules_say() -> None:
