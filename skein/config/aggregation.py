@@ -119,6 +119,8 @@ class _OneBit(Spec):
     warmup_steps: Annotated[int, Field(ge=2)] = 1000
     """Steps in full precision before the variance is frozen: 15 to 25 % of all, and not before the learning rate is
     warm."""
+    warmup_wire: Literal["fp32", "bf16"] = "bf16"
+    """What gradients travel as in the warm-up; fp32 leaves them in the precision of the job."""
     variance_floor: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Least frozen variance, as a share of the mean of its tensor: without it units that were dead in the warm-up make
     the model diverge."""

@@ -77,6 +77,11 @@ class Chunk:
     def stage(self) -> StageSpec:
         return self.module.stage
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, gradients and state."""
+        return next(iter(self.params.values())).dtype
+
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
         """Gives every parameter a zero accumulator in the vector of its group: `tied` where `groups` says so."""
         me = ChunkRef(stage=self.stage.index, worker=worker)

@@ -16,6 +16,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from skein.config.aggregation import OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
@@ -323,17 +324,25 @@ class Compute:
         outputs: Outputs = {}
         for to, key in op.parcels:
             start, stop = bounds[key.member.stage][key.shard]
-            part = {SHARD: flats[key.member.stage][start:stop].clone()}
+            flat = flats[key.member.stage]
+            part = {SHARD: flat[start:stop].to(self._wire_dtype(flat.dtype), copy=True)}
             outputs[key] = part if to == self._held.worker else pack(part)
         return outputs
+
+    def _wire_dtype(self, own: torch.dtype) -> torch.dtype:
+        """What sums of gradients travel as: in two bytes before the signs of a 1-bit rule, else as they are."""
+        rule = self._held.job.aggregation
+        is_short = isinstance(rule, OneBitAdam | OneBitLamb) and rule.warmup_wire == "bf16"
+        return torch.bfloat16 if is_short else own
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
         if op.exchange is not None:
             parts = [dict(unpack(operands[key], self.device)) for key in op.parts]
             chunk = self._held.chunks[op.total.member.stage]
             return {op.total: self._sent(self._exchanges.combine(op, chunk, parts), op.to)}
-        total = {SHARD: sum_in_order([unpack(operands[key], self.device)[SHARD] for key in op.parts])}
-        return {op.total: total if op.to == (self._held.worker,) else pack(total)}
+        own = self._held.chunks[op.total.member.stage].dtype
+        summed = sum_in_order([unpack(operands[key], self.device)[SHARD].to(own) for key in op.parts])
+        return {op.total: self._sent({SHARD: summed.to(self._wire_dtype(own))}, op.to)}
 
     def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
         group = op.group
@@ -347,7 +356,8 @@ class Compute:
         if not op.results:
             flat = chunk.accumulator(TIED if group.group == TIED else own_group(chunk.stage.index))
         else:
-            flat = concatenated([unpack(operands[key], self.device)[SHARD] for key in op.results])
+            shards = [unpack(operands[key], self.device)[SHARD] for key in op.results]
+            flat = concatenated([shard.to(chunk.dtype) for shard in shards])
         norm = squared_norm(flat)
         # A sum of squares can only be infinite without an infinite element where squares overflow float64.
         joined = Joined(
