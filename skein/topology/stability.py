@@ -231,14 +231,16 @@ def _drawn_radius(method: GossipMethod, momentum: float, graph: Graph, every_ste
 
 def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_steps: int, seed: int) -> float:
     """Growth per step of one drawn vector over drawn rounds: the largest Lyapunov exponent, almost surely."""
-    step, num_members = _STEPS[method], graph.num_members
-    alone = np.linalg.matrix_power(step(np.eye(num_members), momentum), every_steps - 1)
-    state = stream(seed, "gossip stability").standard_normal(2 * num_members)
+    step, one = _STEPS[method], np.eye(1)
+    # Every block of a step is a number plus a number times W.
+    base, alone = step(0.0 * one, momentum), step(one, momentum)
+    slope, between = alone - base, np.linalg.matrix_power(alone, every_steps - 1)
+    state: F64 | C128 = stream(seed, "gossip stability").standard_normal((2, graph.num_members))
     log_growth = 0.0
     for round_ in range(_NUM_DRAWN_ROUNDS):
-        now = step(graph.at(round_, seed=seed).rows, momentum)
-        both = (now @ (alone @ state)).reshape(2, num_members)
-        state = (both - both.mean(axis=1, keepdims=True)).reshape(-1)  # rounding may not leave the subspace
+        before = between @ state
+        state = base @ before + slope @ (before @ graph.at(round_, seed=seed).rows.T)
+        state = state - state.mean(axis=1, keepdims=True)  # rounding may not leave the subspace
         norm = float(np.linalg.norm(state))
         if norm == 0.0:
             return 0.0
