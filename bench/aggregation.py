@@ -31,7 +31,9 @@ PARTS = (
     "stability",
     "lsgd",
     "diloco",
+    "consensus_topology",
     "all_reduce",
+    "kills",
 )
 """In order of the table of docs/benchmarks-aggregation.md."""
 _ROWS = TypeAdapter(tuple[Row, ...])
