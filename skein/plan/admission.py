@@ -19,7 +19,7 @@ from skein.topology.stability import Stable, Verdict, verdict
 from skein.types import Layout
 
 _MOST_JUDGED = 64
-"""A graph of more walkers is judged as one of so many: more of the same are as stable, and would take minutes."""
+"""A graph of more walkers is judged as one of so many: more of the same are as stable, and drawn ones take minutes."""
 
 
 def settled(job: JobSpec) -> JobSpec:
@@ -68,9 +68,13 @@ def _check_stability(job: JobSpec, rule: Gossip) -> None:
         ("graph", rule.graph, judged.graph) if is_graph else ("method", rule.method, judged.method)
     )
     every = f" every {rule.every_steps} steps" if rule.every_steps > 1 else ""
+    left = (
+        ", which losses may leave," if judged.num_members < min(job.parallel.replicas, _MOST_JUDGED) else ""
+    )
+    why = "and from 1 on walkers part" if judged.radius >= 1 else "too near to 1 where rounds are drawn"
     hint = (
-        f"{rule.method} with momentum {momentum_of(job.optimizer):g} on graph {rule.graph} of {job.parallel.replicas} "
-        f"walkers{every} has stability radius {judged.radius:.3f}, and from 1 on walkers part: give {cure}"
+        f"{rule.method} with momentum {momentum_of(job.optimizer):g} on graph {rule.graph} of {judged.num_members} "
+        f"walkers{left}{every} has stability radius {judged.radius:.3f}, {why}: give {cure}"
     )
     if rule.if_unstable == "refuse" and rule.method != "qg_dmsgd":
         hint += ", or if_unstable: qg_dmsgd"

@@ -147,6 +147,16 @@ def test_the_first_beta_is_adams_momentum() -> None:
     check_admissible(job(*adam, "optimizer.betas=[0.5, 0.95]"))
 
 
+def test_what_is_stable_until_somebody_is_lost_is_refused_with_how_many_are_left() -> None:
+    with pytest.raises(UserError) as caught:
+        check_admissible(gossiping("aggregation.graph=random_matching", "optimizer.momentum=0.8"))
+    assert str(caught.value) == (
+        "aggregation.method: 'decentlam': decentlam with momentum 0.8 on graph random_matching of 3 walkers, which "
+        "losses may leave, has stability radius 0.998, too near to 1 where rounds are drawn: give qg_dmsgd, "
+        "or if_unstable: qg_dmsgd"
+    )
+
+
 def test_periods_count_and_are_told() -> None:
     # DecentLaM's correction is applied again and again until the next exchange renews it.
     with pytest.raises(UserError, match=r"walkers every 8 steps has stability radius"):
