@@ -181,7 +181,9 @@ def _chart(shown: Sequence[Course]) -> Chart:
             label=label,
             look=look % 5,
             points=tuple(
-                (float(k), max(bias, floor)) for k, bias in enumerate(found.biases[: CURVE_STEPS + 1])
+                (float(k), max(bias, floor))
+                for k, bias in enumerate(found.biases[: CURVE_STEPS + 1])
+                if k % 3 == 0
             ),
         )
         for look, (label, found) in enumerate(zip(_LABELS, shown, strict=True))
