@@ -141,11 +141,11 @@ def _check_all_reduce(job: "JobSpec", rule: AllReduce) -> None:
     _check_wire(job, rule.wire)
 
 
-def _check_wire(job: "JobSpec", wire: str) -> None:
+def _check_wire(job: "JobSpec", wire: str, field: str = "wire") -> None:
     """Nobody pays for float64 and rounds it on the wire."""
     if job.precision is Precision.FP64 and wire != "fp32":
         hint = "what travels in a job of precision fp64 is not rounded: give fp32, which means as computed"
-        raise UserError("aggregation.wire", wire, hint)
+        raise UserError(f"aggregation.{field}", wire, hint)
 
 
 # --- 1-bit ---
@@ -165,6 +165,7 @@ def _check_one_bit(job: "JobSpec", rule: OneBitAdam | OneBitLamb) -> None:
             "the variance is frozen before the learning rate is warm: give at least optimizer.warmup_steps "
         )
         raise UserError(field, steps, f"{hint}({job.optimizer.warmup_steps})")
+    _check_wire(job, rule.warmup_wire, "warmup_wire")
     if isinstance(rule, OneBitLamb):
         _check_one_bit_lamb(job, rule)
 
@@ -193,6 +194,9 @@ def _check_lsgd(job: "JobSpec", rule: Lsgd) -> None:
     if not job.data.validation_ratio:
         hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
         raise UserError("data.validation_ratio", 0, hint)
+    if rule.asynchronous and job.parallel.stages > 1:
+        hint = "a walker of several stages cannot go on between two steps: give false, or parallel.stages: 1"
+        raise UserError("aggregation.asynchronous", Words("true"), hint)
 
 
 def _check_gossip(job: "JobSpec", rule: Gossip) -> None:

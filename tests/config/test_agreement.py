@@ -96,6 +96,16 @@ WRONG = {
     ): "aggregation.robust.kind: 'krum': of other combiners neighbours' "
     "means part: give none, median_norm_clip or centred_clip",
     (
+        LSGD,
+        "aggregation.asynchronous=true",
+    ): "aggregation.asynchronous: true: a walker of several stages cannot go on "
+    "between two steps: give false, or parallel.stages: 1",
+    (
+        ONE_BIT_ADAM,
+        "precision=fp64",
+    ): "aggregation.warmup_wire: 'bf16': what travels in a job of precision fp64 is not "
+    "rounded: give fp32, which means as computed",
+    (
         DILOCO,
         "precision=fp64",
     ): "aggregation.wire: 'int8': what travels in a job of precision fp64 is not rounded: "
@@ -134,6 +144,8 @@ WRONG = {
 }
 RIGHT = (
     (ONE_BIT_ADAM,),
+    (ONE_BIT_ADAM, "precision=fp64", "aggregation.warmup_wire=fp32"),
+    (LSGD, "aggregation.asynchronous=true", "parallel.stages=1"),
     (ONE_BIT_ADAM, "optimizer.warmup_steps=60"),
     (ONE_BIT_ADAM, "aggregation.warmup_steps=399"),
     (ONE_BIT_LAMB, LAMB, "aggregation.warmup_steps=100", "aggregation.ratio_beta=0.99"),
