@@ -17,7 +17,7 @@ from skein.numeric.aggregate.conserved import Offer, lost
 from skein.numeric.aggregate.member import Exchanges, measured, newcomer, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
-from skein.numeric.walker import Tensors, Walker
+from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.exchange import Broadcast
 from skein.plan.plan import Group
 from skein.plan.rounds import exchanged_stage, local_group
@@ -151,7 +151,7 @@ class AggregatingExecutor(NumericExecutor):
         self._rule = model.rule
         self._walkers: dict[StageIndex, Held] = {}
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
-        self._files: dict[StageIndex, tuple[str, ...]] = {}
+        self._files: dict[StageIndex, tuple[tuple[str, ...], int]] = {}
         self._tensors: dict[ShardTensor, Tensors] = {}
         self._exchanges: Exchanges[_Key] = Exchanges()
         self._dues: dict[_Key, int] = {}
@@ -160,9 +160,9 @@ class AggregatingExecutor(NumericExecutor):
 
     # --- what is held ---
 
-    def reads(self, stage: StageIndex, files: tuple[str, ...]) -> None:
-        """The next build has a stage from these files."""
-        self._files[stage] = files
+    def reads(self, stage: StageIndex, files: tuple[str, ...], *, num_walkers: int) -> None:
+        """The next build has a stage from these files of a checkpoint of so many walkers."""
+        self._files[stage] = files, num_walkers
 
     def writes(self, stage: StageIndex, file: str) -> None:
         """A stage is being saved."""
@@ -193,11 +193,27 @@ class AggregatingExecutor(NumericExecutor):
             case SourceKind.KEEP:
                 return model.held(lineage, self.worker, stage).copy()
             case SourceKind.CHECKPOINT:
-                given = model.read(self._files[stage.index], stage)
+                return self._restored(chunk, before, after)
             case _:
                 given = model.held(lineage, source.peer, stage)
-        is_saved = source.kind is SourceKind.CHECKPOINT
-        walker = newcomer(self._rule, given.walker, before=before, after=after, only_saved=is_saved)
+        walker = newcomer(self._rule, given.walker, before=before, after=after)
+        return Held(walker, given.trajectory)
+
+    def _restored(self, chunk: ChunkAssignment, before: int, after: int) -> Held:
+        """From files of its own walker; one that they lack is a newcomer, and of one walker all are."""
+        files, num_saved = self._files[chunk.stage.index]
+        given = self._model.read(files, chunk.stage)
+        if self._model.walkers is Walkers.ONE or chunk.walker >= num_saved:
+            walker = newcomer(self._rule, given.walker, before=before, after=after, only_saved=True)
+            return Held(walker, given.trajectory)
+        walker = given.walker.copy()
+        fresh = self._rule.init(walker.params)
+        for slot, kind in self._rule.slots.items():
+            if not kind.is_saved or kind.kind is StateClass.SHARD:
+                walker.state.pop(slot, None)
+                walker.state |= {slot: fresh[slot]} if slot in fresh else {}
+        if num_saved != after:
+            self._rule.on_membership(walker, before=num_saved, after=after, me=chunk.walker)
         return Held(walker, given.trajectory)
 
     def _reached(self, stage: StageIndex, lineage: str) -> None:

@@ -192,5 +192,5 @@ class Builds:
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
         found = {name: self._disk[name] for name in mine}
         here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
-        worker.executor.reads(stage.index, tuple(here))
+        worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))

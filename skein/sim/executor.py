@@ -184,7 +184,7 @@ class SimExecutor:
         given_up = {chunk.stage.index: chunk for chunk in self._given_up.values()}
         return self.chunks.get(stage) or given_up[stage]
 
-    def reads(self, stage: StageIndex, files: tuple[str, ...]) -> None:
+    def reads(self, stage: StageIndex, files: tuple[str, ...], *, num_walkers: int) -> None:
         """The next build takes a stage from these files of a checkpoint: a lineage says all that is in them."""
 
     def writes(self, stage: StageIndex, file: str) -> None:
