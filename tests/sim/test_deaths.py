@@ -26,7 +26,17 @@ from tests.support.worlds import (
     worker,
 )
 
-SHAPES = {text: shape_of(text) for text in ("line 2x2", "loop 2x2", "line 3x2 tied", "loop 4x2 skip 1/4")}
+SHAPES = {
+    text: shape_of(text)
+    for text in (
+        "line 2x2",
+        "loop 2x2",
+        "line 3x2 tied",
+        "loop 4x2 skip 1/4",
+        "line 2x3 ring",
+        "line 2x3 tree",
+    )
+}
 STEPS, EVERY = 3, 2
 POINTS = 31
 """Moments that are tried in each job, spread evenly over its events; coprime to the numbers of workers."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from skein.config.aggregation import AllReduce, PatternName
 from skein.config.job import BudgetSpec, CheckpointSpec, JobSpec
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, Evaluated, GenerationOpened, StepCommitted
@@ -74,6 +75,24 @@ async def test_a_job_over_the_network_gives_the_curve_of_one_process(
         for worker in workers:
             worker.inbox.post(StopRequested(reason="done"))
         assert all([(await worker.end()).is_clean for worker in workers])
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tree"])
+async def test_sums_that_are_made_on_the_way_give_the_same_curve_and_bear_a_death(
+    tmp_path: Path, pattern: PatternName
+) -> None:
+    one_stage = tiny_job(write_text(tmp_path), stages=1, replicas=4)
+    job = job_of(tmp_path / "text.txt", replicas=4).model_copy(
+        update={"parallel": one_stage.parallel, "aggregation": AllReduce(pattern=pattern)}
+    )
+    steps, _ = undisturbed(job)
+    async with cluster(Disk()) as here, here.workers("w0", "w1", "w2"):
+        async with here.workers("w3"):
+            here.submit(job)
+            await here.first(StepCommitted, 3)
+        assert await here.finished() == JobState.FINISHED
+        assert len(here.all(GenerationOpened)) > 1
+        assert_same_curve(here.steps, steps)
 
 
 async def test_a_worker_that_dies_costs_no_step(tmp_path: Path) -> None:
