@@ -13,12 +13,14 @@ from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
-from skein.types import JobId, Step
+from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
+from worker.checkpoint import file_names
 
 JOB = JobId("digits-1")
 DATA = bytes(range(256)) * 40
 NAME = "stage-000.model.safetensors"
+STAGE, GENERATION = StageIndex(3), Generation(7)
 
 
 def file_of(data: bytes = DATA, name: str = NAME) -> CheckpointFile:
@@ -153,6 +155,25 @@ def test_pruning_keeps_what_is_wanted_and_what_may_be_in_the_making(store: Check
         30: [MANIFEST, NAME],
         40: [MANIFEST, NAME],
     }
+
+
+def test_files_of_many_walkers_are_taken_listed_and_pruned_together(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    files = [file_of(name=name) for number in range(12) for name in file_names(STAGE, GENERATION, number)]
+    assert len({file.name for file in files}) == 24
+    for version in (10, 20):
+        for file in files:
+            put(store, version, name=file.name)
+        store.write_manifest(checkpointed(JOB, version, *files), job_spec())
+    folder = tmp_path / "checkpoints" / JOB
+    listed = json.loads((folder / "v00000010" / MANIFEST).read_text())["files"]
+    assert [entry["name"] for entry in listed] == [file.name for file in files]
+    store.prune(JOB, None, (Step(20),))
+    assert [path.name for path in folder.iterdir()] == ["v00000020"]
+    (folder / "v00000020" / files[-1].name).unlink()
+    with pytest.raises(UserError, match=r"stage-003\.g7\.w11\.optimizer\.safetensors is not there"):
+        store.write_manifest(checkpointed(JOB, 20, *files), job_spec())
 
 
 def test_pruning_where_nothing_is_changes_nothing(store: CheckpointStore, url: str) -> None:
