@@ -83,11 +83,12 @@ def _kill_all(world: World, names: Sequence[WorkerId], fault: Fault) -> None:
         if worker is not None:
             identity = worker.machine.identity
             world.kill_worker(name)
-            back = partial(_come_back, world, name, identity.site, identity.profile)
+            back = partial(come_back, world, name, identity.site, identity.profile)
             world.clock.after(AWAY_S + fault.seconds, back)
 
 
-def _come_back(world: World, name: WorkerId, site: SiteId, profile: Profile) -> None:
+def come_back(world: World, name: WorkerId, site: SiteId, profile: Profile) -> None:
+    """A machine starts again, unless it is here."""
     if name not in world.workers:
         world.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
 
@@ -115,7 +116,7 @@ def _drain(world: World, fault: Fault) -> None:
     if worker is not None:
         identity = worker.machine.identity
         world.tell(DrainAsked(worker=fault.worker))
-        back = partial(_come_back, world, fault.worker, identity.site, identity.profile)
+        back = partial(come_back, world, fault.worker, identity.site, identity.profile)
         world.clock.after(AWAY_S + fault.seconds, back)
 
 

@@ -16,14 +16,14 @@ from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.rounds import is_exchange
 from skein.protocol.coordinator_io import DrainAsked
-from skein.protocol.messages import Evaluate, Prepare
+from skein.protocol.messages import Assign, Evaluate, Prepare
 from skein.protocol.ops import ApplyOp, JoinOp, OpOutcome, SumOp
 from skein.protocol.records import Incident, Record, RolledBack, StepCommitted
 from skein.protocol.reports import Report, Vote
 from skein.protocol.tensors import Phase, ShardKind, ShardTensor
 from skein.protocol.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
 from skein.sim.aggregating import AggregatingModel
-from skein.sim.faults import AWAY_S
+from skein.sim.faults import AWAY_S, come_back
 from skein.sim.invariants import Violated
 from skein.sim.process import SimWorker
 from skein.sim.rules import RULES
@@ -47,10 +47,12 @@ MOMENTS: Final = (
     "applying",
 )
 """Of an exchange, in order; `appending` and `appended` are the coordinator's."""
+BUILDING: Final = "building"
+"""A worker is told what to hold: where the second of two strikes hits."""
 STRIKES: Final = ("kill", "freeze", "leave", "join", "coordinator", "kill another", "kill both")
 STRUCK: Final = tuple(rule for rule in RULES if rule != "fp32")
 """The rules that exchange anything."""
-STEPS: Final = 6
+STEPS: Final = 8
 BASES: Final = ("line 1x3", "line 2x3", "line 1x4", "line 2x4 on 5", "line 3x3 on 7")
 """Shapes that seeds walk over, for every rule: one to three stages, three or four walkers or replicas."""
 
@@ -106,6 +108,8 @@ class WatchedWorld(World):
                 self._at("prepared", worker)
             case Evaluate(phase=Phase.PROBE):
                 self._at("probing", worker)
+            case Assign():
+                self._at(BUILDING, worker)
             case _:
                 pass
 
@@ -245,15 +249,9 @@ def _kill(world: World, name: WorkerId, strike: Strike) -> None:
     if worker is not None:
         identity = worker.machine.identity
         world.kill_worker(name)
-        back = partial(
-            world.add_worker,
-            name,
-            identity.site,
-            flops_per_s=identity.profile.flops_per_s,
-            memory_bytes=identity.profile.memory_bytes,
-        )
+        back = partial(come_back, world, name, identity.site, identity.profile)
         # Some come back while the run goes on, others when it is nearly over.
-        world.clock.after(strike.seconds * AWAY_S / 2, back)
+        world.clock.after(strike.seconds, back)
 
 
 def _kill_another(world: World, name: WorkerId, strike: Strike) -> None:
@@ -261,16 +259,22 @@ def _kill_another(world: World, name: WorkerId, strike: Strike) -> None:
     _kill(world, others[strike.number % len(others)], strike)
 
 
-def _kill_both(world: World, name: WorkerId, strike: Strike) -> None:
-    """Another one dies while the first one's loss is healed: that may be the last holder of what the first had."""
+def _kill_both(world: WatchedWorld, name: WorkerId, strike: Strike) -> None:
+    """Another dies while the first one's loss is healed, or the coordinator does: some have built, some have not."""
+    left = strike.number % len(world.workers)
 
-    def second() -> None:
-        if len(world.workers) > 1:
-            world.lines.append(f"{world.clock.now:.3f} strike: and another")
-            _kill_another(world, name, strike)
+    def on_moment(moment: str, _: int, worker: WorkerId | None) -> None:
+        nonlocal left
+        left -= moment == BUILDING
+        if moment == BUILDING and worker is not None and left < 0:
+            world.lines.append(f"{world.clock.now:.3f} strike: and {worker} that builds")
+            world.on_moment = lambda _moment, _nth, _worker: None
+            second = _coordinator if strike.number % 3 == 1 else _kill
+            # A build takes fifty milliseconds and more.
+            world.clock.after(0.02 * strike.seconds, partial(second, world, worker, strike))
 
     _kill(world, name, strike)
-    world.clock.after(0.4 + 0.2 * strike.seconds, second)
+    world.on_moment = on_moment
 
 
 def _freeze(world: World, name: WorkerId, strike: Strike) -> None:
@@ -280,14 +284,7 @@ def _freeze(world: World, name: WorkerId, strike: Strike) -> None:
 def _leave(world: World, name: WorkerId, strike: Strike) -> None:
     worker = world.workers[name]
     identity = worker.machine.identity
-
-    def back() -> None:
-        if name not in world.workers:
-            profile = identity.profile
-            world.add_worker(
-                name, identity.site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes
-            )
-
+    back = partial(come_back, world, name, identity.site, identity.profile)
     world.clock.after(0.0, partial(world.tell, DrainAsked(worker=name)))
     world.clock.after(AWAY_S + strike.seconds, back)
 
@@ -309,7 +306,7 @@ def _coordinator(world: World, name: WorkerId, strike: Strike) -> None:  # noqa:
     world.crash_coordinator(num_durable=strike.number % 2)
 
 
-_STRIKES: Final[dict[str, Callable[[World, WorkerId, Strike], None]]] = {
+_STRIKES: Final[dict[str, Callable[[WatchedWorld, WorkerId, Strike], None]]] = {
     "kill": _kill,
     "freeze": _freeze,
     "leave": _leave,
