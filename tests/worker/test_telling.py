@@ -111,6 +111,15 @@ def test_what_is_still_to_be_said_is_measured(spec: AggregationSpec, optimizer: 
     assert kept > 0
 
 
+def test_what_is_still_to_be_said_of_a_large_matrix_counts_all_of_it() -> None:
+    # More than the 4096 elements that are summed at a time, and no multiple of them.
+    params = {"w": torch.zeros(100, 90, dtype=torch.float64)}
+    rule = rule_of(AllReduce(wire="bf16"), SGD)
+    walker = Walker(params=params, state=rule.init(params))
+    walker.state["residual"]["w"].fill_(2.0)
+    assert residual_norm(walker) == pytest.approx(2.0 * math.sqrt(9000))
+
+
 def test_rules_without_error_feedback_have_nothing_to_say() -> None:
     [walker] = walkers_of(rule_of(AllReduce(), SGD), (1.0, 2.0))
     assert residual_norm(walker) is None

@@ -57,7 +57,7 @@ def distance(spec: AggregationSpec, walker: Walker, due: Due, joined: Tensor) ->
 def residual_norm(walker: Walker) -> float | None:
     """Norm of what a walker's own parts have rounded away and not yet said; None without error feedback."""
     found = [tensor for slot in _RESIDUALS & walker.state.keys() for tensor in walker.state[slot].values()]
-    return math.sqrt(math.fsum(squared_norm(tensor) for tensor in found)) if found else None
+    return math.sqrt(math.fsum(squared_norm(tensor.flatten()) for tensor in found)) if found else None
 
 
 def sent_bytes(sent: Mapping[int, Tensors], talk: Talk) -> int:
