@@ -170,7 +170,8 @@ class Lsgd(Spec):
     recheck_ratio: Ratio = 0.1
     """How often a follower computes the leader's score again from what it received."""
     asynchronous: bool = False
-    """Fast walkers take more local steps between two exchanges."""
+    """Fast walkers take more local steps between two exchanges, which are counted in steps of the fastest. Wants models
+    in one stage; samples that a slow walker does not come to are left out."""
     export: Literal["average", "leader"] = "average"
 
     @model_validator(mode="after")

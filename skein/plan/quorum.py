@@ -90,6 +90,23 @@ class Quorum:
         return ordered[-1] - ordered[self.needed(len(ordered)) - 1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eager:
+    """Nobody is waited for: walkers that are done within `share` of the time of the first end their step together."""
+
+    share: float = 0.1
+
+    def deadline(self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int) -> float | None:
+        """When the round is closed if nothing more arrives; None: nobody is done. The past does not matter.
+
+        >>> Eager().deadline([10.0, 10.5], [], num_members=4)
+        11.0
+        """
+        if not arrived_s:
+            return None
+        return max(arrived_s) if len(arrived_s) >= num_members else min(arrived_s) * (1 + self.share)
+
+
 def token_weights(tokens_by_member: Mapping[int, int]) -> tuple[tuple[int, float], ...]:
     """Each member's share of the tokens, by member; equal shares if nobody has any.
 

@@ -24,7 +24,7 @@ from skein.config.aggregation import (
 )
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.plan import Group, Plan
-from skein.plan.quorum import Quorum, token_weights
+from skein.plan.quorum import Eager, Quorum, token_weights
 from skein.topology.graphs import GraphKind, Mixing, mixing_at
 from skein.types import ChunkRef, GroupId, StageIndex, WorkerId
 
@@ -56,7 +56,7 @@ class StepGroups:
     clips_result: bool = False
     """What an exchange gives is a gradient: the norm of that is clipped, and none before."""
     num_tokens: tuple[int, ...] | None = None
-    quorum: Quorum | None = None
+    quorum: Quorum | Eager | None = None
     """Without which late units are not left out; None: never."""
 
 
@@ -145,6 +145,8 @@ def step_groups(
         return replace(groups, units=alone, num_sharing=sharing, clips_result=is_gradient)
     units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
     groups = replace(groups, units=units, may_lose_some=True)
+    if isinstance(aggregation, Lsgd) and aggregation.asynchronous and not dues:
+        return replace(groups, quorum=Eager())
     if not isinstance(aggregation, DiLoCo):
         return groups
     return replace(

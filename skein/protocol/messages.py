@@ -327,12 +327,16 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive."""
+    """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive.
+
+    `keeps_late`: whoever the record leaves out goes on with the local step that it is in, else it gives that up.
+    """
 
     epoch: Epoch
     generation: Generation
     record: StepRecord
     goes_on: bool
+    keeps_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,8 @@ class ApplyOp:
     """Update all chunks from the joined results as the record says, then clear accumulators and boundary tensors."""
 
     record: StepRecord
+    keeps_step: bool = False
+    """The decision was made without these chunks, which go on with the local step that they are in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

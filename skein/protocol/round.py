@@ -19,7 +19,7 @@ from typing import assert_never
 
 from skein.config.aggregation import Reach
 from skein.plan.plan import Group
-from skein.plan.quorum import Quorum
+from skein.plan.quorum import Eager, Quorum
 from skein.plan.rounds import StepGroups, local_group, weighed
 from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.ops import exact_sum
@@ -109,7 +109,7 @@ class Patience:
     `past` has for each of the last rounds the seconds from its beginning until each walker was done.
     """
 
-    quorum: Quorum
+    quorum: Quorum | Eager
     begun_at: float
     past: Sequence[Sequence[float]]
 

@@ -35,7 +35,14 @@ def four_walkers() -> Plan:
 def round_at(step: int, *, patience: Patience | None) -> Round:
     plan = four_walkers()
     groups = step_groups(
-        plan, RULE, step, num_steps=9, seed=0, num_tokens=(10, 10, 10, 10), leaders=None, tree=lambda _, leader: (leader,)
+        plan,
+        RULE,
+        step,
+        num_steps=9,
+        seed=0,
+        num_tokens=(10, 10, 10, 10),
+        leaders=None,
+        tree=lambda _, leader: (leader,),
     )
     return Round(
         StepTerms(step=Step(step), learning_rate=0.1, clip_norm=1.0, batch_samples=4),

@@ -223,7 +223,7 @@ class Compute:
             case JoinOp():
                 return Done(outcome=self._join(op, operands))
             case ApplyOp():
-                self._apply(op.record)
+                self._apply(op)
                 return Done()
             case SaveOp():
                 return Done(saved=self._save(op))
@@ -393,7 +393,13 @@ class Compute:
                 losses.append((total.item(), num_valid))
         return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))
 
-    def _apply(self, record: StepRecord) -> None:
+    def _apply(self, op: ApplyOp) -> None:
+        record = op.record
+        if op.keeps_step:
+            for chunk in self._held.chunks.values():
+                chunk.version = Step(record.step + 1)
+            self._exchanges.committed(record.step)
+            return
         results: dict[GroupId, Tensor] = {}
         if record.decision is Decision.APPLY:
             for result in record.results:

@@ -618,7 +618,13 @@ class Run:
             self._improving.look(self._candidates(), now=now)
         history = self._out.history
         self._members.send_placed(
-            Commit(epoch=history.epoch, generation=history.generation, record=record, goes_on=goes_on)
+            Commit(
+                epoch=history.epoch,
+                generation=history.generation,
+                record=record,
+                goes_on=goes_on,
+                keeps_late=self._stepping.keeps_late,
+            )
         )
         if self._savings.is_due() and self.plan is not None:
             self._save(self.plan)

@@ -2,8 +2,9 @@
 
 from collections import deque
 
+from skein.config.aggregation import Lsgd
 from skein.config.schedule import learning_rate
-from skein.plan.quorum import NUM_REMEMBERED
+from skein.plan.quorum import NUM_REMEMBERED, Eager
 from skein.plan.rounds import StepGroups, step_groups
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
@@ -42,6 +43,12 @@ class Stepping:
         self._members = members
         self._leading = leading
         self._out = outbox
+
+    @property
+    def keeps_late(self) -> bool:
+        """Whether walkers that a step is decided without go on with theirs: fast ones make more steps then."""
+        rule = self._job.spec.aggregation
+        return isinstance(rule, Lsgd) and rule.asynchronous
 
     def fenced(self) -> None:
         """Other walkers may be there from now on."""
@@ -88,7 +95,7 @@ class Stepping:
     def _patience(self, groups: StepGroups, *, now: float) -> Patience | None:
         """How long late walkers are waited for; nobody is left out twice in a row."""
         self._begun_at = now
-        if groups.quorum is None or self._was_late:
+        if groups.quorum is None or (self._was_late and not isinstance(groups.quorum, Eager)):
             return None
         return Patience(quorum=groups.quorum, begun_at=now, past=tuple(self._past))
 
@@ -111,7 +118,7 @@ class Stepping:
 
     def _remember(self, ended: Round) -> None:
         self._was_late = bool(ended.late)
-        if self._was_late:
+        if self._was_late and not self.keeps_late:
             self._out.log(
                 f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}"
             )

@@ -289,6 +289,11 @@ class Pipeline:
             chunk.clear()
             chunk.evaluation_losses.clear()
 
+    def keep_on(self, step: Step) -> None:
+        """The step before `step` is committed without this worker, which goes on with its own."""
+        self.step = step
+        self._seen.clear()
+
     def ledger(self, stage: StageIndex) -> Ledger:
         """What the chunk of `stage` has accumulated in this step, in that order."""
         return Ledger(stage=stage, worker=self.worker, microbatches=tuple(self._chunks[stage].ledger))

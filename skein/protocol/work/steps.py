@@ -69,6 +69,8 @@ class Steps:
         self._assign: Assign | None = None
         self._groups: dict[GroupId, Group] = {}
         self._exchanges: dict[tuple[GroupId, Attempt], Exchange] = {}
+        self._commits_ahead: deque[Commit] = deque()
+        """Decisions on steps after the one that is to be applied now, in order."""
         self._to_take: list[Prepare] = []
         """Exchanges that begin with the next version."""
         self._commit: Commit | None = None
@@ -93,6 +95,7 @@ class Steps:
         self.pipeline = None
         self._resumption = None
         self._commit = None
+        self._commits_ahead.clear()
         self._to_begin = None
         self._queue.clear()
 
@@ -214,6 +217,8 @@ class Steps:
             pipeline.begin(Phase.TRAIN, resumption.origins)
             for header in resumption.repeats:
                 self._deliver(header)
+        # Who goes on with an older step may have told of its end when nobody waited for that.
+        self._reported = {about for about in self._reported if about[0] is not Phase.TRAIN}
         # A chunk that no path visits is complete as it is.
         for chunk in assign.chunks:
             self._report_done(chunk.stage.index)
@@ -264,13 +269,18 @@ class Steps:
 
     def _commit_step(self, directive: Commit) -> None:
         record = directive.record
+        if record.step > self.version and self.pipeline is not None:
+            # Others have gone on without this worker while an op ran.
+            self._commits_ahead.append(directive)
+            return
         if record.step != self.version or self.pipeline is None or self._commit is not None:
             return
         if not self._has_results(record):
             self._standing.trouble(f"step {record.step} is committed, but a result it names is not here")
             return
         self._commit = directive
-        self._queue.append(ApplyOp(record=record))
+        keeps_step = directive.keeps_late and is_left_out(record, self._local)
+        self._queue.append(ApplyOp(record=record, keeps_step=keeps_step))
 
     def _has_results(self, record: StepRecord) -> bool:
         if record.decision is Decision.SKIP:
@@ -362,8 +372,13 @@ class Steps:
         """The update has ended: the chunks are at the next version."""
         self.version = Step(op.record.step + 1)
         self._exchanges = {key: x for key, x in self._exchanges.items() if x.step >= self.version}
-        self._clear_step()
         commit, self._commit = self._commit, None
+        if self.pipeline is not None and commit is not None and op.keeps_step:
+            self._keep_on(self.pipeline)
+            if self._commits_ahead:
+                self._commit_step(self._commits_ahead.popleft())
+            return
+        self._clear_step()
         if self.pipeline is None or commit is None:
             return
         self.pipeline.advance(self.version)
@@ -374,6 +389,15 @@ class Steps:
             self._prepare(prepare)
         if commit.goes_on and self._assign is not None:
             self._begin_training(self.pipeline, self._assign)
+        self._begin_when_due()
+        self.unpark()
+
+    def _keep_on(self, pipeline: Pipeline) -> None:
+        """Others have ended a step; what this worker has of its own counts for the one that begins."""
+        pipeline.keep_on(self.version)
+        self._reported.clear()
+        for stage in self.chunks:
+            self._report_done(stage.index)
         self._begin_when_due()
         self.unpark()
 

@@ -1363,9 +1363,12 @@ class Commit(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
+    KEEPS_LATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     goes_on: _builtins.bool
+    keeps_late: _builtins.bool
+    """Whoever the record leaves out goes on with the local step that it is in."""
     @_builtins.property
     def record(self) -> _ids_pb2.StepRecord: ...
     def __init__(
@@ -1375,10 +1378,11 @@ class Commit(_message.Message):
         generation: _builtins.int = ...,
         record: _ids_pb2.StepRecord | None = ...,
         goes_on: _builtins.bool = ...,
+        keeps_late: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "keeps_late", b"keeps_late", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
