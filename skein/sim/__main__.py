@@ -26,7 +26,6 @@ from skein.config.job import (
 from skein.protocol.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
-from skein.sim.moments import STRUCK, judge_struck, struck
 from skein.sim.process import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
 from skein.sim.shapes import SHAPES, Shape, shape_of
@@ -166,6 +165,9 @@ def _judge_seeds(args: argparse.Namespace) -> int:
 
 def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
     """What became of a strike amid an exchange (nothing if it violates no invariant), and the story."""
+    # Real tensors want torch, which whoever only plans need not have.
+    from skein.sim.moments import judge_struck, struck
+
     world = struck(rule, seed)
     try:
         judge_struck(world)
@@ -177,6 +179,8 @@ def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
 
 
 def _judge_strikes(args: argparse.Namespace) -> int:
+    from skein.sim.moments import STRUCK
+
     for rule in STRUCK if args.rule == "all" else (args.rule,):
         began = time.perf_counter()
         for violation, story in _told(partial(strike_told, rule=rule), args):
