@@ -19,6 +19,7 @@ from skein.config.aggregation import (
     Gossip,
     Krum,
     Lsgd,
+    NormClip,
     Reach,
     Walkers,
 )
@@ -167,10 +168,9 @@ def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Gro
     """An exchange in which shards have owners, all members count alike, and all get all results."""
     n = len(group.members)
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
-    # Who compares members looks at the whole of what each sends.
-    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(
-        aggregation.robust, Krum | CentredClip
-    )
+    # Who compares members looks at the whole of what each sends; DiLoCo's parts say its norm.
+    compares = (Krum | CentredClip | NormClip) if isinstance(aggregation, AllReduce) else (Krum | CentredClip)
+    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(aggregation.robust, compares)
     num_shards = 1 if is_whole else group.num_shards
     return replace(
         group,
