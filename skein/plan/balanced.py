@@ -21,7 +21,7 @@ from skein.config.aggregation import Gossip, Walkers
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
-from skein.plan.check import violations
+from skein.plan.check import too_few, violations
 from skein.plan.cut import cut, cut_costs
 from skein.plan.exchange import Row
 from skein.plan.load import (
@@ -81,8 +81,15 @@ def make_plan(
     if previous is not None and _has_same_cut(previous, even, job.parallel.layout):
         plan = _replan(setting, previous)
         if plan is not None:
-            return plan
-    return _plan_afresh(setting, even)
+            return _with_enough(plan, job)
+    made = _plan_afresh(setting, even)
+    return made if isinstance(made, Infeasible) else _with_enough(made, job)
+
+
+def _with_enough(plan: Plan, job: JobSpec) -> Plan | Infeasible:
+    """The plan, if those whom a robust combiner compares are as many as it needs."""
+    reason = too_few(plan, job)
+    return plan if reason is None else Infeasible(reason=reason)
 
 
 def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:

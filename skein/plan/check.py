@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
-from skein.config.aggregation import Walkers
+from skein.config.aggregation import AllReduce, DiLoCo, Krum, NoRobust, TrimmedMean, Walkers
 from skein.config.job import JobSpec
 from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
@@ -195,6 +195,9 @@ def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
     for group in plan.groups:
         yield from _group(group, plan, expected.get(group.group, []))
         yield from _pattern(group, job)
+    short = too_few(plan, job)
+    if short is not None:
+        yield short
 
 
 def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
@@ -203,6 +206,21 @@ def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
         yield f"group {group.group} has other members than the chunks of its stages"
     if not 1 <= group.num_shards <= max(1, len(group.workers)):
         yield f"group {group.group} has {group.num_shards} shards for {len(group.workers)} workers"
+
+
+def too_few(plan: Plan, job: JobSpec) -> str | None:
+    """Why a robust combiner has too few holders of some stage to choose from; None if it has enough."""
+    robust = job.aggregation.robust if isinstance(job.aggregation, AllReduce | DiLoCo) else NoRobust()
+    match robust:
+        case TrimmedMean():
+            needed = 2 * robust.trimmed + 1
+        case Krum():
+            needed = max(2 * robust.bad + 3, robust.bad + robust.chosen)
+        case _:
+            needed = 1
+    counts = {stage.index: len(plan.holders(stage.index)) for stage in plan.stages}
+    short = [f"stage {stage} has {count}" for stage, count in counts.items() if count < needed]
+    return f"{robust.kind} needs {needed} holders of each stage: {', '.join(short)}" if short else None
 
 
 def _walkers(plan: Plan, job: JobSpec) -> Iterator[str]:

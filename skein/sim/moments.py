@@ -50,8 +50,8 @@ MOMENTS: Final = (
 BUILDING: Final = "building"
 """A worker is told what to hold: where the second of two strikes hits."""
 STRIKES: Final = ("kill", "freeze", "leave", "join", "coordinator", "kill another", "kill both")
-STRUCK: Final = tuple(rule for rule in RULES if rule != "fp32")
-"""The rules that exchange anything."""
+STRUCK: Final = tuple(rule for rule in RULES if rule not in ("fp32", "trimmed"))
+"""The rules that exchange anything, and may go on with a member less."""
 STEPS: Final = 8
 BASES: Final = ("line 1x3", "line 2x3", "line 1x4", "line 2x4 on 5", "line 3x3 on 7")
 """Shapes that seeds walk over, for every rule: one to three stages, three or four walkers or replicas."""

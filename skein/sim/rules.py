@@ -16,6 +16,7 @@ from skein.config.aggregation import (
     NormClip,
     OneBitAdam,
     OneBitLamb,
+    TrimmedMean,
 )
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 
@@ -30,6 +31,7 @@ RULES: Final[Mapping[str, tuple[AggregationSpec, OptimizerSpec]]] = MappingProxy
         "bf16": (AllReduce(wire="bf16"), _ADAMW),
         "int8": (AllReduce(wire="int8"), _ADAMW),
         "robust": (AllReduce(robust=_ROBUST), _ADAMW),
+        "trimmed": (AllReduce(robust=TrimmedMean(kind="trimmed_mean")), _ADAMW),
         "one_bit_adam": (OneBitAdam(rule="one_bit_adam", warmup_steps=2), _ADAMW),
         "one_bit_lamb": (OneBitLamb(rule="one_bit_lamb", warmup_steps=2, ratio_beta=0.5), _LAMB),
         "diloco": (DiLoCo(rule="diloco", local_steps=3, wire="int4", fragments=2), _ADAMW),

@@ -6,12 +6,14 @@ from typing import Literal
 
 import pytest
 
-from skein.config.aggregation import AllReduce
+from skein.config.aggregation import AllReduce, Gossip, TrimmedMean
 from skein.config.job import JobSpec, SkipSpec
+from skein.config.optimizer import SgdSpec
+from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.exchange import Broadcast, Pattern, Ring, Tree
 from skein.plan.order import ascending_schedules
-from skein.plan.plan import Alternates, ChunkPlan, Path, Plan, PlannedOp
+from skein.plan.plan import Alternates, ChunkPlan, Infeasible, Path, Plan, PlannedOp
 from skein.types import ChunkRef, GroupId, Layout, StageIndex, WorkerId
 from tests.plan.builders import fleet, job, planned, without
 from tests.support.plans import schedule
@@ -190,3 +192,66 @@ def test_orders_that_run_in_a_circle_are_found() -> None:
     # With a second slot the other microbatch gets through, and then the first.
     free = replace(stuck, chunks=tuple(replace(x, slots=2) for x in plan.chunks))
     assert violations(free, spec, on) == ()
+
+
+# --- many walkers ---
+
+MANY = job(stages=2, replicas=3, is_tied=False).model_copy(
+    update={
+        "aggregation": Gossip(rule="gossip", method="dmsgd", graph="ring"),
+        "optimizer": SgdSpec(name="sgd"),
+    }
+)
+WALKED = planned(MANY, fleet([1e10] * 6))
+
+
+def crossed() -> Plan:
+    """Two walkers' microbatches change places halfway."""
+    first, second, *others = WALKED.paths
+    ways = (Path(hops=(first.hops[0], second.hops[1])), Path(hops=(second.hops[0], first.hops[1])), *others)
+    slots = {x.chunk: x.slots for x in WALKED.chunks}
+    schedules = ascending_schedules(ways, slots, (x.chunk.worker for x in WALKED.chunks))
+    return replace(WALKED, paths=ways, schedules=schedules)
+
+
+def shuffled() -> Plan:
+    """A group whose members are not in the order of the walkers."""
+    first, *others = WALKED.groups
+    return replace(WALKED, groups=(replace(first, members=first.members[::-1]), *others))
+
+
+def test_a_plan_of_walkers_has_no_violations() -> None:
+    assert violations(WALKED, MANY, fleet([1e10] * 6)) == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        (crossed(), "path of microbatch 0 leaves its walker"),
+        (shuffled(), "group s0 does not have its members in the order of the walkers"),
+        (
+            replace(WALKED, evaluation_paths=WALKED.evaluation_paths[:2]),
+            "evaluation paths are not one for each walker, in their order",
+        ),
+    ],
+)
+def test_what_is_broken_among_walkers_is_named(plan: Plan, found: str) -> None:
+    assert found in violations(plan, MANY, fleet([1e10] * 6))
+
+
+def test_walkers_that_lack_a_stage_are_refused() -> None:
+    on = fleet([1e10] * 5)
+    spec = MANY.model_copy(update={"aggregation": AllReduce()})
+    plan = planned(spec, on)
+    assert violations(plan, spec, on) == ()
+    assert any("walkers are not complete" in sentence for sentence in violations(plan, MANY, on))
+
+
+def test_a_combiner_that_compares_wants_enough_to_compare() -> None:
+    spec = job(stages=2, replicas=3, is_tied=False)
+    trimming = spec.model_copy(update={"aggregation": AllReduce(robust=TrimmedMean(kind="trimmed_mean"))})
+    assert violations(planned(trimming, fleet([1e10] * 6)), trimming, fleet([1e10] * 6)) == ()
+    reason = "trimmed_mean needs 3 holders of each stage: stage 0 has 2"
+    on = fleet([1e10] * 5)
+    assert make_plan(trimming, on, None, 0) == Infeasible(reason=reason)
+    assert reason in violations(planned(spec, on), trimming, on)

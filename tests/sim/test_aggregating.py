@@ -121,6 +121,31 @@ def test_a_power_cut_goes_back_to_the_checkpoint_each_walker_to_its_own(rule: st
     assert [record.step for record in curve_of(world.log)] == list(range(STEPS))
 
 
+def test_who_trims_waits_for_enough_members_to_choose_from() -> None:
+    shape = shape_of("line 2x3 by trimmed")
+    model = AggregatingModel(shape.job(steps=STEPS))
+    world = make_world(
+        shape.job(steps=STEPS),
+        small_fleet(shape),
+        seed=0,
+        new_world=partial(World, new_executor=model.executor),
+    )
+    run_until(world, lambda world: version_of(world) == 3)
+    victim = world.workers[worker(1)].machine.identity
+    world.kill_worker(worker(1))
+    run_until(world, lambda world: any("paused" in line for line in world.lines))
+    assert "paused: trimmed_mean needs 3 holders of each stage: stage 1 has 2" in world.lines[-1]
+    world.add_worker(
+        victim.worker,
+        victim.site,
+        flops_per_s=victim.profile.flops_per_s,
+        memory_bytes=victim.profile.memory_bytes,
+    )
+    run_to_end(world, limit_s=LIMIT_S)
+    assert not of_kind(world.log, RolledBack)
+    assert [record.step for record in curve_of(world.log)] == list(range(STEPS))
+
+
 # --- what the checks find ---
 
 
