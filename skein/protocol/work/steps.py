@@ -9,18 +9,15 @@ Rules of this file
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from skein.plan.plan import Group
-from skein.plan.rounds import is_exchange, is_local, local_group
 from skein.protocol.messages import (
     Assign,
     ChunkProgress,
     ChunkVersion,
     Commit,
-    Decision,
     Evaluate,
     Origin,
     Prepare,
@@ -47,11 +44,12 @@ from skein.protocol.ops import (
 )
 from skein.protocol.reports import EvaluationDone, StageDone, Vote
 from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor, TensorHeader
+from skein.protocol.work.exchanges import Exchanges
 from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.work.reduction import Exchange, Moves, handed_out
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import DropTensor
-from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step
+from skein.types import MicrobatchId, StageIndex, StageSpec, Step
 
 StepDirective = Start | Evaluate | Prepare | Commit | Save
 
@@ -67,12 +65,9 @@ class Steps:
         self._me = standing.identity.worker
         self._given_up: tuple[StageSpec, ...] = ()
         self._assign: Assign | None = None
-        self._groups: dict[GroupId, Group] = {}
-        self._exchanges: dict[tuple[GroupId, Attempt], Exchange] = {}
+        self._exchanges = Exchanges(self._me)
         self._commits_ahead: deque[Commit] = deque()
         """Decisions on steps after the one that is to be applied now, in order."""
-        self._to_take: list[Prepare] = []
-        """Exchanges that begin with the next version."""
         self._commit: Commit | None = None
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
@@ -105,7 +100,7 @@ class Steps:
         self.version = Step(0)
         self.chunks = self._given_up = ()
         self._assign = None
-        self._groups.clear()
+        self._exchanges.settle((), ())
         self._exchanges.clear()
         self._parked.clear()
         self._clear_step()
@@ -116,14 +111,15 @@ class Steps:
         self._logged.clear()
 
     def adopt(self, record: StepRecord | None) -> None:
-        """Finish the recorded step if its results are here."""
-        if record is not None and self.chunks and record.step == self.version and self._has_results(record):
+        """Finish the recorded step if its results are here. Whoever was left out of it holds what is of no use now."""
+        if record is None or not self.chunks or record.step != self.version:
+            return
+        if self._exchanges.has_results(record):
             self._queue.append(ApplyOp(record=record))
 
     def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
         """Nothing of an older generation runs any more: what is held, and what was done of the step."""
         self._exchanges.clear()
-        self._to_take.clear()
         if self._fenced is not None:
             self._carried = self._fenced.carried()
             self._fenced = None
@@ -168,7 +164,7 @@ class Steps:
     def settle(self, assign: Assign) -> None:
         """The generation's own chunks are here: ready to begin."""
         self._assign = assign
-        self._groups = {g.group: g for g in assign.groups if any(m.worker == self._me for m in g.members)}
+        self._exchanges.settle(assign.groups, self.chunks)
         self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version)
         self._resumption = assign.resumption
         if assign.resumption is not None:
@@ -247,24 +243,15 @@ class Steps:
                 )
 
     def _prepare(self, directive: Prepare) -> None:
-        if self.pipeline is None:
-            return
-        exchange = directive.exchange
-        at = directive.step if exchange is None or exchange.taken_at is None else exchange.taken_at
-        if at != self.version:
-            if exchange is not None and exchange.taken_at == self.version + 1:
-                self._to_take.append(directive)
-            return
-        if self._me not in directive.group.workers:
+        if self.pipeline is None or not self._exchanges.is_due(directive, self.version):
             return
         for part in directive.parts:
             if part.worker == self._me and self.pipeline.ledger(part.stage) != part:
                 ledger = self.pipeline.ledger(part.stage)
                 self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
                 return
-        own = self._exchange(directive.group.group, directive.attempt, step=directive.step)
-        self._advance(own, own.prepare(directive.group, exchange))
-        if exchange is not None and exchange.taken_at is not None:
+        self._advance(*self._exchanges.prepare(directive))
+        if directive.exchange is not None and directive.exchange.taken_at is not None:
             self.unpark()
 
     def _commit_step(self, directive: Commit) -> None:
@@ -275,34 +262,12 @@ class Steps:
             return
         if record.step != self.version or self.pipeline is None or self._commit is not None:
             return
-        if not self._has_results(record):
+        is_left_out = self._exchanges.is_left_out(record)
+        if not is_left_out and not self._exchanges.has_results(record):
             self._standing.trouble(f"step {record.step} is committed, but a result it names is not here")
             return
         self._commit = directive
-        keeps_step = directive.keeps_late and is_left_out(record, self._local)
-        self._queue.append(ApplyOp(record=record, keeps_step=keeps_step))
-
-    def _has_results(self, record: StepRecord) -> bool:
-        if record.decision is Decision.SKIP:
-            return True
-        local = self._local
-        if record.results and is_left_out(record, local):
-            return True
-        known = {*self._groups, *local, *(group for group, _ in self._exchanges)}
-        exchanges = [self._exchanges.get((x.group, x.attempt)) for x in record.results if x.group in known]
-        return bool(exchanges) and all(exchange is not None and exchange.is_joined for exchange in exchanges)
-
-    @property
-    def _local(self) -> tuple[GroupId, ...]:
-        """The groups of chunks on their own."""
-        chunks = (ChunkRef(stage=stage.index, worker=self._me) for stage in self.chunks)
-        return tuple(local_group(chunk).group for chunk in chunks)
-
-    def _exchange(self, group: GroupId, attempt: Attempt, *, step: Step) -> Exchange:
-        key = (group, attempt)
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self._me, step, attempt)
-        return self._exchanges[key]
+        self._queue.append(ApplyOp(record=record, keeps_step=is_left_out and directive.keeps_late))
 
     # --- tensors ---
 
@@ -311,7 +276,7 @@ class Steps:
         standing, step = self._standing, envelope.header.step
         place = (envelope.epoch, envelope.generation)
         is_now = place == standing.place
-        is_on_its_way = self._is_on_its_way(envelope.header)
+        is_on_its_way = self._exchanges.is_on_its_way(envelope.header)
         is_early = self.pipeline is None or (step > self.version and not is_on_its_way)
         if place > standing.place or (is_now and is_early):
             self._parked.append(envelope)
@@ -319,10 +284,6 @@ class Steps:
         is_wanted = is_now and envelope.job == standing.job and (step == self.version or is_on_its_way)
         if not is_wanted or not self._use(envelope.header):
             standing.commands.append(DropTensor(envelope=envelope))
-
-    def _is_on_its_way(self, header: TensorHeader) -> bool:
-        """Whether a tensor belongs to an exchange that goes on beside steps."""
-        return isinstance(header, ShardTensor) and (header.group, header.attempt) in self._exchanges
 
     def unpark(self) -> None:
         """Look again at what came too early."""
@@ -334,12 +295,10 @@ class Steps:
         """Use a tensor of this generation and step; False if it is not for this worker."""
         assert self.pipeline is not None
         if isinstance(header, ShardTensor):
-            is_own = header.member.stage in {stage.index for stage in self.chunks}
-            if header.group not in self._groups and not (is_exchange(header.group) and is_own):
-                return False
-            exchange = self._exchange(header.group, header.attempt, step=header.step)
-            self._advance(exchange, exchange.arrive(header))
-            return True
+            found = self._exchanges.arrive(header)
+            if found is not None:
+                self._advance(*found)
+            return found is not None
         if not self.pipeline.may_hold(header):
             return False
         self._deliver(self.pipeline.arrive(header))
@@ -371,7 +330,7 @@ class Steps:
     def applied(self, op: ApplyOp) -> None:
         """The update has ended: the chunks are at the next version."""
         self.version = Step(op.record.step + 1)
-        self._exchanges = {key: x for key, x in self._exchanges.items() if x.step >= self.version}
+        to_take = self._exchanges.applied(self.version)
         commit, self._commit = self._commit, None
         if self.pipeline is not None and commit is not None and op.keeps_step:
             self._keep_on(self.pipeline)
@@ -384,7 +343,6 @@ class Steps:
         self.pipeline.advance(self.version)
         self._reported.clear()
         self._num_evaluation = 0
-        to_take, self._to_take = self._to_take, []
         for prepare in to_take:
             self._prepare(prepare)
         if commit.goes_on and self._assign is not None:
@@ -430,7 +388,7 @@ class Steps:
 
     def reduced(self, op: PackOp | SumOp | JoinOp, outcome: OpOutcome) -> None:
         """A part of a reduction has ended: pass on shards, or vote."""
-        exchange = self._exchanges.get((op.group.group, op.attempt))
+        exchange = self._exchanges.of_op(op)
         if exchange is None or self.pipeline is None:
             return
         if isinstance(op, JoinOp):
@@ -504,13 +462,3 @@ class Steps:
                     digest=loss.digest,
                 )
             )
-
-
-def is_left_out(record: StepRecord, local: Collection[GroupId]) -> bool:
-    """Whether a step was decided without these chunks: others were weighed one by one, and none of these."""
-    groups = {result.group for result in record.results}
-    return (
-        any(is_local(group) for group in groups)
-        and groups.isdisjoint(local)
-        and not any(map(is_exchange, groups))
-    )

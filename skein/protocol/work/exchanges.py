@@ -1,0 +1,107 @@
+"""The reductions and exchanges that a worker takes part in: which there are, what arrives for them, which have ended.
+
+Rules of this file
+- A shard may come before the directive that explains it, so whatever may concern a chunk here is taken.
+- What ends with a step is forgotten when that is applied; what goes on beside steps stays till the step that ends it.
+"""
+
+from collections.abc import Collection, Iterable
+
+from skein.plan.plan import Group
+from skein.plan.rounds import is_exchange, is_local, local_group
+from skein.protocol.messages import Decision, Prepare, StepRecord
+from skein.protocol.ops import JoinOp, PackOp, SumOp
+from skein.protocol.tensors import ShardTensor, TensorHeader
+from skein.protocol.work.reduction import Exchange, Moves
+from skein.types import Attempt, ChunkRef, GroupId, StageSpec, Step, WorkerId
+
+
+class Exchanges:
+    """Exchanges of one worker in one generation, by group and attempt."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._me = worker
+        self._groups: frozenset[GroupId] = frozenset()
+        self._stages: tuple[StageSpec, ...] = ()
+        self._by_key: dict[tuple[GroupId, Attempt], Exchange] = {}
+        self._to_take: list[Prepare] = []
+        """Those that begin with the next version."""
+
+    def settle(self, groups: Iterable[Group], stages: tuple[StageSpec, ...]) -> None:
+        """These chunks are held, and reduced in these groups."""
+        self._groups = frozenset(group.group for group in groups if self._me in group.workers)
+        self._stages = stages
+
+    def clear(self) -> None:
+        """A new generation: nothing that was begun counts."""
+        self._by_key.clear()
+        self._to_take.clear()
+
+    def applied(self, version: Step) -> list[Prepare]:
+        """The chunks are at `version`: what ended before is forgotten; what is to be taken now is given back."""
+        self._by_key = {key: exchange for key, exchange in self._by_key.items() if exchange.step >= version}
+        to_take, self._to_take = self._to_take, []
+        return to_take
+
+    # --- what comes ---
+
+    def is_due(self, directive: Prepare, version: Step) -> bool:
+        """Whether a directive is for now and for this worker; one for the next version is kept till then."""
+        exchange = directive.exchange
+        at = directive.step if exchange is None or exchange.taken_at is None else exchange.taken_at
+        if at == version:
+            return self._me in directive.group.workers
+        if exchange is not None and exchange.taken_at == version + 1:
+            self._to_take.append(directive)
+        return False
+
+    def prepare(self, directive: Prepare) -> tuple[Exchange, Moves]:
+        """Take part in what the coordinator asks for."""
+        exchange = self._of(directive.group.group, directive.attempt, directive.step)
+        return exchange, exchange.prepare(directive.group, directive.exchange)
+
+    def is_on_its_way(self, header: TensorHeader) -> bool:
+        """Whether a tensor belongs to something that has begun, be it of a later step."""
+        return isinstance(header, ShardTensor) and (header.group, header.attempt) in self._by_key
+
+    def arrive(self, header: ShardTensor) -> tuple[Exchange, Moves] | None:
+        """Take a shard; None if it concerns nothing here."""
+        is_own = header.member.stage in {stage.index for stage in self._stages}
+        if header.group not in self._groups and not (is_exchange(header.group) and is_own):
+            return None
+        exchange = self._of(header.group, header.attempt, header.step)
+        return exchange, exchange.arrive(header)
+
+    def of_op(self, op: PackOp | SumOp | JoinOp) -> Exchange | None:
+        """What an op belongs to, unless that is over."""
+        return self._by_key.get((op.group.group, op.attempt))
+
+    def _of(self, group: GroupId, attempt: Attempt, step: Step) -> Exchange:
+        key = (group, attempt)
+        if key not in self._by_key:
+            self._by_key[key] = Exchange(self._me, step, attempt)
+        return self._by_key[key]
+
+    # --- what is decided ---
+
+    def has_results(self, record: StepRecord) -> bool:
+        """Whether all that a decision applies to the chunks here is here."""
+        if record.decision is Decision.SKIP:
+            return True
+        known = {*self._groups, *self._local, *(group for group, _ in self._by_key)}
+        found = [self._by_key.get((x.group, x.attempt)) for x in record.results if x.group in known]
+        return bool(found) and all(exchange is not None and exchange.is_joined for exchange in found)
+
+    def is_left_out(self, record: StepRecord) -> bool:
+        """Whether a step was decided without the chunks here: others were weighed one by one, and none of these."""
+        groups = {result.group for result in record.results}
+        return (
+            any(map(is_local, groups))
+            and groups.isdisjoint(self._local)
+            and not any(map(is_exchange, groups))
+        )
+
+    @property
+    def _local(self) -> Collection[GroupId]:
+        """The groups of chunks on their own."""
+        return {local_group(ChunkRef(stage=x.index, worker=self._me)).group for x in self._stages}
