@@ -59,6 +59,7 @@ class Chunk:
         self._names: dict[GroupId, tuple[str, ...]] = {}
         self._place: tuple[int, int] | None = None
         """Among how many members of the stage's group, and as the how-manieth."""
+        self._members: tuple[ChunkRef, ...] = ()
 
     @classmethod
     def drawn(cls, job: JobSpec, stage: StageSpec, *, version: Step, device: torch.device) -> Self:
@@ -96,9 +97,11 @@ class Chunk:
         me = ChunkRef(stage=self.stage.index, worker=worker)
         members = next((x.members for x in groups if x.group == own_group(self.stage.index)), (me,))
         place = len(members), members.index(me)
-        if self._place is not None and self._place != place:
+        # Who was lost and replaced has taken with it what means over all members were made of.
+        is_other = self._members not in ((), members)
+        if self._place is not None and (self._place != place or is_other):
             self.rule.on_membership(self.walker, before=self._place[0], after=place[0], me=self._place[1])
-        self._place = place
+        self._place, self._members = place, members
 
     def begin_as_newcomer(self) -> None:
         """The state is a copy of another member's: what is each member's own begins anew."""
