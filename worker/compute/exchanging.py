@@ -6,19 +6,17 @@ Rules of this file
   are found in that very round.
 """
 
-import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from skein.config.aggregation import Lsgd, Reach, Walkers
 from skein.config.job import JobSpec
 from skein.errors import LocalError
-from skein.numeric.aggregate.member import Exchanges
+from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
-from skein.numeric.gradients import digest, flatten, is_finite, squared_norm
-from skein.numeric.walker import StateClass, Tensors, Walker
+from skein.numeric.gradients import flatten
+from skein.numeric.walker import Tensors, Walker
 from skein.plan.election import rechecking
 from skein.plan.exchange import Broadcast
 from skein.plan.plan import Group
@@ -118,12 +116,12 @@ class Exchanging:
         flat = self._exchanges.join(key, chunk.rule, results)
         if key in self._told:
             self._tell(key, flat, chunk)
-        norm = squared_norm(flat)
+        vote = measured(flat, self._known(op, chunk))
         joined = Joined(
             group=op.group.group,
-            digest=self._digest(op, flat, chunk),
-            squared_norm=norm,
-            is_finite=math.isfinite(norm) or is_finite(flat),
+            digest=vote.digest,
+            squared_norm=vote.squared_norm,
+            is_finite=vote.is_finite,
         )
         return joined, flat
 
@@ -143,15 +141,14 @@ class Exchanging:
         followers = [x.worker for i, x in enumerate(op.group.members) if i != pattern.leader]
         return self._worker in rechecking(self._job.seed, op.step, followers, ratio=rule.recheck_ratio)
 
-    def _digest(self, op: JoinOp, flat: Tensor, chunk: Chunk) -> str:
-        """Of the result, and of what all members should have in common before it."""
-        found = [flat]
+    def _known(self, op: JoinOp, chunk: Chunk) -> list[Tensor]:
+        """What all members should hold alike before the exchange."""
         # What goes on beside steps is joined by some before and by others after what replicates changes.
         is_at_rest = op.exchange is not None and op.exchange.taken_at is None
-        if op.exchange is not None and op.exchange.reach is Reach.ALL and is_at_rest:
-            is_one = self._job.aggregation.walkers is Walkers.ONE
-            found += [tensor for _, tensor in replicated(chunk, is_one=is_one)]
-        return digest_of(found)
+        if op.exchange is None or op.exchange.reach is not Reach.ALL or not is_at_rest:
+            return []
+        is_one = self._job.aggregation.walkers is Walkers.ONE
+        return [tensor for _, tensor in replicated(chunk.rule, chunk.walker, is_one=is_one)]
 
     def _place(self, group: Group) -> int:
         return next(i for i, member in enumerate(group.members) if member.worker == self._worker)
@@ -190,29 +187,9 @@ class Exchanging:
         return walker
 
 
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """One digest of several tensors in order."""
-    digests = "".join(digest(tensor.contiguous()) for tensor in tensors)
-    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
-
-
 def claim_of(chunk: Chunk) -> str:
     """The digest that is voted by whoever has received the parameters that this chunk has now."""
     return digest_of([flatten(chunk.walker.params)])
-
-
-def replicated(chunk: Chunk, *, is_one: bool) -> list[tuple[str, Tensor]]:
-    """Tensors that all members of the chunk's group hold alike, sorted by name; of one walker, parameters too."""
-    walker, rule = chunk.walker, chunk.rule
-    found = [
-        (f"{slot}.{name}", tensor)
-        for slot, kind in rule.slots.items()
-        if kind.kind is StateClass.REPLICATED
-        for name, tensor in walker.state.get(slot, {}).items()
-    ]
-    if is_one:
-        found += walker.params.items()
-    return sorted(found)
 
 
 def _weights(group: Group) -> tuple[Row, ...]:

@@ -7,7 +7,7 @@ Rules of this file
 
 import hashlib
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,12 +30,17 @@ class Measured:
     is_finite: bool
 
 
-def measured(flat: Tensor, common: Sequence[Tensor] = ()) -> Measured:
-    """The vote on `flat`; its digest covers what is `common` before the exchange too, so that drift is found."""
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """One digest of several tensors in order."""
+    digests = "".join(digest(tensor.contiguous()) for tensor in tensors)
+    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+
+def measured(flat: Tensor, known: Iterable[Tensor] = ()) -> Measured:
+    """The vote on `flat`; its digest covers what is `known` to all before the exchange too, so that drift is found."""
     norm = squared_norm(flat)
-    digests = [digest(flat), *(digest(tensor.contiguous()) for tensor in common)]
     return Measured(
-        digest=hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
+        digest=digest_of([flat, *known]),
         squared_norm=norm,
         is_finite=math.isfinite(norm) or is_finite(flat),
     )
