@@ -136,5 +136,6 @@ class Stepping:
             parts=command.parts,
             exchange=command.exchange,
         )
-        for worker in dict.fromkeys(part.worker for part in command.parts):
+        # Also to late walkers, which have no part in an exchange and take its result.
+        for worker in command.group.workers:
             self._members.send(worker, prepare)
