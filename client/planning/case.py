@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from client.planning.errand import NoPlan, Objective
+from skein.config.aggregation import Walkers
 from skein.config.explain import Words
+from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.plan import Infeasible
 from skein.plan.route.instance import activation_bytes_of, locations_of, problem_of, remarks
@@ -127,13 +129,14 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
         raise NoPlan(plan.reason)
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    is_many = job.aggregation.walkers is Walkers.MANY
     sites = tuple(str(worker.site) for worker in fleet.workers)
     return Case(
-        problem=posed.problem,
+        problem=without_reduction(posed.problem) if is_many else posed.problem,
         objective=objective,
         names=tuple(str(worker.worker) for worker in fleet.workers),
         boundary_bytes=max((load.output_bytes for load in posed.loads[:-1]), default=0),
-        remarks=(*_unknown(given.num_unknown_links), *unused),
+        remarks=(*_unknown(given.num_unknown_links), *unused, *_walking(job)),
         doubts=questioned_links(posed.problem.transfer_s, sites),
         memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
         start=ordered(posed.problem, posed.worker_of, posed.path),
@@ -155,6 +158,17 @@ def _timed(fleet: Fleet, stages: Sequence[StageSpec]) -> tuple[Fleet, tuple[str,
     where = ", ".join(f"{stage.first} to {stage.stop}" for stage in stages)
     unused = (f"stage times of layers {cuts} are not used: stages are layers {where}",) if others else ()
     return replace(fleet, stage_times=tuple(used)), unused
+
+
+def _walking(job: JobSpec) -> tuple[str, ...]:
+    """What is different where each replica is a walker: exchanges are not a sum in every step, and ways are given."""
+    if job.aggregation.walkers is Walkers.ONE:
+        return ()
+    rule = job.aggregation.rule
+    return (
+        f"with {rule} the step here has no exchange, see aggregation for that; a coordinator keeps "
+        "microbatches within their walker, so its steps may take longer",
+    )
 
 
 def _unknown(num_links: int) -> tuple[str, ...]:

@@ -246,6 +246,17 @@ def test_a_questioned_link_keeps_its_cost_and_is_told_with_its_use() -> None:
     assert warning.endswith("measure it again; this plan avoids it")
 
 
+def test_the_step_of_many_walkers_has_no_sum_of_gradients_in_it() -> None:
+    text = FLEET.replace("preset: llama-1m", "shape: {tie_word_embeddings: false}")
+    walkers = text.replace("budget:", "aggregation: {rule: diloco, local_steps: 5}\n  budget:")
+    summed, walked = reported(text), reported(walkers)
+    assert summed.parts.exposed_s > 0
+    assert walked.parts.exposed_s == 0
+    assert any("diloco" in warning for warning in walked.warnings)
+    assert walked.aggregation is not None
+    assert walked.aggregation.step_s
+
+
 def test_aggregation_that_was_not_planned_for_is_pointed_out() -> None:
     slow = instance(sizes=(3, 2, 2), waves=2, has_reduction=True) | {"grad_bytes_per_stage": 2**30}
     [warning] = [x for x in reported(json.dumps(slow)).warnings if "aggregation" in x]
