@@ -203,6 +203,8 @@ class Round:
         chunk = ChunkRef(stage=done.ledger.stage, worker=event.worker)
         if done.step != self.terms.step or chunk not in self._expected or chunk in self._done:
             return []
+        if self._numbers is not None:
+            return []  # It was left out.
         num_losses = len(self._expected[chunk]) if chunk in self._ends else 0
         is_foreign = done.ledger.microbatches != self._expected[chunk] or done.ledger.worker != event.worker
         if is_foreign or len(done.tokens) != num_losses:

@@ -2,14 +2,16 @@
 
 import pytest
 
+from skein.config.aggregation import Reach
+from skein.plan.plan import Group
 from skein.plan.rounds import local_group
-from skein.protocol.messages import Commit
-from skein.protocol.ops import ApplyOp, LossOp
+from skein.protocol.messages import Commit, ExchangeTerms, Prepare
+from skein.protocol.ops import ApplyOp, LossOp, PackOp
 from skein.protocol.reports import StageDone
-from skein.types import Epoch, Generation
+from skein.types import Epoch, Generation, GroupId, Step
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, path, plan_of
-from tests.support.reports import attempt
+from tests.support.reports import attempt, ledger
 
 MINE, OTHERS = chunk(0, "a"), chunk(0, "b")
 PLAN = plan_of([MINE, OTHERS], [path(MINE), path(OTHERS), path(MINE), path(OTHERS)])
@@ -85,3 +87,61 @@ def test_who_is_steps_behind_takes_one_decision_after_the_other() -> None:
     ops = hand.run_all()
     assert [op.record.step for op in ops if isinstance(op, ApplyOp)] == [0, 1]
     assert hand.machine.version == 2
+
+
+def in_time_and_applying(*, keeps_late: bool) -> Hand:
+    """The first step was decided with this worker, which is at its update."""
+    hand = Hand("a")
+    hand.connect()
+    hand.settle(PLAN)
+    hand.start()
+    hand.run_all()
+    hand.prepare(local_group(MINE).group, [ledger(0, "a", 0, 2)])
+    hand.run_all()
+    both = record(0, attempts={str(local_group(x).group): attempt(0) for x in (MINE, OTHERS)})
+    hand.hear(
+        Commit(epoch=Epoch(1), generation=Generation(1), record=both, goes_on=True, keeps_late=keeps_late)
+    )
+    assert isinstance(hand.running, ApplyOp)
+    return hand
+
+
+@pytest.mark.parametrize("keeps_late", [False, True])
+def test_who_is_left_out_of_a_step_while_it_applies_the_one_before_takes_both(keeps_late: bool) -> None:
+    hand = in_time_and_applying(keeps_late=keeps_late)
+    second = record(1, attempts={str(local_group(OTHERS).group): attempt(0)})
+    hand.hear(
+        Commit(epoch=Epoch(1), generation=Generation(1), record=second, goes_on=True, keeps_late=keeps_late)
+    )
+    ops = hand.run_all()
+    assert [op.record.step for op in ops if isinstance(op, ApplyOp)] == [0, 1]
+    assert hand.machine.version == 2
+
+
+@pytest.mark.parametrize(("step", "taken_at"), [(1, None), (2, 1)])
+def test_an_exchange_of_a_version_to_come_is_taken_up_with_that_version(
+    step: int, taken_at: int | None
+) -> None:
+    hand = in_time_and_applying(keeps_late=False)
+    group = Group(group=GroupId("x0"), members=(MINE, OTHERS), num_shards=2)
+    terms = ExchangeTerms(
+        reach=Reach.ALL,
+        learning_rate=0.1,
+        scales=(0.0, 1.0),
+        due_step=Step(step),
+        taken_at=None if taken_at is None else Step(taken_at),
+    )
+    hand.hear(
+        Prepare(
+            epoch=Epoch(1),
+            generation=Generation(1),
+            step=Step(step),
+            group=group,
+            attempt=attempt(0),
+            parts=(),
+            exchange=terms,
+        )
+    )
+    ops = hand.run_all()
+    kinds = [type(op) for op in ops if isinstance(op, ApplyOp | PackOp)]
+    assert kinds == [ApplyOp, PackOp]

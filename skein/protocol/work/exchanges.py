@@ -25,7 +25,7 @@ class Exchanges:
         self._stages: tuple[StageSpec, ...] = ()
         self._by_key: dict[tuple[GroupId, Attempt], Exchange] = {}
         self._to_take: list[Prepare] = []
-        """Those that begin with the next version."""
+        """Those that begin with a version still to come."""
 
     def settle(self, groups: Iterable[Group], stages: tuple[StageSpec, ...]) -> None:
         """These chunks are held, and reduced in these groups."""
@@ -46,12 +46,12 @@ class Exchanges:
     # --- what comes ---
 
     def is_due(self, directive: Prepare, version: Step) -> bool:
-        """Whether a directive is for now and for this worker; one for the next version is kept till then."""
+        """Whether a directive is for now and for this worker; an exchange of a version to come is kept till then."""
         exchange = directive.exchange
         at = directive.step if exchange is None or exchange.taken_at is None else exchange.taken_at
         if at == version:
             return self._me in directive.group.workers
-        if exchange is not None and exchange.taken_at == version + 1:
+        if exchange is not None and at > version:
             self._to_take.append(directive)
         return False
 

@@ -349,6 +349,8 @@ class Steps:
             self._begin_training(self.pipeline, self._assign)
         self._begin_when_due()
         self.unpark()
+        if self._commits_ahead:
+            self._commit_step(self._commits_ahead.popleft())
 
     def _keep_on(self, pipeline: Pipeline) -> None:
         """Others have ended a step; what this worker has of its own counts for the one that begins."""
