@@ -5,11 +5,13 @@
 #                (several GB) is not wanted; empty: wherever pip looks already
 #   PYTEST_ARGS  appended to every pytest call
 #   SEEDS        how many simulated fault schedules `make sim` runs
+#   STRIKES      and how many strikes amid exchanges for each aggregation rule
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SEEDS ?= 300
+STRIKES ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,8 +66,9 @@ docs: setup ## write docs/protocol.md from the machines
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_aggregation.py
 
-sim: setup ## SEEDS=300 simulated fault schedules
+sim: setup ## SEEDS=300 simulated fault schedules, STRIKES=20 strikes for each aggregation rule
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2
+	$(TEST_ENV) $(BIN)/python -m skein.sim --rule all --seeds $(STRIKES) --processes 2
 
 bench: setup ## every comparison under bench/, one JSON line each
 	$(BIN)/skein bench all

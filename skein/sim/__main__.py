@@ -204,8 +204,10 @@ def _told(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> Iterator
     with ProcessPoolExecutor(args.processes) as pool:
         try:
             yield from pool.map(one, seeds, chunksize=4)
-        finally:
+        except BaseException:
+            # Also if whoever asked has seen enough.
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 if __name__ == "__main__":
