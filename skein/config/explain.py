@@ -123,6 +123,12 @@ class _Book:
 
     def _unknown_key(self, field: str, loc: Sequence[int | str]) -> str:
         key, known = str(loc[-1]), _fields(self._at(loc[:-1])[1])
+        forms, form = self._forms(self._at(loc[:-2])[1]), str(loc[-2]) if len(loc) > 1 else ""
+        having = [name for name, other in forms.items() if key in _fields(other)] if form in forms else []
+        if having:
+            tag = self._telling(self._at(loc[:-2])[1])
+            belongs = f"it belongs to {tag}: {_either(having)}"
+            return f"no such key: {belongs}; with {tag}: {form} here are {', '.join(known)}"
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         paths = dict.fromkeys(self._paths(self._resolved(self._root), ""))
         elsewhere = [path for path in paths if path.endswith(f".{key}") and path != field]

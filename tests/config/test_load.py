@@ -62,12 +62,15 @@ WRONG_VALUES = {
     "optimizer.name=sdg": "optimizer.name: 'sdg': give adamw, lamb or sgd; did you mean sgd?",
     "optimizer=7": "optimizer: 7: give a mapping whose name is adamw, lamb or sgd",
     "optimizer={name: sgd, betas: [0.9, 0.9]}": "optimizer.betas: [0.9, 0.9]: no such key: "
-    "here are learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
+    "it belongs to name: adamw or lamb; with name: sgd here are learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
     "clip_norm, name, momentum, nesterov",
     "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: True: give false, or a momentum above 0",
     "optimizer={name: lamb, min_ratio: 20}": "optimizer.min_ratio: 20.0: give at most max_ratio (10)",
-    "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: here are learning_rate, schedule, "
+    "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: "
+    "it belongs to name: lamb; with name: adamw here are learning_rate, schedule, "
     "final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
+    "aggregation={local_steps: 50}": "aggregation.local_steps: 50: no such key: "
+    "it belongs to rule: diloco; with rule: all_reduce here are rule, wire, pattern, robust",
     "optimizer.schedule=step": "optimizer.schedule: 'step': give cosine, linear or constant",
     "optimizer.lerning_rate=0.1": "optimizer.lerning_rate: 0.1: no such key: did you mean learning_rate? here are "
     "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
@@ -82,7 +85,8 @@ WRONG_VALUES = {
     "model={preset: llama-1m}": "model.family: missing: give digits_cnn or llama",
     "model.family=lama": "model.family: 'lama': give digits_cnn or llama; did you mean llama?",
     "model.preset=1": "model.preset: 1: give text, or null",
-    "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: here are family, channels, num_blocks",
+    "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: "
+    "it belongs to family: llama; with family: digits_cnn here are family, channels, num_blocks",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",
     "model.shape.hidden_size=130": "model.shape.hidden_size: 130: "
     "give an even multiple of num_attention_heads (4), or set head_dim",
