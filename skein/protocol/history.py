@@ -7,6 +7,7 @@ from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
+from skein.plan.walkers import walkers_of
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.records import (
     Averaged,
@@ -24,7 +25,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.types import Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step
+from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class JobHistory:
     plan: PlanAdopted | None = None
     worked: PlanAdopted | None = None
     """The plan by which the last step was made."""
+    standing: tuple[tuple[ChunkRef, ...], ...] = ()
+    """Of many walkers, those of the last step that no plan adopted since may have given anything."""
+    worked_by: tuple[GenerationMember, ...] = ()
+    """Who was a member at the last step."""
     turned_at: Step | None = None
     """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
     what had been done of that step under an older plan is of another step."""
@@ -124,13 +129,16 @@ class History:
                     job.turned_at = job.version
                 job.plan = record
                 job.learned = ()
+                job.standing = _still_standing(job, record)
             case StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.num_tokens += record.record.num_tokens
                 job.learned = _learned(job, record.record)
-                job.worked = job.plan
+                job.worked, job.worked_by = job.plan, job.members
+                is_many = job.spec.aggregation.walkers is Walkers.MANY
+                job.standing = walkers_of(job.plan.plan) if is_many and job.plan is not None else ()
                 if job.outdated and job.plan is not None:
                     placed = set(job.plan.plan.workers)
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
@@ -144,6 +152,7 @@ class History:
                 assert record.from_version == job.version >= record.to_version
                 job.version = record.to_version
                 job.last_commit = None
+                job.standing = ()
                 job.rollbacks.append(record)
                 job.averaged = {x: at for x, at in job.averaged.items() if at <= record.to_version}
                 job.outdated |= job.followers
@@ -170,6 +179,15 @@ class History:
         """The final state of a job; None while it has not ended."""
         end = self.jobs[job].end
         return None if end is None else end.state
+
+
+def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:
+    """Walkers that a plan has too, with nobody in them who is not the very process that made the last step."""
+    if not job.standing:
+        return ()
+    same = {m.worker for m in set(job.worked_by) & set(job.members)}
+    kept = set(walkers_of(record.plan))
+    return tuple(x for x in job.standing if x in kept and all(at.worker in same for at in x))
 
 
 def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:

@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from skein.config.aggregation import Gossip
+from skein.config.optimizer import SgdSpec
+from skein.plan.rounds import local_group
 from skein.protocol.history import History, JobHistory
+from skein.protocol.messages import GroupResult
 from skein.protocol.records import (
     Averaged,
     Drained,
@@ -19,7 +23,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
+from skein.types import Attempt, Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.hands import record
 from tests.support.jobs import small_job
@@ -180,3 +184,66 @@ def test_an_evaluation_is_remembered_and_an_end_is_final() -> None:
     assert history.jobs[JOB].last_evaluation == evaluated
     assert history.state_of(JOB) is JobState.FAILED
     assert history.pending() == []
+
+
+# --- many walkers ---
+
+
+def job_of_walkers(*records: Record) -> JobHistory:
+    """A job whose walkers are the holders of its only stage."""
+    history = History()
+    spec = SPEC.model_copy(
+        update={
+            "aggregation": Gossip(rule="gossip", method="dmsgd", graph="ring"),
+            "optimizer": SgdSpec(name="sgd"),
+        }
+    )
+    submitted = replace(SUBMITTED, spec=spec.canonical_json())
+    for entry in (EpochOpened(epoch=Epoch(1), wall_s=0.0), submitted, *records):
+        history.apply(entry)
+    return history.jobs[JOB]
+
+
+def step_of(*workers: str) -> StepCommitted:
+    """A step that each walker has made on its own."""
+    results = tuple(
+        GroupResult(
+            group=local_group(chunk(0, worker)).group,
+            attempt=Attempt(epoch=Epoch(1), generation=Generation(1), number=0),
+            digest="",
+            squared_norm=1.0,
+            weight=1.0,
+            num_tokens=2,
+        )
+        for worker in workers
+    )
+    return replace(committed(0), record=replace(record(0), results=results))
+
+
+BEGUN = (opened(1, "a-1", "b-1", "c-1"), adopted(1, "a", "b", "c"), step_of("a", "b", "c"))
+
+
+def standing(*records: Record) -> list[str]:
+    return [chunk.worker for (chunk,) in job_of_walkers(*BEGUN, *records).standing]
+
+
+def test_all_walkers_of_a_step_stand() -> None:
+    assert standing() == ["a", "b", "c"]
+
+
+def test_a_walker_that_another_plan_lacks_stands_no_more() -> None:
+    assert standing(opened(2, "a-1", "b-1", "c-1"), adopted(2, "a", "c")) == ["a", "c"]
+    again = (opened(3, "a-1", "b-1", "c-1"), adopted(3, "a", "b", "c"))
+    assert standing(opened(2, "a-1", "b-1", "c-1"), adopted(2, "a", "c"), *again) == ["a", "c"]
+
+
+def test_a_walker_of_a_new_process_stands_no_more() -> None:
+    assert standing(opened(2, "a-1", "b-2", "c-1"), adopted(2, "a", "b", "c")) == ["a", "c"]
+
+
+def test_nobody_stands_after_a_roll_back() -> None:
+    assert standing(rolled_back(1, 0)) == []
+
+
+def test_of_one_walker_none_is_counted() -> None:
+    assert job_after(opened(1, "a-1"), adopted(1, "a"), committed(0)).standing == ()

@@ -9,6 +9,7 @@ from skein.plan.check import violations
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkPlan, Plan
 from skein.plan.reroute import renamed, rerouted, ways
+from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
@@ -140,6 +141,14 @@ class Placement:
         """Whose walkers are what members hold: those of the last plan that was built by all, or that made a step."""
         return self._built or (None if self._job.worked is None else self._job.worked.plan)
 
+    def _changed(self) -> set[ChunkRef]:
+        """What plans since may have given somebody; after a restart, as far as the log tells."""
+        worked = self._job.worked
+        if self._built is not None or worked is None:
+            return self._given
+        fallen = (x for x in walkers_of(worked.plan) if x not in self._job.standing)
+        return self._given.union(*fallen)
+
     def held(self) -> Plan | None:
         """What members hold at the job's version, if together that is the whole model; of walkers, whole ones."""
         parallel = self._job.spec.parallel
@@ -147,7 +156,7 @@ class Placement:
             before, acks = self._walked(), self._members.acks
             if before is None:
                 return None
-            return held_walkers(before, acks, version=self._job.version, given=self._given)
+            return held_walkers(before, acks, version=self._job.version, given=self._changed())
         return held_plan(self._members.acks, version=self._job.version, parallel=parallel)
 
     def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
@@ -261,7 +270,7 @@ class Placement:
         job, acks = self._job, self._members.acks
         version, checkpoint = job.version, job.newest_checkpoint
         if job.spec.aggregation.walkers is Walkers.MANY:
-            before, given = self._walked(), self._given
+            before, given = self._walked(), self._changed()
             return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
         return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
 
