@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skein.config.aggregation import AggregationSpec, Gossip
 from skein.config.job import JobSpec
 from skein.model.parameters import layer_parameters
 from skein.plan.costs import Circle, Kind, kinds_of, reduced, word_bytes
@@ -32,6 +33,8 @@ class Estimate:
 
     rule: str
     num_workers: int
+    settings: tuple[str, ...]
+    """What the rule was settled to, where that may differ from the job file."""
     step_bytes: float
     exchange_bytes: float
     exchanges_per_step: float
@@ -47,10 +50,14 @@ class Estimate:
     def words(self) -> str:
         """All of it in one line."""
         if not self.step_bytes:
-            return f"{self.rule}: nothing to send, every stage has one holder"
+            return f"{self._named}: nothing to send, every stage has one holder"
         took = "" if self.step_s is None else f", about {self.step_s:.3g} s if nothing overlaps"
-        sent = f"{self.rule}: each worker sends {format_bytes(self.step_bytes)} a step{self._exchange}"
+        sent = f"{self._named}: each worker sends {format_bytes(self.step_bytes)} a step{self._exchange}"
         return f"{sent}, {_compared(self.ratio)}{took}"
+
+    @property
+    def _named(self) -> str:
+        return f"{self.rule} ({', '.join(self.settings)})" if self.settings else self.rule
 
     @property
     def _exchange(self) -> str:
@@ -70,12 +77,18 @@ def estimate(job: JobSpec, circles: Sequence[Circle], *, num_workers: int) -> Es
     return Estimate(
         rule=job.aggregation.rule,
         num_workers=num_workers,
+        settings=_settings(job.aggregation),
         step_bytes=sum(kind.per_step * kind.num_bytes for found in kinds for kind in found) / num_workers,
         exchange_bytes=sum(found[-1].num_bytes for found in kinds) / num_workers,
         exchanges_per_step=max((found[-1].per_step for found in kinds), default=0.0),
         plain_bytes=plain / num_workers,
         step_s=_slowest_s(kinds),
     )
+
+
+def _settings(rule: AggregationSpec) -> tuple[str, ...]:
+    """Gossip's method may be another than was asked for: see `skein.plan.admission.settled`."""
+    return (rule.method, rule.graph) if isinstance(rule, Gossip) else ()
 
 
 def _slowest_s(kinds: Sequence[Sequence[Kind]]) -> float | None:

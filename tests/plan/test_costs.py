@@ -261,7 +261,8 @@ def test_a_plan_costs_what_its_job_was_expected_to(layout: str, is_tied: str) ->
         ),
         (
             ("aggregation={rule: gossip, graph: ring, every_steps: 3}", "optimizer.name=sgd"),
-            "gossip: each worker sends 2.5 GiB a step (7.5 GiB every 3 steps), 2.62 times less than all-reduce in fp32",
+            "gossip (decentlam, ring): each worker sends 2.5 GiB a step (7.5 GiB every 3 steps), "
+            "2.62 times less than all-reduce in fp32",
         ),
     ],
 )
