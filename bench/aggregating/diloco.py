@@ -13,8 +13,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.aggregating.measured import Measured
-from bench.plot import Chart, Line
+from bench.aggregating.measured import Measured, banded
+from bench.plot import Chart
 from bench.report import Row, spread
 from skein.config.aggregation import DiLoCo, Wire
 from skein.config.job import BatchSpec, DataSpec, LlamaModel, LlamaShape, TextSource
@@ -266,21 +266,13 @@ def rows_of(runs: Mapping[str, Sequence[Trained]]) -> tuple[Row, ...]:
 
 def chart_of(runs: Mapping[str, Sequence[Trained]]) -> Chart:
     """Validation loss by step, a line for each method, its band over the seeds."""
-    lines = []
-    for look, (label, own) in enumerate(runs.items()):
-        columns = [
-            tuple(loss for _, loss in column) for column in zip(*(run.curve for run in own), strict=True)
-        ]
-        steps = [float(step) for step, _ in own[0].curve]
-        points = tuple(zip(steps, map(median, columns), strict=True))
-        low, high = tuple(map(min, columns)), tuple(map(max, columns))
-        lines.append(Line(label=label, look=look, points=points, low=low, high=high))
+    lines = banded({label: [run.curve for run in own] for label, own in runs.items()})
     ends = "; ".join(f"{line.label} ends at {line.points[-1][1]:.3f}" for line in lines)
     return Chart(
         title=f"Validation loss, {NUM_WALKERS} walkers, {LOCAL_STEPS} local steps",
         description=f"Loss on text that was held out, of the global parameters. {ends}. Bands: seeds.",
         x_label="step",
         y_label="nats per byte",
-        lines=tuple(lines),
+        lines=lines,
         y_to=max(max(line.high[1:] or line.high) for line in lines),
     )

@@ -7,19 +7,19 @@ parts to the owners of their shards, results back to all others.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 
 from bench.aggregating.counted import exchanged
-from bench.aggregating.counted import num_bytes as weight_of
 from bench.aggregating.digits_mlp import Split, accuracy, batch, gradient, initial, split
-from bench.aggregating.measured import Measured
-from bench.plot import Chart, Line
+from bench.aggregating.measured import Measured, banded
+from bench.plot import Chart
 from bench.report import Row, spread
 from skein.config import aggregation
 from skein.config.optimizer import LambSpec
 from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
+from skein.numeric.aggregate.overlapped import bytes_of
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Tensors, Walker
 
@@ -101,7 +101,7 @@ def _reduce(rule: OneBitLamb, walkers: Sequence[Walker], grads: Sequence[Tensors
     mean = {name: torch.stack([grad[name] for grad in grads]).mean(dim=0) for name in grads[0]}
     for walker in walkers:
         rule.local_step(walker, mean, terms, talks=False)
-    return 2 * (len(walkers) - 1) / len(walkers) * weight_of(mean)
+    return 2 * (len(walkers) - 1) / len(walkers) * bytes_of(mean)
 
 
 # --- what comes of them ---
@@ -150,22 +150,15 @@ def rows_of(runs: Runs, *, num_peers: int, num_steps: int) -> list[Row]:
 
 def chart_of(runs: Runs, *, num_peers: int) -> Chart:
     """Accuracy by step, a line for each method, its band over the seeds."""
-    lines = []
-    for look, (label, own) in enumerate(runs.items()):
-        columns = [
-            tuple(100 * share for _, share in column)
-            for column in zip(*(run.curve for run in own), strict=True)
-        ]
-        steps = [float(step) for step, _ in own[0].curve]
-        points = tuple(zip(steps, map(median, columns), strict=True))
-        low, high = tuple(map(min, columns)), tuple(map(max, columns))
-        lines.append(Line(label=label, look=look, points=points, low=low, high=high))
+    lines = banded(
+        {label: [[(k, 100 * share) for k, share in run.curve] for run in own] for label, own in runs.items()}
+    )
     ends = "; ".join(f"{line.label} ends at {line.points[-1][1]:.1f} %" for line in lines)
     return Chart(
         title=f"Handwritten digits, {num_peers} peers: accuracy on what was held out",
         description=f"Signs begin after 15 % of the steps. {ends}. Bands: seeds.",
         x_label="step",
         y_label="%",
-        lines=tuple(lines),
+        lines=lines,
         y_to=100.0,
     )
