@@ -54,6 +54,8 @@ class StepGroups:
     num_sharing: tuple[int, ...] = ()
     has_one_norm: bool = False
     may_lose_some: bool = False
+    checkers: tuple[tuple[WorkerId, ...], ...] = ()
+    """Of each exchange, followers that check what their leader claims; none given: nobody."""
     clips_result: bool = False
     """What an exchange gives is a gradient: the norm of that is clipped, and none before."""
     num_tokens: tuple[int, ...] | None = None

@@ -302,7 +302,7 @@ class ExchangeTerms:
     `scales` has for each member of the group the factor on its summed gradients: 1 / tokens times its clip, 0 for one
     that makes no local step. `due_step` is the step that the rule ends with this exchange. `taken_at` is None where
     that is the step whose record applies the result; else the version at which members send, to go on with steps until
-    that record.
+    that record. `checkers` are followers that compute the leader's score again from what they have received.
     """
 
     reach: Reach
@@ -310,6 +310,7 @@ class ExchangeTerms:
     scales: tuple[float, ...]
     due_step: Step
     taken_at: Step | None = None
+    checkers: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,7 @@ class Round:
         self._groups = {group.group: group for group in every}
         self._reach = dict(zip((x.group for x in groups.exchanged), groups.reach, strict=True))
         self._reach |= dict.fromkeys(overlapped, Reach.ALL)
+        self._checkers = dict(zip((x.group for x in groups.exchanged), groups.checkers, strict=False))
         self._voters = {group.group: frozenset(group.workers) for group in every}
         self._groups_of: dict[ChunkRef, list[Group]] = {}
         for group in groups.reduced:
@@ -192,6 +193,12 @@ class Round:
     def story(self, group: GroupId) -> tuple[str, ...]:
         """The last lines about a group."""
         return self._story.of(group)
+
+    def group(self, vote: Vote) -> Group | None:
+        """The group that a vote is on, if it is on the attempt that was asked for last, and on the head's stage."""
+        group = self._groups.get(vote.group)
+        is_heads = group is not None and not self._ends.isdisjoint(group.members)
+        return group if is_heads and vote.attempt == self._attempts.get(vote.group) else None
 
     @property
     def num_done(self) -> int:
@@ -250,6 +257,7 @@ class Round:
             learning_rate=self.terms.learning_rate,
             scales=tuple(weights.get(local_group(member).group, 0.0) for member in group.members),
             due_step=self.terms.step,
+            checkers=self._checkers.get(group.group, ()),
         )
 
     def _vote(self, event: VoteHeard, *, now: float) -> list[RoundCommand]:

@@ -75,7 +75,7 @@ class AggregatingModel(NumericModel):
         return Held(Walker(params=params, state=self.rule.init(params)), INITIAL)
 
     def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, held: Held) -> None:
-        """A worker has this now.
+        """A worker has this now, and may go on to change it.
 
         Raises:
             Violated: another has something else of the same history where all should have the same.
@@ -89,7 +89,7 @@ class AggregatingModel(NumericModel):
                 if wrong or (is_one and found.num_updates != walker.num_updates):
                     raise Violated(f"{worker} and {other} differ in {wrong} of {stage} after {lineage}")
                 break
-        self._held.setdefault((lineage, worker), {})[stage] = held
+        self._held.setdefault((lineage, worker), {})[stage] = held.copy()
 
     def moved(self, lineage: str, walker: int, trajectory: str) -> str:
         """The trajectory of a walker that steps on, to the end of a history of commits.
@@ -155,7 +155,10 @@ class AggregatingExecutor(NumericExecutor):
         self._tensors: dict[ShardTensor, Tensors] = {}
         self._exchanges: Exchanges[_Key] = Exchanges()
         self._dues: dict[_Key, int] = {}
-        self._offers: dict[_Key, Offer] = {}
+        self._ends_with: dict[_Key, Step] = {}
+        """Of exchanges that go on beside steps, the step whose record ends them."""
+        self._offers: dict[_Key, tuple[Offer, str]] = {}
+        """With the history of commits after which each was made."""
         self._num_ways = 1
 
     # --- what is held ---
@@ -171,7 +174,7 @@ class AggregatingExecutor(NumericExecutor):
 
     def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
         stage = chunk.stage
-        self._drop_step()
+        self._drop_exchanges()
         self._num_ways = max(1, assign.num_evaluation_paths)
         members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
         before = self._groups_of.get(stage, ())
@@ -217,14 +220,23 @@ class AggregatingExecutor(NumericExecutor):
         return Held(walker, given.trajectory)
 
     def _reached(self, stage: StageIndex, lineage: str) -> None:
-        self._drop_step()
         self._model.hold(lineage, self.worker, self.chunks[stage].stage, self._walkers[stage])
 
-    def _drop_step(self) -> None:
-        self._tensors.clear()
-        self._exchanges.clear()
-        self._dues.clear()
-        self._offers.clear()
+    def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
+        outcome = super()._update(op, generation)
+        self._drop_exchanges(ended_by=op.record.step)
+        return outcome
+
+    def _drop_exchanges(self, *, ended_by: Step | None = None) -> None:
+        """Those that end with a step or one before, or all."""
+        over = [key for key in self._dues if ended_by is None or self._ends_with.get(key, ended_by) <= ended_by]
+        for key in over:
+            self._exchanges.forget(key)
+            del self._dues[key], self._offers[key]
+            self._ends_with.pop(key, None)
+        self._tensors = {
+            tensor: x for tensor, x in self._tensors.items() if ended_by is not None and tensor.step > ended_by
+        }
 
     # --- tensors ---
 
@@ -257,7 +269,7 @@ class AggregatingExecutor(NumericExecutor):
     def _sent(
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
     ) -> dict[int, Tensors]:
-        dues = self._rule.plan(step)
+        dues = self._rule.plan(exchange.due_step)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )
@@ -270,13 +282,18 @@ class AggregatingExecutor(NumericExecutor):
             weights=_weights(group),
             leader=group.pattern.leader if isinstance(group.pattern, Broadcast) else None,
         )
-        terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
         self._dues[key] = index
         walker, grads = self._walkers[stage].walker, tensors_of(self._sums[stage])
-        sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk)
-        self._offers[key] = Offer(
-            before=walker, after=self._exchanges.walker(key), grads=grads, terms=terms, talk=talk
-        )
+        before, terms = walker.copy(), None
+        if exchange.taken_at is not None:
+            self._ends_with[key] = step
+            sent = self._exchanges.take(key, self._rule, walker, talk)
+        else:
+            terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
+            sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk)
+        after = self._exchanges.walker(key)
+        offer = Offer(before=before, after=after, grads=grads, terms=terms, talk=talk)
+        self._offers[key] = offer, self.chunks[stage].lineage
         return sent
 
     def _sum_values(self, op: SumOp) -> None:
@@ -298,11 +315,13 @@ class AggregatingExecutor(NumericExecutor):
                 for shard in sorted(sent)
             }
         flat = self._exchanges.join(key, self._rule, results)
-        common = replicated(
-            self._rule, self._walkers[stage].walker, is_one=self._model.walkers is Walkers.ONE
-        )
+        # What goes on beside steps is joined by some before and by others after what replicates changes.
+        is_at_rest = op.exchange.taken_at is None
+        is_one = self._model.walkers is Walkers.ONE
+        common = replicated(self._rule, self._walkers[stage].walker, is_one=is_one) if is_at_rest else []
         vote = measured(flat, [tensor for _, tensor in common])
-        self._model.offered(key, self.chunks[stage].lineage, self._offers[key].joined(flat))
+        offer, lineage = self._offers[key]
+        self._model.offered(key, lineage, offer.joined(flat))
         return Joined(
             group=op.group.group,
             digest=vote.digest,
@@ -310,26 +329,18 @@ class AggregatingExecutor(NumericExecutor):
             is_finite=vote.is_finite,
         )
 
-    def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
-        chunk, held = self.chunks[stage], self._walkers[stage]
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, State]:
+        chunk, held, record = self.chunks[stage], self._walkers[stage], op.record
         me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
-        after = self._after(stage, record) if record.decision is Decision.APPLY else held.walker
+        after = held.walker
+        if record.decision is Decision.APPLY and not op.keeps_step:
+            after = self._after(stage, record)
+            _go_on_as(held.walker, after)
         self._walkers[stage] = Held(
-            after, self._model.moved(lineage_after(chunk.lineage, record), me, held.trajectory)
+            held.walker, self._model.moved(lineage_after(chunk.lineage, record), me, held.trajectory)
         )
         return _states(self._walkers[stage])
 
-    def _after(self, stage: StageIndex, record: StepRecord) -> Walker:
-        """The chunk's walker after a step: by its exchanges, or a local step."""
-        keys = [
-            (x.group, x.attempt)
-            for x in record.results
-            if exchanged_stage(x.group) == stage and (x.group, x.attempt) in self._dues
-        ]
-        if keys:
-            keys.sort(key=lambda key: self._dues[key])
-            terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
-            return self._exchanges.finish(keys, self._rule, terms)
         alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
         results = {x.group: x for x in record.results}
         result = results.get(alone) or results.get(GroupId(f"s{stage}"))

@@ -5,7 +5,7 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 "replicas are equal" can be checked at every update, independently of what the machines believe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.plan.exchange import Neighbours
+from skein.plan.exchange import Broadcast, Neighbours
 from skein.plan.plan import Group
 from skein.plan.rounds import exchanged_stage, local_group
 from skein.protocol.messages import Assign, Decision, GroupResult, ResumedChunk
@@ -70,12 +70,33 @@ class Payload:
 
 @dataclass(slots=True)
 class SimChunk:
-    """A stage as the cost model holds it: `lineage` stands for parameters and optimizer state."""
+    """A stage as the cost model holds it: `lineage` stands for parameters and optimizer state.
+
+    `begun_at` is the step in which it began to add up: an older one where steps were decided without it, and it kept
+    what it had.
+    """
 
     stage: StageSpec
     lineage: str
     version: Step
+    begun_at: Step
     accumulated: Contributions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What was joined, as the coordinator asked for it, until the record of `step` applies it."""
+
+    step: Step
+    group: Group
+    contributions: Contributions
+    taken_at: Step | None = None
+    """Of an exchange that goes on beside steps: contributions are whole members then, as in `taken_by`."""
+
+
+def taken_by(place: int, taken_at: Step, stage: StageIndex) -> Contributions:
+    """A member, by its place in the group, as it is at a version."""
+    return {(taken_at, -1 - place, stage): 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +135,7 @@ class SimExecutor:
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
         self._shards: dict[ShardTensor, Contributions] = {}
-        self._joined: dict[tuple[GroupId, Attempt], Contributions] = {}
-        self._groups: dict[tuple[GroupId, Attempt], Group] = {}
-        """What was joined, as the coordinator asked for it."""
+        self._joined: dict[tuple[GroupId, Attempt], Kept] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
@@ -144,7 +163,8 @@ class SimExecutor:
         self._members = {group.group: group.members for group in assign.groups}
         before = self.chunks
         self.chunks = {
-            c.stage.index: SimChunk(c.stage, given[c.stage.index], assign.version) for c in assign.chunks
+            c.stage.index: SimChunk(c.stage, given[c.stage.index], assign.version, assign.version)
+            for c in assign.chunks
         }
         self._is_resumed = assign.resumption is not None
         kept = () if assign.resumption is None else assign.resumption.chunks
@@ -155,10 +175,12 @@ class SimExecutor:
             self._forgotten.clear()
         else:
             for resumed in assign.resumption.chunks:
-                self.chunks[resumed.stage].accumulated = self._carried(assign, resumed, before)
+                chunk = self.chunks[resumed.stage]
+                chunk.accumulated = self._carried(assign, resumed, before)
+                if chunk.accumulated:
+                    chunk.begun_at = before[resumed.stage].begun_at
         self._shards.clear()
         self._joined.clear()
-        self._groups.clear()
         for group in assign.groups:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
             self._shard_bytes[group.group] = max(held) // group.num_shards
@@ -167,11 +189,12 @@ class SimExecutor:
         self, assign: Assign, resumed: ResumedChunk, before: Mapping[StageIndex, SimChunk]
     ) -> Contributions:
         """What a chunk had accumulated, which must be what the coordinator believes."""
-        ledger = [(assign.version, microbatch, resumed.stage) for microbatch in resumed.ledger]
-        accumulated = before[resumed.stage].accumulated if ledger else {}
-        if list(accumulated.items()) != [(contribution, 1) for contribution in ledger]:
-            raise Violated(f"{self.worker} is to go on with {ledger}, and has {accumulated}")
-        return accumulated
+        if not resumed.ledger:
+            return {}
+        chunk = before[resumed.stage]
+        if not _is_ledger(chunk, assign.version, resumed.ledger):
+            raise Violated(f"{self.worker} is to go on with {resumed.ledger}, and has {chunk.accumulated}")
+        return chunk.accumulated
 
     def state_of(self, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a chunk that a peer may fetch, or a plan keep; None if it is not here at that version."""
@@ -196,7 +219,6 @@ class SimExecutor:
         self._given_up.clear()
         self._shards.clear()
         self._joined.clear()
-        self._groups.clear()
 
     def receive(self, envelope: Envelope, payload: Payload) -> None:
         """File a peer's payload."""
@@ -322,7 +344,18 @@ class SimExecutor:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)
         self._shard_bytes[op.group.group] = held // op.group.num_shards
         for _, tensor in op.parcels:
-            self._shards[tensor] = dict(self.chunks[tensor.member.stage].accumulated)
+            self._shards[tensor] = self._offered(op, tensor.member.stage)
+
+    def _offered(self, op: PackOp | JoinOp, stage: StageIndex) -> Contributions:
+        """What a chunk here gives to a reduction or exchange."""
+        taken_at = None if op.exchange is None else op.exchange.taken_at
+        chunk = self.chunks[stage]
+        if taken_at is None:
+            return dict(chunk.accumulated)
+        if chunk.version != taken_at:
+            raise Violated(f"{self.worker} is to give what it has at {taken_at}, and is at {chunk.version}")
+        place = next(i for i, member in enumerate(op.group.members) if member.worker == self.worker)
+        return taken_by(place, taken_at, stage)
 
     def _sum(self, op: SumOp) -> None:
         total: Contributions = {}
@@ -334,14 +367,18 @@ class SimExecutor:
     def _join(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
-            result = dict(self.chunks[group.members[0].stage].accumulated)
+            result = self._offered(op, group.members[0].stage)
         else:
             shards = [self._shards[tensor] for tensor in op.results]
             if any(shard != shards[0] for shard in shards):
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]
-        self._joined[group.group, op.attempt] = result
-        self._groups[group.group, op.attempt] = group
+        self._joined[group.group, op.attempt] = Kept(
+            step=op.step,
+            group=group,
+            contributions=result,
+            taken_at=None if op.exchange is None else op.exchange.taken_at,
+        )
         return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
 
     def _apply(self, op: ApplyOp) -> None:
@@ -350,21 +387,24 @@ class SimExecutor:
         for chunk in self.chunks.values():
             if chunk.version != record.step:
                 raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
-            if record.decision is Decision.APPLY:
-                me = ChunkRef(stage=chunk.stage.index, worker=self.worker)
+            me = ChunkRef(stage=chunk.stage.index, worker=self.worker)
+            if op.keeps_step and not _is_late(me, results):
+                raise Violated(f"{self.worker} is to keep step {record.step}, which has its part")
+            if record.decision is Decision.APPLY and not op.keeps_step:
                 if not self._is_resumed and not _is_late(me, results):
                     self._check_order(chunk, record.step)
                 self._check_results(me, record.step, results)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
-        self._is_resumed = False
-        self._clear(Step(record.step + 1))
+        if not op.keeps_step:
+            self._is_resumed = False
+            self._clear(Step(record.step + 1))
 
     def _check_order(self, chunk: SimChunk, step: Step) -> None:
         """The chunk has added up what visits it, in the order of its worker's schedule."""
         stage = chunk.stage.index
         planned = self._visits.by_chunk[ChunkRef(stage=stage, worker=self.worker)]
-        if list(chunk.accumulated) != [(step, microbatch, stage) for microbatch in planned]:
+        if not _is_ledger(chunk, step, planned):
             raise Violated(
                 f"{self.worker} adds {list(chunk.accumulated)} at step {step}, planned was {planned}"
             )
@@ -384,32 +424,45 @@ class SimExecutor:
 
     def _check_own(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
         """All that the chunk itself has accumulated."""
-        found = self._joined[result.group, result.attempt]
+        found = self._joined[result.group, result.attempt].contributions
         if found != self.chunks[chunk.stage].accumulated or bool(result.weight) != bool(found):
             raise Violated(f"{result.group} at step {step} takes {sorted(found)}, weight {result.weight}")
 
     def _check_exchange(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
         """Of each shard that came back, the contributions of those members whose parts make it, each once."""
-        found = self._joined.get((result.group, result.attempt))
-        if found is None and "." not in result.group:
+        kept = self._joined.get((result.group, result.attempt))
+        if kept is None and "." not in result.group:
             raise Violated(f"{chunk} takes part in {result.group} at step {step}, and has no result")
-        if found is None or self._is_resumed:
+        if kept is None or (self._is_resumed and kept.taken_at is None):
             return  # Another leader's; or who has added up what is not the plan's any more.
-        group = self._groups[result.group, result.attempt]
+        group, found = kept.group, kept.contributions
         shard = group.workers.index(self.worker) if isinstance(group.pattern, Neighbours) else 0
-        by_chunk, makers = self._visits.by_chunk, group.contributors(shard)
+        makers = group.contributors(shard)
         weights = group.weights[shard].weights if group.weights else (1.0,) * len(makers)
         # Who counts for nothing may have come to anything.
-        planned = {
-            (step, m, x.stage): bool(w) for x, w in zip(makers, weights, strict=True) for m in by_chunk[x]
-        }
+        planned: dict[tuple[int, StageIndex], bool] = {}
+        for maker, weight in zip(makers, weights, strict=True):
+            planned |= dict.fromkeys(self._given_by(maker, kept), bool(weight))
         needed = {contribution for contribution, counts in planned.items() if counts}
-        if not needed <= found.keys() <= planned.keys() or set(found.values()) > {1}:
+        told = {(microbatch, stage) for _, microbatch, stage in found}
+        is_wrong = not needed <= told <= planned.keys() or len(told) < len(found)
+        if is_wrong or set(found.values()) > {1} or not self._are_of(found, step, kept):
             raise Violated(f"{result.group} at step {step} is made of {sorted(found)}, not of {planned}")
+
+    def _given_by(self, maker: ChunkRef, kept: Kept) -> Iterable[tuple[int, StageIndex]]:
+        if kept.taken_at is None:
+            return [(microbatch, maker.stage) for microbatch in self._visits.by_chunk[maker]]
+        return [(-1 - kept.group.members.index(maker), maker.stage)]
+
+    def _are_of(self, found: Contributions, step: Step, kept: Kept) -> bool:
+        """Whether contributions are of the step; a leader may have begun its own before others ended some."""
+        if isinstance(kept.group.pattern, Broadcast):
+            return all(at <= step for at, _, _ in found)
+        return all(at == (step if kept.taken_at is None else kept.taken_at) for at, _, _ in found)
 
     def _check(self, result: GroupResult, step: Step, members: tuple[ChunkRef, ...]) -> None:
         """Each visit to a stage of the group once, nothing else, and weighted by the visitors' tokens: one each."""
-        found = self._joined[result.group, result.attempt]
+        found = self._joined[result.group, result.attempt].contributions
         stages = {member.stage for member in members}
         visitors = {stage: self._visits.by_stage[stage] for stage in stages}
         if found != {(step, m, stage): 1 for stage in stages for m in visitors[stage]}:
@@ -419,15 +472,24 @@ class SimExecutor:
             raise Violated(f"{result.group} at step {step} weighs {result.weight} for {num_tokens} tokens")
 
     def _clear(self, version: Step) -> None:
-        self._shards.clear()
-        self._joined.clear()
-        self._groups.clear()
+        self._shards = {tensor: x for tensor, x in self._shards.items() if tensor.step >= version}
+        self._joined = {key: kept for key, kept in self._joined.items() if kept.step >= version}
         self._graphs.clear()
         self._log.clear()
         self._forgotten.clear()
         self._here = {place for place in self._here if place[1].step >= version}
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
+            chunk.begun_at = version
+
+
+def _is_ledger(chunk: SimChunk, step: Step, microbatches: Sequence[MicrobatchId]) -> bool:
+    """Whether a chunk has added up these, once each and in this order, in `step` or since it began before."""
+    at = [step for step, _, _ in chunk.accumulated]
+    told = [(microbatch, stage) for _, microbatch, stage in chunk.accumulated]
+    is_now = at == sorted(at) and all(chunk.begun_at <= x <= step for x in at)
+    is_once = set(chunk.accumulated.values()) <= {1}
+    return is_now and is_once and told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
 
 
 def _is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:

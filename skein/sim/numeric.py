@@ -325,14 +325,17 @@ class NumericExecutor(SimExecutor):
 
     def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
         record = op.record
-        after = {stage: self._updated(stage, record) for stage in self.chunks}
-        self._results.clear()
-        self._parts.clear()
+        after = {stage: self._updated(stage, op) for stage in self.chunks}
         outcome = super().run(op, generation)
         for stage, chunk in self.chunks.items():
             self._params[stage] = after[stage]
-            self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
             self._reached(stage, chunk.lineage)
+        if op.keeps_step:
+            return outcome
+        self._results.clear()
+        self._parts = {tensor: x for tensor, x in self._parts.items() if tensor.step > record.step}
+        for stage in self.chunks:
+            self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
         self._inputs.clear()
         self._made_here = {key: x for key, x in self._made_here.items() if key.step > record.step}
         self._received = {at: x for at, x in self._received.items() if at[1].step > record.step}
@@ -343,8 +346,8 @@ class NumericExecutor(SimExecutor):
         for name, state in self._params[stage].items():
             self._model.keep(lineage, name, state)
 
-    def _updated(self, stage: StageIndex, record: StepRecord) -> dict[str, State]:
-        before = self._params[stage]
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, State]:
+        before, record = self._params[stage], op.record
         if record.decision is not Decision.APPLY:
             return before
         after = dict(before)

@@ -53,7 +53,7 @@ RULES: dict[str, tuple[AggregationSpec, OptimizerSpec]] = {
         AdamWSpec(learning_rate=3e-3, warmup_steps=4),
     ),
     "lsgd": (
-        Lsgd(rule="lsgd", local_every_steps=3, global_every_steps=6, probe_samples=4),
+        Lsgd(rule="lsgd", local_every_steps=3, global_every_steps=6, probe_samples=4, recheck_ratio=1.0),
         AdamWSpec(learning_rate=3e-3, warmup_steps=4),
     ),
 }
@@ -95,7 +95,8 @@ def test_a_rule_learns_and_every_step_is_made_once(cluster: Cluster, text: Path,
         status = job.wait()
         steps = steps_of(job)
     assert status.state is JobState.FINISHED, status.reason
-    assert status.generation == 1 or "disagree" not in status.reason
+    # Every follower computes its leader's score again, and none finds another.
+    assert "is not what it claimed" not in cluster.log_of("coordinator")
     assert [step for step, _ in steps] == list(range(NUM_STEPS))
     # 5.6 nats is a draw among 256 bytes; all of these rules are well on their way after so few steps.
     assert steps[-1][1] < steps[0][1] - 0.5

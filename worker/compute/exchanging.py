@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from skein.config.aggregation import Lsgd, Reach, Walkers
+from skein.config.aggregation import Reach, Walkers
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
-from skein.plan.election import rechecking
 from skein.plan.exchange import Broadcast
 from skein.plan.plan import Group
 from skein.plan.rounds import is_exchange
@@ -135,11 +134,7 @@ class Exchanging:
 
     def is_to_check(self, op: JoinOp) -> bool:
         """Whether this worker is to compute the leader's score again from what it has received."""
-        rule, pattern = self._job.aggregation, op.group.pattern
-        if not isinstance(rule, Lsgd) or not isinstance(pattern, Broadcast) or self._job.parallel.stages > 1:
-            return False
-        followers = [x.worker for i, x in enumerate(op.group.members) if i != pattern.leader]
-        return self._worker in rechecking(self._job.seed, op.step, followers, ratio=rule.recheck_ratio)
+        return op.exchange is not None and self._worker in op.exchange.checkers
 
     def _known(self, op: JoinOp, chunk: Chunk) -> list[Tensor]:
         """What all members should hold alike before the exchange."""

@@ -73,7 +73,7 @@ class AllReduceRule:
 
     @torch.no_grad()
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
-        """The gradient by shard, in the wire's type."""
+        """The gradient by shard, in the wire's type; of a shard without weight, what it has to say is kept."""
         if needs_whole(self.spec.robust) and talk.num_shards > 1:
             raise ValueError(
                 f"{self.spec.robust.kind} compares whole gradients: 1 shard, not {talk.num_shards}"
@@ -87,7 +87,8 @@ class AllReduceRule:
         sent: dict[int, Tensors] = {}
         for shard, (start, stop) in enumerate(bounds):
             sent[shard], left = encode_with(compressor, gradient[start:stop], residual[start:stop])
-            residual[start:stop] = left
+            if any(member == talk.me for member, _ in talk.weights[shard]):
+                residual[start:stop] = left
         walker.state[RESIDUAL] = {
             name: part.clone() for name, part in unflatten(residual, walker.params).items()
         }
@@ -99,9 +100,9 @@ class AllReduceRule:
         gradient = walker.state[_GRADIENT][_ALL]
         start, stop = shard_bounds(gradient.numel(), talk.num_shards)[shard]
         compressor, n = compressor_of(self.spec.wire), stop - start
-        decoded = [compressor.decode(part, n, gradient.dtype) for part in parts]
         counted = [
-            part_of(values, weight) for values, (_, weight) in zip(decoded, talk.weights[shard], strict=True)
+            part_of(self._heard(part, n, gradient), weight)
+            for part, (_, weight) in zip(parts, talk.weights[shard], strict=True)
         ]
         mean = combiner_of(self.spec.robust)(counted).values
         if not self._is_rounding:
@@ -130,6 +131,13 @@ class AllReduceRule:
         """Owners change, so what they had rounded away is dropped; a newcomer begins without any of its own."""
         if self._is_rounding:
             walker.state[SHARD_RESIDUAL] = {}
+
+    def _heard(self, part: Tensors, num_elements: int, like: Tensor) -> Tensor:
+        """A member's part; one that cannot be decoded is made what the gates refuse, for it is the sender's fault."""
+        try:
+            return compressor_of(self.spec.wire).decode(part, num_elements, like.dtype)
+        except ValueError:
+            return like.new_full((num_elements,), torch.nan)
 
     def _update(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms) -> None:
         self.optimizer.update(

@@ -131,7 +131,8 @@ class GossipRule:
         if all(member != talk.me for member, _ in row):  # it keeps nothing of its own, unless others fail
             row, parts = (*row, (talk.me, 0.0)), [*parts, own]
         return {
-            what: self._mix(what, row, [part[what] for part in parts], me=talk.me) for what in sorted(own)
+            what: self._mix(what, row, [_heard(part, what, like=own[what]) for part in parts], me=talk.me)
+            for what in sorted(own)
         }
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
@@ -214,6 +215,13 @@ class GossipRule:
         # Momenta and statistics differ among honest walkers; of parameters, one's own length is usual, or the median.
         usual = max(parts[at].norm, median(part.norm for part in parts)) if what == _Y else math.inf
         return _row_sum(row, parts, me=me, usual=usual)
+
+
+def _heard(part: Tensors, what: str, *, like: Tensor) -> Tensor:
+    """A neighbour's vector; one that does not fit is made what the gates refuse, for it is the sender's fault."""
+    found = part.get(what)
+    fits = found is not None and (found.shape, found.dtype) == (like.shape, like.dtype)
+    return found if found is not None and fits else torch.full_like(like, torch.nan)
 
 
 def _radius(robust: NormClip | CentredClip) -> float:

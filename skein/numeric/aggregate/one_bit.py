@@ -21,7 +21,9 @@ What differs from DeepSpeed 0.18.9, on purpose
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 import torch
@@ -30,8 +32,16 @@ from torch import Tensor
 from skein.config import aggregation
 from skein.config.aggregation import Due
 from skein.config.optimizer import AdamWSpec, LambSpec
+from skein.numeric.aggregate.robust import NORM_LIMIT
 from skein.numeric.aggregate.rule import Talk, Terms
-from skein.numeric.aggregate.sign_mean import Layout, decode_shard, encode_all, encode_shard, join_shards
+from skein.numeric.aggregate.sign_mean import (
+    Layout,
+    decode_shard,
+    encode_all,
+    encode_shard,
+    join_shards,
+    said_norm,
+)
 from skein.numeric.compress.feedback import FeedbackOwner
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
@@ -154,14 +164,19 @@ class OneBit(ABC):
         return parts
 
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
-        """Raises ValueError if a part is not of this shard, or a scale is negative or not finite."""
+        """A part that is not of this shard, or far longer than is usual, does not count; the others then count more."""
         layout = self.layout(walker, talk)
         if not walker.params:
             return {}
         like, key = walker.params[min(walker.params)], layout.key(shard)
         total = torch.zeros(layout.num_elements(shard), dtype=like.dtype, device=like.device)
-        for (_, weight), part in zip(talk.weights[shard], parts, strict=True):
-            total.add_(decode_shard(part, layout, shard, dtype=like.dtype).mul_(weight))
+        admitted = self._admitted(parts, layout, shard, dtype=like.dtype)
+        row = talk.weights[shard]
+        for i in admitted:
+            total.add_(decode_shard(parts[i], layout, shard, dtype=like.dtype).mul_(row[i][1]))
+        if len(admitted) < len(parts):
+            left = sum(row[i][1] for i in admitted)
+            total.mul_(sum(weight for _, weight in row) / left if left else 0.0)
         if not self.spec.error_feedback:
             return encode_shard(total, layout, shard)[0]
         if key in walker.state[SHARD_ERROR]:
@@ -169,6 +184,17 @@ class OneBit(ABC):
         result, said = encode_shard(total, layout, shard)
         walker.state[SHARD_ERROR][key] = total.sub_(said)
         return result
+
+    def _admitted(
+        self, parts: Sequence[Tensors], layout: Layout, shard: int, *, dtype: torch.dtype
+    ) -> list[int]:
+        """Which parts count, by place: those of this shard whose scales say no unusual length."""
+        norms: dict[int, float] = {}
+        for i, part in enumerate(parts):
+            with suppress(ValueError):  # What cannot be read is the sender's fault, and nobody else's.
+                norms[i] = said_norm(part, layout, shard, dtype=dtype)
+        usual = median([norm for norm in norms.values() if norm > 0] or [0.0])
+        return [i for i, norm in norms.items() if not norm > NORM_LIMIT * usual > 0]
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
         """Raises ValueError if a result is not of its shard, or a scale is negative or not finite."""

@@ -16,13 +16,14 @@ Source: DeepSpeed 0.18.9, `runtime/comm/compressed.py`. It fills vectors up with
 errors of their own; here a vector of any length goes the way it would go without them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.compressor import check_parts
+from skein.numeric.compress.compressor import check_parts, check_scales
 from skein.numeric.compress.sign import SIGN
 from skein.numeric.gradients import shard_bounds
 from skein.numeric.walker import Tensors
@@ -99,10 +100,8 @@ def decode_shard(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dty
     Raises:
         ValueError: they are not of that shard, or a scale is negative or not finite.
     """
-    lengths = [stop - start for start, stop in layout.ranges(shard)]
+    lengths = _check(parts, layout, shard, dtype=dtype)
     num_bytes = [-(-length // 8) for length in lengths]
-    kind = torch.float64 if dtype is torch.float64 else torch.float32
-    check_parts(parts, {"bits": (torch.uint8, sum(num_bytes)), "scales": (kind, len(lengths))})
     bits, scales = torch.split(parts["bits"], num_bytes), torch.split(parts["scales"], 1)
     return torch.cat(
         [
@@ -110,6 +109,27 @@ def decode_shard(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dty
             for b, a, length in zip(bits, scales, lengths, strict=True)
         ]
     )
+
+
+def said_norm(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> float:
+    """The length of what `parts` say about the elements of `shard`: its scales alone tell.
+
+    Raises:
+        ValueError: as for `decode_shard`.
+    """
+    lengths = _check(parts, layout, shard, dtype=dtype)
+    check_scales(parts["scales"])
+    scales: list[float] = parts["scales"].tolist()
+    return math.sqrt(math.fsum(length * a * a for a, length in zip(scales, lengths, strict=True)))
+
+
+def _check(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> list[int]:
+    """Lengths of the pieces in `shard`; raises ValueError unless `parts` could be theirs."""
+    lengths = [stop - start for start, stop in layout.ranges(shard)]
+    kind = torch.float64 if dtype is torch.float64 else torch.float32
+    num_bytes = sum(-(-length // 8) for length in lengths)
+    check_parts(parts, {"bits": (torch.uint8, num_bytes), "scales": (kind, len(lengths))})
+    return lengths
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout) -> Tensor:

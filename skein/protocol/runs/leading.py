@@ -10,8 +10,9 @@ Rules of this file
 from collections.abc import Mapping
 
 from skein.config.aggregation import Lsgd
-from skein.plan.election import Claim, Ruling, elect, judge, recheck, scores_of
-from skein.plan.plan import Plan
+from skein.plan.election import Claim, Ruling, elect, judge, recheck, rechecking, scores_of
+from skein.plan.exchange import Broadcast
+from skein.plan.plan import Group, Plan
 from skein.plan.rounds import Leaders
 from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import Outbox
@@ -37,8 +38,9 @@ class Leading:
         """At which the claims are, all of them being here."""
         self._num_microbatches = 0
         self._leader: WorkerId | None = None
-        self._leaders: Leaders | None = None
         self._checks: dict[GroupId, dict[WorkerId, bool]] = {}
+        self._heads: dict[int, WorkerId] = {}
+        self._doubted: set[WorkerId] = set()
         self._liars: set[WorkerId] = set()
 
     def is_due(self, *, num_validation_samples: int) -> bool:
@@ -83,13 +85,14 @@ class Leading:
     def fenced(self) -> None:
         """Another plan may number walkers otherwise."""
         self._claims.clear()
-        self._version = self._leaders = None
+        self._version = None
 
     def leaders(self, plan: Plan, sites: Mapping[WorkerId, SiteId]) -> Leaders | None:
         """Who leads the exchanges of the step that begins now; None without scores, or without a finite one."""
         if self._version != self._job.version or self._rule is None:
             return None
         walkers = walkers_of(plan)
+        self._heads = {i: walker[-1].worker for i, walker in enumerate(walkers)}
         scores = scores_of(self._claims.values(), self._job.version)
         liars = {i for i, walker in enumerate(walkers) if walker[-1].worker in self._liars}
         best = elect(scores, liars)
@@ -103,8 +106,7 @@ class Leading:
             of_group.append(walker if leader is None else leader)
         self._tell(walkers[best][-1].worker, scores[best][0])
         self._checks.clear()
-        self._leaders = Leaders(of_all=best, of_group=tuple(of_group))
-        return self._leaders
+        return Leaders(of_all=best, of_group=tuple(of_group))
 
     def main(self, plan: Plan) -> int:
         """The walker that led last, by its place in `plan`; the first one, if that is not there or nobody led."""
@@ -113,32 +115,43 @@ class Leading:
         heads = [walker[-1].worker for walker in walkers_of(plan)]
         return heads.index(self._leader) if self._leader in heads else 0
 
-    def doubted(self, worker: WorkerId, vote: Vote, plan: Plan) -> WorkerId | None:
-        """Take what a follower says of the leader's parameters; the leader's worker once it is found to have lied."""
-        head = plan.stages[-1].index
-        name, _, led_by = vote.group.partition(".")
-        if self._rule is None or self._leaders is None or name != f"x{head}":
+    def checkers(self, group: Group) -> tuple[WorkerId, ...]:
+        """Followers that are to compute the leader's score again: a few at random, all of a leader that is doubted.
+
+        Only a whole model can be scored by whoever has received it.
+        """
+        pattern, spec = group.pattern, self._job.spec
+        if self._rule is None or not isinstance(pattern, Broadcast) or spec.parallel.stages > 1:
+            return ()
+        leader = group.members[pattern.leader].worker
+        followers = [member.worker for member in group.members if member.worker != leader]
+        ratio = 1.0 if leader in self._doubted else self._rule.recheck_ratio
+        return rechecking(spec.seed, self._job.version, followers, ratio=ratio)
+
+    def doubts(self, worker: WorkerId, vote: Vote, group: Group) -> WorkerId | None:
+        """Take what a follower says of its leader's parameters; the leader's worker once it is found to have lied.
+
+        One accuser makes all followers check this leader the next time; more than half of them convict it.
+        """
+        pattern = group.pattern
+        if self._rule is None or not isinstance(pattern, Broadcast):
             return None
-        leader = self._leaders.of_all if led_by == "all" else int(led_by)
-        claim, walker = self._claims.get(leader), walkers_of(plan)[leader]
-        if claim is None or worker == walker[-1].worker:
+        leader = group.members[pattern.leader].worker
+        claim = next((x for x in self._claims.values() if self._heads.get(x.walker) == leader), None)
+        if claim is None or worker == leader:
             return None
         is_true = not claim.digest or vote.digest == claim.digest
         if is_true and vote.probe_loss is not None:
             is_true = recheck(claim, score=vote.probe_loss, digest=claim.digest) is None
         checks = self._checks.setdefault(vote.group, {})
         checks[worker] = is_true
-        if judge(checks, num_followers=self._num_checking(plan, vote, checks)) is not Ruling.LIED:
+        if not is_true:
+            self._doubted.add(leader)
+        if judge(checks, num_followers=len(group.members) - 1) is not Ruling.LIED:
             return None
-        self._liars.add(walker[-1].worker)
-        self._out.log(
-            f"job={self._job.job} step={vote.step} leader={walker[-1].worker} is not what it claimed"
-        )
-        return walker[-1].worker
-
-    def _num_checking(self, plan: Plan, vote: Vote, checks: Mapping[WorkerId, bool]) -> int:
-        """Followers whose word counts: all compare digests, only some compute a score."""
-        return max(len(checks), 1 + (len(plan.evaluation_paths) - 1) // 2)
+        self._liars.add(leader)
+        self._out.log(f"job={self._job.job} step={vote.step} leader={leader} is not what it claimed")
+        return leader
 
     def _tell(self, leader: WorkerId, score: float) -> None:
         if leader != self._leader:

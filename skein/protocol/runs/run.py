@@ -578,7 +578,8 @@ class Run:
         return self._leading.is_due(num_validation_samples=self._evaluation.num_validation_samples)
 
     def _voted(self, worker: WorkerId, vote: Vote, *, now: float) -> None:
-        liar = None if self.plan is None else self._leading.doubted(worker, vote, self.plan)
+        group = None if self.round is None else self.round.group(vote)
+        liar = None if group is None else self._leading.doubts(worker, vote, group)
         if liar is None:
             self._drive(VoteHeard(worker=worker, vote=vote), now=now)
         else:

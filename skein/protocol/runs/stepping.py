@@ -1,6 +1,7 @@
 """The step in progress: a Round, the reductions it asks for, and the terms it decides by."""
 
 from collections import deque
+from dataclasses import replace
 
 from skein.config.aggregation import Lsgd
 from skein.config.schedule import learning_rate
@@ -78,9 +79,10 @@ class Stepping:
             leaders=self._leading.leaders(plan, self._members.sites),
             tree=self._placement.tree,
         )
+        checkers = tuple(self._leading.checkers(group) for group in groups.exchanged)
         self.round = Round(
             terms,
-            groups,
+            replace(groups, checkers=checkers),
             [path.hops[-1] for path in plan.paths],
             expected=self._placement.expected(),
             epoch=history.epoch,

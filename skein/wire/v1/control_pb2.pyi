@@ -1325,6 +1325,7 @@ class ExchangeTerms(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SCALES_FIELD_NUMBER: _builtins.int
     DUE_STEP_FIELD_NUMBER: _builtins.int
+    CHECKERS_FIELD_NUMBER: _builtins.int
     TAKEN_AT_FIELD_NUMBER: _builtins.int
     reach: Global___Reach.ValueType
     learning_rate: _builtins.float
@@ -1336,6 +1337,10 @@ class ExchangeTerms(_message.Message):
     def scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """By member: the factor on its summed gradients."""
 
+    @_builtins.property
+    def checkers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Followers that compute the leader's score again from what they have received."""
+
     def __init__(
         self,
         *,
@@ -1343,11 +1348,12 @@ class ExchangeTerms(_message.Message):
         learning_rate: _builtins.float = ...,
         scales: _abc.Iterable[_builtins.float] | None = ...,
         due_step: _builtins.int = ...,
+        checkers: _abc.Iterable[_builtins.str] | None = ...,
         taken_at: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "taken_at", b"taken_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "due_step", b"due_step", "learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales", "taken_at", b"taken_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "checkers", b"checkers", "due_step", b"due_step", "learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales", "taken_at", b"taken_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__taken_at: _TypeAlias = _typing.Literal["taken_at"]  # noqa: Y015
     _WhichOneofArgType__taken_at: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at"]  # noqa: Y015
