@@ -64,12 +64,17 @@ def outputs(params: Tensors, images: Tensor) -> Tensor:
     return x
 
 
-def gradient(params: Tensors, samples: Samples) -> Tensors:
-    """Of the mean cross entropy, by name."""
+def loss(params: Tensors, samples: Samples) -> Tensor:
+    """The mean cross entropy, in nats."""
     images, classes = samples
+    return functional.cross_entropy(outputs(params, images), classes)
+
+
+def gradient(params: Tensors, samples: Samples) -> tuple[float, Tensors]:
+    """The loss, and its gradient by name."""
     watched = {name: x.detach().requires_grad_() for name, x in params.items()}
-    loss = functional.cross_entropy(outputs(watched, images), classes)
-    return dict(zip(watched, torch.autograd.grad(loss, list(watched.values())), strict=True))
+    found = loss(watched, samples)
+    return found.item(), dict(zip(watched, torch.autograd.grad(found, list(watched.values())), strict=True))
 
 
 def accuracy(params: Tensors, samples: Samples) -> float:

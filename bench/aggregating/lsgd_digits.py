@@ -8,30 +8,25 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from statistics import fmean, median
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
+from bench.aggregating.digits_mlp import Samples, batch, gradient, initial, loss, split
 from bench.report import Row, spread
-from skein import rng
 from skein.config.aggregation import Due, Lsgd, Reach
 from skein.numeric.aggregate.exchange import talks_by_shard
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
 from skein.numeric.aggregate.overlapped import put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
-from skein.numeric.walker import Tensors, Walker
+from skein.numeric.walker import Walker
 from skein.plan.election import elect, probe_positions
-from worker.data.digits import open_digits
 
 NUM_WALKERS = 4
 SEEDS = (0, 1, 2)
 _NUM_STEPS = 400
 _BATCH, _PROBE, _NUM_HELD_OUT = 32, 256, 360
-_WIDTH = 64
 _WINDOW = 10
 """Of how many batches a walker's own score is the mean."""
 _LEARNING_RATE, _MOMENTUM = 0.05, 0.9
@@ -49,8 +44,8 @@ class Score(StrEnum):
 class Data:
     """Images (N, 64) and classes (N,): what walkers train on, each its own, and what is held out."""
 
-    shards: tuple[tuple[Tensor, Tensor], ...]
-    held_out: tuple[Tensor, Tensor]
+    shards: tuple[Samples, ...]
+    held_out: Samples
 
 
 def rows(*, is_quick: bool) -> Iterator[Row]:
@@ -77,7 +72,7 @@ def trained(score: Score, *, seed: int, num_steps: int) -> float:
     data = _data(seed)
     spec = Lsgd(rule="lsgd", local_every_steps=4, global_every_steps=4, groups="all")
     rule = LsgdRule(spec=spec, optimizer=Sgd(momentum=_MOMENTUM, nesterov=True, weight_decay=0.0))
-    starts = [_initial(seed) for _ in range(NUM_WALKERS)]
+    starts = [initial(seed) for _ in range(NUM_WALKERS)]
     walkers = [Walker(params=params, state=rule.init(params)) for params in starts]
     own: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in walkers]
     for step in range(num_steps):
@@ -85,13 +80,14 @@ def trained(score: Score, *, seed: int, num_steps: int) -> float:
         dues = () if score is Score.NOTHING else rule.plan(step)
         scores = _scores(score, walkers, own, data, seed=seed, step=step) if dues else []
         for place, walker in enumerate(walkers):
-            loss, grads = _gradient(walker.params, _batch(data.shards[place], seed, place, step))
-            own[place].append(loss)
+            drawn = batch(data.shards[place], size=_BATCH, seed=seed, walker=place, step=step)
+            mean, grads = gradient(walker.params, drawn)
+            own[place].append(mean)
             rule.local_step(walker, grads, terms, talks=bool(dues))
         for due in dues:
             _exchange(rule, walkers, due, scores, terms)
     average = {name: torch.stack([w.params[name] for w in walkers]).mean(dim=0) for name in walkers[0].params}
-    return float(_loss(average, data.held_out))
+    return float(loss(average, data.held_out))
 
 
 def _exchange(
@@ -119,49 +115,12 @@ def _scores(
         return [fmean(losses) for losses in own]
     images, classes = data.held_out
     chosen = list(probe_positions(seed, step, num_samples=_PROBE, num_validation=len(classes)))
-    return [float(_loss(walker.params, (images[chosen], classes[chosen]))) for walker in walkers]
+    return [float(loss(walker.params, (images[chosen], classes[chosen]))) for walker in walkers]
 
 
 def _data(seed: int) -> Data:
     """Training data sorted by class and cut in four; the rest is a sample of all classes."""
-    digits = open_digits(field="digits")
-    order = rng.stream(seed, "digits").permutation(digits.num_samples)
-    images = torch.from_numpy(digits.images.reshape(digits.num_samples, -1)[order])
-    classes = torch.from_numpy(digits.labels[order])
-    trained_on = classes[_NUM_HELD_OUT:].argsort(stable=True) + _NUM_HELD_OUT
-    parts = trained_on.tensor_split(NUM_WALKERS)
-    return Data(
-        shards=tuple((images[part], classes[part]) for part in parts),
-        held_out=(images[:_NUM_HELD_OUT], classes[:_NUM_HELD_OUT]),
-    )
-
-
-def _batch(shard: tuple[Tensor, Tensor], seed: int, place: int, step: int) -> tuple[Tensor, Tensor]:
-    images, classes = shard
-    chosen = torch.from_numpy(rng.stream(seed, "batch", place, step).integers(len(classes), size=_BATCH))
-    return images[chosen], classes[chosen]
-
-
-def _initial(seed: int) -> Tensors:
-    """Two layers of 64 and ten outputs, as He et al. scale them; equal for all walkers."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (64, _WIDTH, _WIDTH, 10)
-    params: Tensors = {}
-    for layer, (before, after) in enumerate(pairwise(sizes)):
-        params[f"{layer}.weight"] = torch.randn(after, before, generator=generator) * (2 / before) ** 0.5
-        params[f"{layer}.bias"] = torch.zeros(after)
-    return params
-
-
-def _loss(params: Tensors, batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, classes = batch
-    for layer in range(3):
-        x = functional.linear(x, params[f"{layer}.weight"], params[f"{layer}.bias"])
-        x = x.relu() if layer < 2 else x
-    return functional.cross_entropy(x, classes)
-
-
-def _gradient(params: Tensors, batch: tuple[Tensor, Tensor]) -> tuple[float, Tensors]:
-    watched = {name: x.detach().requires_grad_() for name, x in params.items()}
-    loss = _loss(watched, batch)
-    return loss.item(), dict(zip(watched, torch.autograd.grad(loss, list(watched.values())), strict=True))
+    found = split(seed, num_held_out=_NUM_HELD_OUT)
+    images, classes = found.trained
+    parts = classes.argsort(stable=True).tensor_split(NUM_WALKERS)
+    return Data(shards=tuple((images[part], classes[part]) for part in parts), held_out=found.held_out)

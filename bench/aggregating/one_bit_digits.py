@@ -93,7 +93,8 @@ def train(method: str, *, num_peers: int, seed: int, num_steps: int) -> Trained:
 
 
 def _gradient(walker: Walker, data: Split, seed: int, peer: int, step: int) -> Tensors:
-    return gradient(walker.params, batch(data.trained, size=_BATCH, seed=seed, walker=peer, step=step))
+    _, grads = gradient(walker.params, batch(data.trained, size=_BATCH, seed=seed, walker=peer, step=step))
+    return grads
 
 
 def _reduce(rule: OneBitLamb, walkers: Sequence[Walker], grads: Sequence[Tensors], terms: Terms) -> float:
