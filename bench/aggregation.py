@@ -26,6 +26,7 @@ from skein.errors import UserError
 PARTS = (
     "one_bit_deepspeed",
     "one_bit_bytes",
+    "wire_bytes",
     "one_bit_digits",
     "gossip_bias",
     "stability",
@@ -33,6 +34,7 @@ PARTS = (
     "diloco",
     "consensus_topology",
     "all_reduce",
+    "over_cities",
     "kills",
 )
 """In order of the table of docs/benchmarks-aggregation.md."""

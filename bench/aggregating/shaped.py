@@ -59,10 +59,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """A job that ended: what went over the WAN meanwhile, and when each step was committed, by one clock."""
+    """A job that ended: what went over the WAN meanwhile, when each step was committed, by one clock, and how many
+    plans it had: each but the first is a link or a worker that was given up."""
 
     traffic: Traffic
     ended_s: tuple[float, ...]
+    num_plans: int
 
 
 def job_of(
@@ -116,11 +118,14 @@ def _started(folder: Folder, options: LabOptions) -> RunningLab:
     return lab
 
 
-def trained(lab: RunningLab, job: JobSpec) -> Course:
-    """Runs a job from its beginning to its end, with nothing else going on; again if it is disturbed.
+def trained(lab: RunningLab, job: JobSpec, *, may_be_disturbed: bool = False) -> Course:
+    """Runs a job from its beginning to its end, with nothing else going on.
+
+    Args:
+        may_be_disturbed: if there was more than one plan, take that as it is; else run the job again.
 
     Raises:
-        RuntimeError: it did not finish, or never under its first plan.
+        RuntimeError: it did not finish, or was disturbed each time.
     """
     reasons: list[str] = []
     for _ in range(_MAX_RUNS):
@@ -132,19 +137,19 @@ def trained(lab: RunningLab, job: JobSpec) -> Course:
         if status.state is not JobState.FINISHED:
             break
         plans = [event.body.reason for event in events if isinstance(event.body, GenerationBegun)]
-        if len(plans) == 1:
-            return _course(before, _quiet(lab), events)
+        if len(plans) == 1 or may_be_disturbed:
+            return _course(before, _quiet(lab), events, num_plans=len(plans))
         reasons += plans
     raise RuntimeError(f"{job.name} {status.state}: {status.reason}; plans: {', '.join(reasons)}")
 
 
-def _course(before: Traffic, after: Traffic, events: Sequence[JobEvent]) -> Course:
+def _course(before: Traffic, after: Traffic, events: Sequence[JobEvent], *, num_plans: int) -> Course:
     sent = Traffic(
         worker_bytes=after.worker_bytes - before.worker_bytes,
         control_bytes=after.control_bytes - before.control_bytes,
     )
     ended_s = tuple(event.wall_s for event in events if isinstance(event.body, StepFinished))
-    return Course(traffic=sent, ended_s=ended_s)
+    return Course(traffic=sent, ended_s=ended_s, num_plans=num_plans)
 
 
 def _quiet(lab: RunningLab) -> Traffic:
