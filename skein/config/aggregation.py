@@ -168,7 +168,8 @@ class Lsgd(Spec):
     probe_samples: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Validation samples that all walkers are scored on before an exchange, other ones each time."""
     recheck_ratio: Ratio = 0.1
-    """How often a follower computes the leader's score again from what it received."""
+    """How often each follower computes the leader's score again from what it received, one at least in every exchange
+    unless this is 0. Wants models in one stage; with several, digests alone are compared."""
     asynchronous: bool = False
     """Fast walkers take more local steps between two exchanges, which are counted in steps of the fastest. Wants models
     in one stage; samples that a slow walker does not come to are left out."""
@@ -211,7 +212,7 @@ GraphName = Literal[
 
 
 class Gossip(Spec):
-    """Every walker averages with its neighbours in a graph; nobody waits for all. Momentum is the optimizer's."""
+    """Every walker averages with its neighbours in a graph, and sends to nobody else. Momentum is the optimizer's."""
 
     rule: Literal["gossip"]
     method: GossipMethod = "decentlam"

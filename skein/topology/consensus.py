@@ -7,7 +7,7 @@ Rules of this file
 - A round: every member sends its vector to each of its neighbours, one after another over its uplink, while it
   receives theirs one after another over its downlink; members work at the same time. So a member takes the bytes' time
   on all of its edges, in or out, whichever is longer, and the longest of their latencies; the round takes what its
-  slowest member takes. Gossip has no barrier, but nobody can be a round ahead of a neighbour for long.
+  slowest member takes, for a step ends for all together.
 - Rounds: what the spectral norm of W - 11ᵀ/n needs to shrink any disagreement to a thousandth.
 - The search is bounded by numbers of trials, never by a clock: equal links give equal graphs on one build. It never
   leaves connected graphs, and what it finds is no slower than the ring in the members' order.

@@ -99,11 +99,6 @@ class Graph:
     period: int | None
 
     @property
-    def is_static(self) -> bool:
-        """Whether all rounds are alike."""
-        return self.period == 1
-
-    @property
     def is_symmetric(self) -> bool:
         """Whether whom a member sends to is whom it receives from, in every round, for any number of members."""
         return self.kind not in ("static_exponential", "one_peer_exponential")
