@@ -22,12 +22,12 @@ from skein.plan.exchange import Broadcast
 from skein.plan.plan import Group
 from skein.plan.rounds import exchanged_stage, local_group
 from skein.protocol.messages import Assign, ChunkAssignment, Decision, ExchangeTerms, SourceKind, StepRecord
-from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
+from skein.protocol.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.protocol.tensors import Envelope, ShardTensor
 from skein.sim.executor import Payload
 from skein.sim.invariants import INITIAL, Violated, lineage_after
 from skein.sim.numeric import NumericExecutor, NumericModel, State
-from skein.types import Attempt, ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import Attempt, ChunkRef, Generation, GroupId, StageIndex, StageSpec, Step, WorkerId
 
 _Key = tuple[GroupId, Attempt]
 
@@ -159,7 +159,6 @@ class AggregatingExecutor(NumericExecutor):
         """Of exchanges that go on beside steps, the step whose record ends them."""
         self._offers: dict[_Key, tuple[Offer, str]] = {}
         """With the history of commits after which each was made."""
-        self._num_ways = 1
 
     # --- what is held ---
 
@@ -175,7 +174,6 @@ class AggregatingExecutor(NumericExecutor):
     def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
         stage = chunk.stage
         self._drop_exchanges()
-        self._num_ways = max(1, assign.num_evaluation_paths)
         members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
         before = self._groups_of.get(stage, ())
         held = self._begun(chunk, lineage, len(before), len(members))
@@ -229,13 +227,17 @@ class AggregatingExecutor(NumericExecutor):
 
     def _drop_exchanges(self, *, ended_by: Step | None = None) -> None:
         """Those that end with a step or one before, or all."""
-        over = [key for key in self._dues if ended_by is None or self._ends_with.get(key, ended_by) <= ended_by]
+        over = [
+            key for key in self._dues if ended_by is None or self._ends_with.get(key, ended_by) <= ended_by
+        ]
         for key in over:
             self._exchanges.forget(key)
             del self._dues[key], self._offers[key]
             self._ends_with.pop(key, None)
         self._tensors = {
-            tensor: x for tensor, x in self._tensors.items() if ended_by is not None and tensor.step > ended_by
+            tensor: x
+            for tensor, x in self._tensors.items()
+            if ended_by is not None and tensor.step > ended_by
         }
 
     # --- tensors ---
@@ -332,30 +334,49 @@ class AggregatingExecutor(NumericExecutor):
     def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, State]:
         chunk, held, record = self.chunks[stage], self._walkers[stage], op.record
         me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
-        after = held.walker
         if record.decision is Decision.APPLY and not op.keeps_step:
-            after = self._after(stage, record)
-            _go_on_as(held.walker, after)
-        self._walkers[stage] = Held(
-            held.walker, self._model.moved(lineage_after(chunk.lineage, record), me, held.trajectory)
-        )
+            after = self._finished(stage, record, beside=False)
+            if after is not None:
+                walker = held.walker
+                walker.params, walker.state, walker.num_updates = after.params, after.state, after.num_updates
+            else:
+                self._step_alone(stage, record)
+            self._finished(stage, record, beside=True)
+        after_lineage = lineage_after(chunk.lineage, record)
+        trajectory = self._model.moved(after_lineage, me, held.trajectory)
+        self._walkers[stage] = Held(held.walker, trajectory)
         return _states(self._walkers[stage])
 
+    def _finished(self, stage: StageIndex, record: StepRecord, *, beside: bool) -> Walker | None:
+        """The walker after the record's exchanges that went on beside steps, or after those that did not, if any."""
+        keys = [
+            (x.group, x.attempt)
+            for x in record.results
+            if exchanged_stage(x.group) == stage and (x.group, x.attempt) in self._dues
+        ]
+        keys = [key for key in keys if (key in self._ends_with) is beside]
+        if not keys:
+            return None
+        keys.sort(key=lambda key: self._dues[key])
+        terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
+        return self._exchanges.finish(keys, self._rule, terms)
+
+    def _step_alone(self, stage: StageIndex, record: StepRecord) -> None:
+        """A step on the chunk's own sums, or its stage's; none for one that was too late."""
         alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
         results = {x.group: x for x in record.results}
         result = results.get(alone) or results.get(GroupId(f"s{stage}"))
-        walker = self._walkers[stage].walker.copy()
-        if result is not None and result.weight:
-            names = self._names(result.group, stage)
-            values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
-            grads = tensors_of(dict(zip(names, values, strict=True)))
-            terms = Terms(
-                step=record.step,
-                learning_rate=record.learning_rate,
-                gradient_scale=result.weight * record.clip,
-            )
-            self._rule.local_step(walker, grads, terms, talks=False)
-        return walker
+        if result is None or not result.weight:
+            return
+        walker, names = self._walkers[stage].walker, self._names(result.group, stage)
+        values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
+        grads = tensors_of(dict(zip(names, values, strict=True)))
+        terms = Terms(
+            step=record.step,
+            learning_rate=record.learning_rate,
+            gradient_scale=result.weight * record.clip,
+        )
+        self._rule.local_step(walker, grads, terms, talks=False)
 
 
 def _shape(walker: Walker) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ class NumericModel:
 
     def sample(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> tuple[F64, F64]:
         """Inputs and targets of a microbatch, each (B, D)."""
-        at = step if phase is Phase.TRAIN else 0
+        at = 0 if phase is Phase.EVALUATE else step
         drawn = rng.stream(self._seed, "sample", phase.value, at, microbatch).normal(size=(2, _B, _D))
         return drawn[0], drawn[1]
 
@@ -158,6 +158,8 @@ class NumericExecutor(SimExecutor):
         self._parts: dict[ShardTensor, F64] = {}
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
         self._is_tied_apart = False
+        self._num_ways = 1
+        """Paths to evaluate on."""
 
     def build(
         self,
@@ -169,6 +171,7 @@ class NumericExecutor(SimExecutor):
         """As the cost model; sums stay where the ledger does."""
         super().build(assign, given, times, visits)
         model, before = self._model, self._sums
+        self._num_ways = max(1, assign.num_evaluation_paths)
         self._is_tied_apart = any(group.group == TIED_GROUP for group in assign.groups)
         self._params, self._sums = {}, {}
         for chunk in assign.chunks:
@@ -210,7 +213,7 @@ class NumericExecutor(SimExecutor):
         if not isinstance(op, ForwardOp | LossOp | BackwardOp):
             return
         if op.hop == 0 and not isinstance(op, BackwardOp):
-            self._operand = self._model.sample(op.phase, op.step, op.microbatch)[0]
+            self._operand = self._sample(op)[0]
             return
         is_backward = isinstance(op, BackwardOp)
         direction = Direction.BACKWARD if is_backward else Direction.FORWARD
@@ -218,6 +221,11 @@ class NumericExecutor(SimExecutor):
         key = HopKey(direction, phase, op.step, op.microbatch, op.hop)
         found = self._received.get((generation, key))
         self._operand = self._made_here[key] if found is None else found
+
+    def _sample(self, op: ForwardOp | LossOp) -> tuple[F64, F64]:
+        """Of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
+        shared = op.microbatch // self._num_ways if op.phase is Phase.PROBE else op.microbatch
+        return self._model.sample(op.phase, op.step, MicrobatchId(shared))
 
     # --- ops ---
 
@@ -267,7 +275,7 @@ class NumericExecutor(SimExecutor):
     def _loss(self, op: LossOp) -> Loss:
         assert self._operand is not None
         y_BD = self._through(op.chunk.stage, self._operand)[-1]
-        error_BD = y_BD - self._model.sample(op.phase, op.step, op.microbatch)[1]
+        error_BD = y_BD - self._sample(op)[1]
         if op.phase is Phase.TRAIN:
             self._backward(op, self._operand, error_BD)
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
