@@ -44,7 +44,7 @@ class StepGroups:
     `num_sharing[i]` chunks, `reduced[i]` one of them, have parts of one gradient, which an exchange makes of their
     mean; none: each has a gradient of its own. `may_lose_some`: a unit that is not finite makes no step, and the
     others do. `num_tokens` is what each walker has learned from since the last exchange and before this step, where
-    that is what its part weighs.
+    that is what its part weighs; empty: nothing.
     """
 
     reduced: tuple[Group, ...]
@@ -143,9 +143,11 @@ def step_groups(
     )
     if aggregation.walkers is Walkers.ONE:
         alone = tuple((group.group,) for group in groups.reduced)
-        is_gradient = isinstance(aggregation, AllReduce)
+        if isinstance(aggregation, AllReduce):
+            # Each sends the mean of its own, weighed by what it is of: who has more to do is not longer for that.
+            return replace(groups, units=alone, num_tokens=(), clips_result=True)
         sharing = tuple(len(members) for members in chunks for _ in members)
-        return replace(groups, units=alone, num_sharing=sharing, clips_result=is_gradient)
+        return replace(groups, units=alone, num_sharing=sharing)
     units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
     groups = replace(groups, units=units, may_lose_some=True)
     if isinstance(aggregation, Lsgd) and aggregation.asynchronous and not dues:
@@ -154,7 +156,7 @@ def step_groups(
         return groups
     return replace(
         groups,
-        num_tokens=tuple(num_tokens) or (0,) * len(units),
+        num_tokens=tuple(num_tokens),
         quorum=Quorum(share=aggregation.quorum, grace=aggregation.grace),
     )
 

@@ -242,6 +242,7 @@ class Round:
         if before is None:
             return group
         assert numbers is not None
+        before = before or (0,) * len(group.members)
         now = [numbers.num_tokens_by_group.get(local_group(member).group) for member in group.members]
         # Who is late may be anywhere in its step: it takes what the others have come to.
         return weighed(group, [0 if b is None else a + b for a, b in zip(before, now, strict=True)])

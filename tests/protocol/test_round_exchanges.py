@@ -136,9 +136,23 @@ def test_the_mean_of_what_members_send_is_the_gradient_of_the_batch() -> None:
     exchange = asked_for(vote_alone(machine, plan))
     assert exchange.exchange is not None
     [row] = set(exchange.group.weights)
-    # Sums a, b, c over 6 tokens: each with weight 1/3 and 3/6.
+    # Each sends its own mean, weighed by its share of the tokens, so nobody stands out for having more of them.
+    assert row.weights == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert exchange.exchange.scales == pytest.approx([1, 1 / 2, 1 / 3])
     factors = [w * s for w, s in zip(row.weights, exchange.exchange.scales, strict=True)]
     assert factors == pytest.approx([1 / 6] * 3)
+
+
+def test_who_has_no_token_sends_nothing_to_an_all_reduce_and_takes_the_result() -> None:
+    plan = three()
+    machine = round_of(plan, INT8)
+    compute(machine, plan, tokens=(1, 0, 3))
+    exchange = asked_for(vote_alone(machine, plan))
+    assert exchange.exchange is not None
+    [row] = set(exchange.group.weights)
+    assert (row.members, row.weights) == ((0, 2), pytest.approx((0.25, 0.75)))
+    assert exchange.exchange.scales[1] == 0.0
+    assert len(exchange.group.members) == 3
 
 
 def test_what_is_clipped_under_all_reduce_is_the_combined_gradient() -> None:
@@ -266,7 +280,7 @@ def test_stages_with_unequal_numbers_of_holders_exchange_each_among_their_own() 
         [path(chunk(0, "a"), chunk(1, "c")), path(chunk(0, "b"), chunk(1, "c"))],
     )
     groups = step_groups(
-        plan, INT8, 0, num_steps=9, seed=0, num_tokens=(), leaders=None, tree=lambda _, leader: (leader,)
+        plan, ONE_BIT, 2, num_steps=9, seed=0, num_tokens=(), leaders=None, tree=lambda _, leader: (leader,)
     )
     assert [(x.group, len(x.members)) for x in groups.exchanged] == [("x0", 2), ("x1", 1)]
     assert groups.num_sharing == (2, 2, 1)
