@@ -173,7 +173,7 @@ def shape_for(rule: str, seed: int) -> Shape:
 def draw_strike(rule: str, seed: int) -> Strike:
     """One that a run comes to: all moments of the rule's exchanges alike, and all times that they come."""
     draw = rng.stream(seed, "strike", rule)
-    counts = dict(_undisturbed(shape_for(rule, seed), _is_fine(seed)))
+    counts = dict(_undisturbed(shape_for(rule, seed), is_fine=_is_fine(seed)))
     known = [moment for moment in MOMENTS if counts.get(moment)]
     moment = known[int(draw.integers(len(known)))]
     return Strike(
@@ -237,7 +237,7 @@ def _world(shape: Shape, *, is_fine: bool) -> WatchedWorld:
 
 
 @cache
-def _undisturbed(shape: Shape, is_fine: bool) -> tuple[tuple[str, int], ...]:
+def _undisturbed(shape: Shape, *, is_fine: bool) -> tuple[tuple[str, int], ...]:
     """How often a run comes to each moment when nothing happens."""
     world = _world(shape, is_fine=is_fine)
     judge_struck(world)
