@@ -26,7 +26,7 @@ from skein.config.aggregation import (
 from skein.config.explain import Words
 from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
 from skein.errors import UserError
-from skein.types import Precision
+from skein.types import Layout, Precision
 
 if TYPE_CHECKING:
     from skein.config.job import JobSpec
@@ -194,8 +194,12 @@ def _check_lsgd(job: "JobSpec", rule: Lsgd) -> None:
     if not job.data.validation_ratio:
         hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
         raise UserError("data.validation_ratio", 0, hint)
-    if rule.asynchronous and job.parallel.stages > 1:
-        hint = "a walker of several stages cannot go on between two steps: give false, or parallel.stages: 1"
+    # LOOP's head is a stage of its own.
+    if rule.asynchronous and (job.parallel.stages > 1 or job.parallel.layout is Layout.LOOP):
+        hint = (
+            "a walker of several stages cannot go on between two steps: "
+            "give false, or parallel: {stages: 1, layout: line}"
+        )
         raise UserError("aggregation.asynchronous", Words("true"), hint)
 
 

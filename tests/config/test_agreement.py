@@ -99,7 +99,14 @@ WRONG = {
         LSGD,
         "aggregation.asynchronous=true",
     ): "aggregation.asynchronous: true: a walker of several stages cannot go on "
-    "between two steps: give false, or parallel.stages: 1",
+    "between two steps: give false, or parallel: {stages: 1, layout: line}",
+    (
+        LSGD,
+        "aggregation.asynchronous=true",
+        "parallel.stages=1",
+        "parallel.layout=loop",
+    ): "aggregation.asynchronous: true: a walker of several stages cannot go on "
+    "between two steps: give false, or parallel: {stages: 1, layout: line}",
     (
         ONE_BIT_ADAM,
         "precision=fp64",

@@ -15,7 +15,7 @@ from skein.protocol.reports import EvaluationDone, Vote
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.tensors import Phase
-from skein.types import Generation, GroupId, JobId, SiteId, Step, WorkerId
+from skein.types import Generation, GroupId, JobId, Layout, SiteId, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import attempt
@@ -26,9 +26,9 @@ SITES = {WorkerId(name): SiteId("east" if name in "ab" else "west") for name in 
 STEP = Step(3)
 
 
-def leading(*, recheck_ratio: float = 0.0) -> Leading:
+def leading(*, recheck_ratio: float = 0.0, layout: Layout = Layout.LINE) -> Leading:
     rule = Lsgd(rule="lsgd", local_every_steps=2, global_every_steps=4, recheck_ratio=recheck_ratio)
-    job = small_job(stages=1, replicas=4).model_copy(update={"aggregation": rule})
+    job = small_job(stages=1, replicas=4, layout=layout).model_copy(update={"aggregation": rule})
     history = JobHistory(job=JobId("j"), key="k", spec=job, submitted_wall_s=0.0, version=STEP)
     outbox = Outbox(History())
     return Leading(history, Members(history, Membership(), outbox), outbox)
@@ -116,3 +116,9 @@ def test_who_computes_the_same_to_rounding_accuses_nobody(probe_loss: float) -> 
         vote = says("parameters of c", probe_loss=probe_loss)
         assert machine.doubts(WorkerId(name), vote, led_by(2)) is None
     assert machine.leaders(PLAN, SITES) == Leaders(of_all=2, of_group=(1, 1, 2, 2))
+
+
+def test_nobody_checks_a_leader_whose_head_is_a_stage_of_its_own() -> None:
+    machine = leading(recheck_ratio=1.0, layout=Layout.LOOP)
+    score(machine, {"a": 2.0, "b": 1.5, "c": 1.0, "d": 3.0})
+    assert machine.checkers(led_by(2)) == ()

@@ -21,7 +21,7 @@ from skein.protocol.messages import Evaluate
 from skein.protocol.reports import EvaluationDone, Vote
 from skein.protocol.runs.members import Members
 from skein.protocol.tensors import Phase
-from skein.types import GroupId, SiteId, Step, WorkerId
+from skein.types import GroupId, Layout, SiteId, Step, WorkerId
 
 
 class Leading:
@@ -121,7 +121,9 @@ class Leading:
         Only a whole model can be scored by whoever has received it.
         """
         pattern, spec = group.pattern, self._job.spec
-        if self._rule is None or not isinstance(pattern, Broadcast) or spec.parallel.stages > 1:
+        # LOOP's head is a stage of its own.
+        is_cut = spec.parallel.stages > 1 or spec.parallel.layout is Layout.LOOP
+        if self._rule is None or not isinstance(pattern, Broadcast) or is_cut:
             return ()
         leader = group.members[pattern.leader].worker
         followers = [member.worker for member in group.members if member.worker != leader]
