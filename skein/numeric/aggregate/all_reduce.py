@@ -115,10 +115,9 @@ class AllReduceRule:
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
         """The combined gradient as one vector."""
         gradient = walker.state[_GRADIENT][_ALL]
-        compressor = compressor_of(self.spec.wire)
         bounds = shard_bounds(gradient.numel(), talk.num_shards)
         return torch.cat(
-            [compressor.decode(results[shard], b - a, gradient.dtype) for shard, (a, b) in enumerate(bounds)]
+            [self._heard(results[shard], b - a, gradient) for shard, (a, b) in enumerate(bounds)]
         )
 
     @torch.no_grad()
@@ -133,7 +132,7 @@ class AllReduceRule:
             walker.state[SHARD_RESIDUAL] = {}
 
     def _heard(self, part: Tensors, num_elements: int, like: Tensor) -> Tensor:
-        """A member's part; one that cannot be decoded is made what the gates refuse, for it is the sender's fault."""
+        """What has come; what cannot be decoded is made what gates and votes refuse, for it is the sender's fault."""
         try:
             return compressor_of(self.spec.wire).decode(part, num_elements, like.dtype)
         except ValueError:

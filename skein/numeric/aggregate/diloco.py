@@ -155,7 +155,7 @@ class DiLoCoRule:
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
         """The combined change of the fragment, in order of its elements: equal bits for all members."""
         parts = shards_of(gathered(walker.state[GLOBAL], self._spans(walker, talk.due)), talk.num_shards)
-        return torch.cat([self._decoded(results[shard], like=part) for shard, part in enumerate(parts)])
+        return torch.cat([self._heard(results[shard], like=part) for shard, part in enumerate(parts)])
 
     @torch.no_grad()
     def apply(self, walker: Walker, talk: Talk, joined: Tensor, terms: Terms) -> None:
@@ -215,7 +215,7 @@ class DiLoCoRule:
         return gathered(walker.state[CENTRE], spans) if self._has_centre else None
 
     def _heard(self, tensors: Tensors, *, like: Tensor) -> Tensor:
-        """A member's part; one that cannot be decoded is made what the gates refuse, for it is the sender's fault."""
+        """What has come; what cannot be decoded is made what gates and votes refuse, for it is the sender's fault."""
         try:
             return self._decoded({name: x for name, x in tensors.items() if name != _NORM}, like=like)
         except ValueError:

@@ -90,8 +90,14 @@ class LsgdRule:
         return part
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
-        """The leader's parameters as one vector."""
-        return torch.cat([results[shard][_PARAMS] for shard in range(talk.num_shards)])
+        """The leader's parameters as one vector; a piece that does not fit is made what no claim agrees to."""
+        start = walker.state[START]["all"]
+        pieces = []
+        for shard, (a, b) in enumerate(shard_bounds(start.numel(), talk.num_shards)):
+            found, like = results[shard].get(_PARAMS), start[a:b]
+            fits = found is not None and (found.shape, found.dtype) == (like.shape, like.dtype)
+            pieces.append(found if found is not None and fits else torch.full_like(like, torch.nan))
+        return torch.cat(pieces)
 
     def apply(self, walker: Walker, talk: Talk, joined: Tensor, terms: Terms) -> None:
         """Pulls a follower to the leader, unless that is not finite; the last exchange of a step ends what it kept."""

@@ -197,12 +197,17 @@ class OneBit(ABC):
         return [i for i, norm in norms.items() if not norm > NORM_LIMIT * usual > 0]
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
-        """Raises ValueError if a result is not of its shard, or a scale is negative or not finite."""
+        """What is not of its shard is made what votes refuse: who sent it is to blame, and not who was sent it."""
         layout = self.layout(walker, talk)
         if not walker.params:
             return torch.empty(0)
         dtype = walker.params[min(walker.params)].dtype
-        shards = [decode_shard(results[s], layout, s, dtype=dtype) for s in range(talk.num_shards)]
+        shards = []
+        for shard in range(talk.num_shards):
+            try:
+                shards.append(decode_shard(results[shard], layout, shard, dtype=dtype))
+            except ValueError:
+                shards.append(torch.full((layout.num_elements(shard),), torch.nan, dtype=dtype))
         return join_shards(shards, layout)
 
     @torch.no_grad()

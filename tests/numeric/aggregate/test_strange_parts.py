@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Due, Gossip, OneBitAdam, Reach
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Due, Gossip, Lsgd, OneBitAdam, Reach
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
 from skein.numeric.aggregate.all_reduce import RESIDUAL
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.exchange import talks_by_row, talks_by_shard
+from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker
 
@@ -85,3 +86,16 @@ def test_who_has_no_weight_in_an_all_reduce_keeps_what_it_has_to_say() -> None:
     gradient = torch.linspace(-1.0, 2.0, NUM_ELEMENTS)
     assert offer(rule, gradient, heard)[0].state[RESIDUAL]["w"].any()
     assert not offer(rule, gradient, unheard)[0].state[RESIDUAL]["w"].any()
+
+
+@pytest.mark.parametrize("strange", sorted(STRANGE))
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"gossip"} | {"lsgd"}))
+def test_a_result_that_does_not_fit_is_voted_as_not_finite(name: str, strange: str) -> None:
+    spec, optimizer = (Lsgd(rule="lsgd"), SgdSpec(name="sgd")) if name == "lsgd" else RULES[name]
+    rule, view = rule_of(spec, optimizer), talks(spec)[1]
+    if name == "lsgd":
+        view = led_by(view, 0)
+    walker, _ = offer(rule, torch.linspace(-1.0, 2.0, NUM_ELEMENTS), view)
+    joined = rule.join(walker, view, {0: STRANGE[strange]})
+    assert joined.shape == (NUM_ELEMENTS,)
+    assert joined.isnan().all()
