@@ -1,7 +1,7 @@
 """What validation found, in words: which field, what it holds, and what would be right, read from the JSON Schema."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from pydantic import ValidationError
@@ -68,7 +68,8 @@ class _Book:
                     "job", Words("not JSON"), f"{details['msg']}: write plain values and UTF-8 text"
                 )
             case _:
-                return UserError(field, _shown(value), f"give {self._wanted(schema)}")
+                meant = _meant(value, _choices(schema), cutoff=0.8)
+                return UserError(field, _shown(value), f"give {self._wanted(schema)}{meant}")
 
     def _at(self, loc: Sequence[int | str]) -> tuple[str, Schema]:
         """The dotted path that users know of pydantic's `loc`, and the schema there ({} where the path is unknown)."""
@@ -150,7 +151,7 @@ class _Book:
         if "const" in schema:
             return f"{schema['const']}{suffix}"
         if "enum" in schema:
-            return _either([str(x) for x in cast("Sequence[object]", schema["enum"])]) + suffix
+            return _either(_choices(schema)) + suffix
         forms = self._forms(schema)
         if forms:
             return f"a mapping whose {self._telling(schema)} is {_either(forms)}{suffix}"
@@ -215,8 +216,17 @@ def _either(names: Sequence[str] | Mapping[str, object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _meant(given: object, names: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(str(given), names, n=1)
+def _choices(schema: Schema) -> list[str]:
+    return [str(x) for x in cast("Sequence[object]", schema.get("enum", ()))]
+
+
+def _meant(given: object, names: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A question after what is wanted.
+
+    >>> _meant("DiLoCo", ["diloco", "lsgd"]), _meant("int3", ["int4", "int8"], cutoff=0.8)
+    ('; did you mean diloco?', '')
+    """
+    close = difflib.get_close_matches(str(given).lower(), list(names), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
 

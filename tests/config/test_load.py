@@ -69,6 +69,10 @@ WRONG_VALUES = {
     "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: "
     "it belongs to name: lamb; with name: adamw here are learning_rate, schedule, "
     "final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
+    "aggregation={rule: gossip, method: decentlm}": "aggregation.method: 'decentlm': "
+    "give decentlam, dsgd, dmsgd, da_dmsgd or qg_dmsgd; did you mean decentlam?",
+    "aggregation={rule: DiLoCo}": "aggregation.rule: 'DiLoCo': "
+    "give all_reduce, diloco, gossip, lsgd, one_bit_adam or one_bit_lamb; did you mean diloco?",
     "aggregation={local_steps: 50}": "aggregation.local_steps: 50: no such key: "
     "it belongs to rule: diloco; with rule: all_reduce here are rule, wire, pattern, robust",
     "optimizer.schedule=step": "optimizer.schedule: 'step': give cosine, linear or constant",
