@@ -192,7 +192,8 @@ class SimExecutor:
         if not resumed.ledger:
             return {}
         chunk = before[resumed.stage]
-        if not _is_ledger(chunk, assign.version, resumed.ledger):
+        is_once = set(chunk.accumulated.values()) == {1}
+        if not is_once or not _is_ledger(chunk, assign.version, resumed.ledger):
             raise Violated(f"{self.worker} is to go on with {resumed.ledger}, and has {chunk.accumulated}")
         return chunk.accumulated
 
@@ -484,12 +485,11 @@ class SimExecutor:
 
 
 def _is_ledger(chunk: SimChunk, step: Step, microbatches: Sequence[MicrobatchId]) -> bool:
-    """Whether a chunk has added up these, once each and in this order, in `step` or since it began before."""
+    """Whether a chunk has added up these in this order, in `step` or since it began before."""
     at = [step for step, _, _ in chunk.accumulated]
     told = [(microbatch, stage) for _, microbatch, stage in chunk.accumulated]
     is_now = at == sorted(at) and all(chunk.begun_at <= x <= step for x in at)
-    is_once = set(chunk.accumulated.values()) <= {1}
-    return is_now and is_once and told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
+    return is_now and told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
 
 
 def _is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:

@@ -55,6 +55,12 @@ STRUCK: Final = tuple(rule for rule in RULES if rule not in ("fp32", "trimmed"))
 STEPS: Final = 8
 BASES: Final = ("line 1x3", "line 2x3", "line 1x4", "line 2x4 on 5", "line 3x3 on 7")
 """Shapes that seeds walk over, for every rule: one to three stages, three or four walkers or replicas."""
+WHOLE_BASES: Final = ("line 1x3", "line 1x4", "line 1x4 on 5")
+"""The same for rules that want models in one stage."""
+UNEVEN: Final = ("diloco", "overlapped", "lsgd_eager")
+"""Rules that do not wait for late walkers: with every second seed, some workers are slow for a while."""
+_SLOW: Final = ((0.8, WorkerId("w0001"), 12.0, 6.0), (3.0, WorkerId("w0002"), 8.0, 4.0))
+"""When, who, how many times as slow, and for how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +173,16 @@ def finely_cut(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> 
 
 def shape_for(rule: str, seed: int) -> Shape:
     """The shape that a seed is judged on."""
-    return shape_of(f"{BASES[seed % len(BASES)]} by {rule}")
+    bases = WHOLE_BASES if rule == "lsgd_eager" else BASES
+    return shape_of(f"{bases[seed % len(bases)]} by {rule}")
 
 
 def draw_strike(rule: str, seed: int) -> Strike:
     """One that a run comes to: all moments of the rule's exchanges alike, and all times that they come."""
     draw = rng.stream(seed, "strike", rule)
-    counts = dict(_undisturbed(shape_for(rule, seed), is_fine=_is_fine(seed)))
+    counts = dict(
+        _undisturbed(shape_for(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
+    )
     known = [moment for moment in MOMENTS if counts.get(moment)]
     moment = known[int(draw.integers(len(known)))]
     return Strike(
@@ -187,7 +196,8 @@ def draw_strike(rule: str, seed: int) -> Strike:
 
 def struck(rule: str, seed: int) -> WatchedWorld:
     """A world that the strike of a seed is going to hit."""
-    world, strike = _world(shape_for(rule, seed), is_fine=_is_fine(seed)), draw_strike(rule, seed)
+    strike = draw_strike(rule, seed)
+    world = _world(shape_for(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
 
     def on_moment(moment: str, nth: int, worker: WorkerId | None) -> None:
         if (moment, nth) == (strike.moment, strike.nth):
@@ -228,18 +238,24 @@ def _is_fine(seed: int) -> bool:
     return seed // len(BASES) % 2 == 1
 
 
-def _world(shape: Shape, *, is_fine: bool) -> WatchedWorld:
+def _is_uneven(rule: str, seed: int) -> bool:
+    return rule in UNEVEN and seed % 2 == 1
+
+
+def _world(shape: Shape, *, is_fine: bool, is_uneven: bool) -> WatchedWorld:
     job = shape.job(steps=STEPS, every=4)
     new_world = partial(WatchedWorld, model=AggregatingModel(job), is_finely_cut=is_fine)
     world = make_world(job, small_fleet(shape), seed=0, new_world=new_world)
     assert isinstance(world, WatchedWorld)
+    for at_s, name, factor, seconds in _SLOW if is_uneven else ():
+        world.clock.at(at_s, partial(world.slow_worker, name, factor, seconds=seconds))
     return world
 
 
 @cache
-def _undisturbed(shape: Shape, *, is_fine: bool) -> tuple[tuple[str, int], ...]:
+def _undisturbed(shape: Shape, *, is_fine: bool, is_uneven: bool) -> tuple[tuple[str, int], ...]:
     """How often a run comes to each moment when nothing happens."""
-    world = _world(shape, is_fine=is_fine)
+    world = _world(shape, is_fine=is_fine, is_uneven=is_uneven)
     judge_struck(world)
     return tuple(sorted(world.counts.items()))
 

@@ -35,8 +35,16 @@ RULES: Final[Mapping[str, tuple[AggregationSpec, OptimizerSpec]]] = MappingProxy
         "one_bit_adam": (OneBitAdam(rule="one_bit_adam", warmup_steps=2), _ADAMW),
         "one_bit_lamb": (OneBitLamb(rule="one_bit_lamb", warmup_steps=2, ratio_beta=0.5), _LAMB),
         "diloco": (DiLoCo(rule="diloco", local_steps=3, wire="int4", fragments=2), _ADAMW),
+        "overlapped": (
+            DiLoCo(rule="diloco", local_steps=3, wire="int4", fragments=2, overlap_steps=2),
+            _ADAMW,
+        ),
         "decentlam": (Gossip(rule="gossip", method="decentlam", graph="ring"), _SGD),
         "qg_dmsgd": (Gossip(rule="gossip", method="qg_dmsgd", graph="one_peer_exponential"), _SGD),
         "lsgd": (Lsgd(rule="lsgd", local_every_steps=2, global_every_steps=4, probe_samples=2), _SGD),
+        "lsgd_eager": (
+            Lsgd(rule="lsgd", local_every_steps=4, global_every_steps=4, probe_samples=2, asynchronous=True),
+            _SGD,
+        ),
     }
 )

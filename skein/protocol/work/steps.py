@@ -66,8 +66,8 @@ class Steps:
         self._given_up: tuple[StageSpec, ...] = ()
         self._assign: Assign | None = None
         self._exchanges = Exchanges(self._me)
-        self._commits_ahead: deque[Commit] = deque()
-        """Decisions on steps after the one that is to be applied now, in order."""
+        self._ahead: deque[Commit | Save] = deque()
+        """Decisions on steps after the one that is to be applied now, in order, and what is to be saved after them."""
         self._commit: Commit | None = None
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
@@ -90,7 +90,7 @@ class Steps:
         self.pipeline = None
         self._resumption = None
         self._commit = None
-        self._commits_ahead.clear()
+        self._ahead.clear()
         self._to_begin = None
         self._queue.clear()
 
@@ -230,7 +230,9 @@ class Steps:
     def _save(self, directive: Save) -> None:
         """Queue behind the update that makes the version, if that is still to come."""
         coming = self.version if self._commit is None else self._commit.record.step + 1
-        if directive.version == coming:
+        if directive.version > coming and self.pipeline is not None:
+            self._ahead.append(directive)
+        elif directive.version == coming:
             for stage, walker in zip(directive.stages, directive.walkers, strict=True):
                 self._queue.append(
                     SaveOp(
@@ -258,7 +260,7 @@ class Steps:
         record = directive.record
         if record.step > self.version and self.pipeline is not None:
             # Others have gone on without this worker while an op ran.
-            self._commits_ahead.append(directive)
+            self._ahead.append(directive)
             return
         if record.step != self.version or self.pipeline is None or self._commit is not None:
             return
@@ -330,36 +332,37 @@ class Steps:
     def applied(self, op: ApplyOp) -> None:
         """The update has ended: the chunks are at the next version."""
         self.version = Step(op.record.step + 1)
-        to_take = self._exchanges.applied(self.version)
+        due = self._exchanges.applied(self.version)
         commit, self._commit = self._commit, None
-        if self.pipeline is not None and commit is not None and op.keeps_step:
-            self._keep_on(self.pipeline)
-            if self._commits_ahead:
-                self._commit_step(self._commits_ahead.popleft())
-            return
-        self._clear_step()
+        keeps_step = op.keeps_step and self.pipeline is not None and commit is not None
+        if not keeps_step:
+            self._clear_step()
         if self.pipeline is None or commit is None:
             return
-        self.pipeline.advance(self.version)
         self._reported.clear()
-        self._num_evaluation = 0
-        for prepare in to_take:
+        if keeps_step:
+            self._keep_on(self.pipeline)
+        else:
+            self.pipeline.advance(self.version)
+            self._num_evaluation = 0
+        for prepare in due:
             self._prepare(prepare)
-        if commit.goes_on and self._assign is not None:
+        if commit.goes_on and not keeps_step and self._assign is not None:
             self._begin_training(self.pipeline, self._assign)
         self._begin_when_due()
         self.unpark()
-        if self._commits_ahead:
-            self._commit_step(self._commits_ahead.popleft())
+        self._take_ahead()
+
+    def _take_ahead(self) -> None:
+        """The next decision that came too early, and what was to be saved after it."""
+        while self._ahead and (self._commit is None or isinstance(self._ahead[0], Save)):
+            self.take(self._ahead.popleft())
 
     def _keep_on(self, pipeline: Pipeline) -> None:
         """Others have ended a step; what this worker has of its own counts for the one that begins."""
         pipeline.keep_on(self.version)
-        self._reported.clear()
         for stage in self.chunks:
             self._report_done(stage.index)
-        self._begin_when_due()
-        self.unpark()
 
     def computed(self, op: ForwardOp | LossOp | BackwardOp, outcome: OpOutcome) -> None:
         """A compute op has ended: pass on what it made, and report what it completed."""
