@@ -320,8 +320,8 @@ class AggregatingExecutor(NumericExecutor):
         # What goes on beside steps is joined by some before and by others after what replicates changes.
         is_at_rest = op.exchange.taken_at is None
         is_one = self._model.walkers is Walkers.ONE
-        common = replicated(self._rule, self._walkers[stage].walker, is_one=is_one) if is_at_rest else []
-        vote = measured(flat, [tensor for _, tensor in common])
+        known = replicated(self._rule, self._walkers[stage].walker, is_one=is_one) if is_at_rest else []
+        vote = measured(flat, [tensor for _, tensor in known])
         offer, lineage = self._offers[key]
         self._model.offered(key, lineage, offer.joined(flat))
         return Joined(
