@@ -5,6 +5,7 @@ from typing import assert_never
 
 from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
+from skein.plan.plan import Plan
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
@@ -127,9 +128,9 @@ class History:
             case PlanAdopted():
                 if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
                     job.turned_at = job.version
-                job.plan = record
-                job.learned = ()
                 job.standing = _still_standing(job, record)
+                job.learned = _still_learned(job, record.plan)
+                job.plan = record
             case StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.version = Step(job.version + 1)
@@ -151,6 +152,7 @@ class History:
             case RolledBack():
                 assert record.from_version == job.version >= record.to_version
                 job.version = record.to_version
+                job.learned = ()
                 job.last_commit = None
                 job.standing = ()
                 job.rollbacks.append(record)
@@ -188,6 +190,15 @@ def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRe
     same = {m.worker for m in set(job.worked_by) & set(job.members)}
     kept = set(walkers_of(record.plan))
     return tuple(x for x in job.standing if x in kept and all(at.worker in same for at in x))
+
+
+def _still_learned(job: JobHistory, plan: Plan) -> tuple[int, ...]:
+    """What `learned` is in the order of another plan: nothing of walkers that do not go on by it."""
+    if job.plan is None or not job.learned:
+        return ()
+    standing = {chunk for walker in job.standing for chunk in walker}
+    by_chunk = dict(zip(job.plan.plan.groups[-1].members, job.learned, strict=True))
+    return tuple(by_chunk.get(x, 0) if x in standing else 0 for x in plan.groups[-1].members)
 
 
 def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:

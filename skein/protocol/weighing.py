@@ -89,7 +89,8 @@ def weigh(
         gradient_norm=_typical(finite),
         clip=1.0 if reason else clip,
         weights=weights,
-        num_tokens_by_group=visitors,
+        # Who makes no step has learned nothing.
+        num_tokens_by_group={group: n if weights.get(group) else 0 for group, n in visitors.items()},
     )
 
 

@@ -247,3 +247,17 @@ def test_nobody_stands_after_a_roll_back() -> None:
 
 def test_of_one_walker_none_is_counted() -> None:
     assert job_after(opened(1, "a-1"), adopted(1, "a"), committed(0)).standing == ()
+
+
+def learned(*records: Record) -> tuple[int, ...]:
+    return job_of_walkers(*BEGUN, *records).learned
+
+
+def test_what_walkers_have_learned_outlives_another_plan_in_its_order() -> None:
+    assert learned() == (2, 2, 2)
+    assert learned(adopted(2, "a", "d", "c")) == (2, 2, 0), "members are in the order a, c, d"
+    assert learned(opened(2, "a-1", "b-2", "c-1"), adopted(2, "a", "b", "c")) == (2, 0, 2), "b begins anew"
+
+
+def test_what_walkers_have_learned_ends_with_a_roll_back() -> None:
+    assert learned(rolled_back(1, 0), adopted(2, "a", "b", "c")) == ()

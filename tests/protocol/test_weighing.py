@@ -80,6 +80,7 @@ def test_a_walker_that_is_not_finite_weighs_nothing_and_the_step_goes_on() -> No
     numbers = weighed(two_walkers(), visitors, spoilt=(B1,))
     assert numbers.reason == ""
     assert [numbers.weights[g.group] for g in REDUCED] == [1 / 6, 0.0, 1 / 6, 0.0]
+    assert [numbers.num_tokens_by_group[g.group] for g in REDUCED] == [6, 0, 6, 0], "it has learned nothing"
 
 
 def test_a_loss_that_is_not_finite_skips_the_step_of_one_walker_alone() -> None:
