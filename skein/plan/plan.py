@@ -126,6 +126,13 @@ class Group:
         return self.members
 
     @property
+    def weights_by_shard(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Of each shard whose part counts how much, members by position, in order; of a leader, its own alone."""
+        if isinstance(self.pattern, Broadcast):
+            return (((self.pattern.leader, 1.0),),) * self.num_shards
+        return tuple(row.pairs for row in self.weights)
+
+    @property
     def workers(self) -> tuple[WorkerId, ...]:
         """Each worker once, in member order."""
         return tuple(dict.fromkeys(member.worker for member in self.members))

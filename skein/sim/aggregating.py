@@ -281,7 +281,7 @@ class AggregatingExecutor(NumericExecutor):
             num_members=len(group.members),
             me=me,
             num_shards=group.num_shards,
-            weights=_weights(group),
+            weights=group.weights_by_shard,
             leader=group.pattern.leader if isinstance(group.pattern, Broadcast) else None,
         )
         self._dues[key] = index
@@ -387,9 +387,3 @@ def _states(held: Held) -> dict[str, State]:
     """Parameters as the numeric model takes them; the optimizer's state is the walker's business."""
     nothing = np.zeros(0)
     return {name: State(theta, nothing, nothing) for name, theta in arrays_of(held.walker.params).items()}
-
-
-def _weights(group: Group) -> tuple[tuple[tuple[int, float], ...], ...]:
-    if isinstance(group.pattern, Broadcast):
-        return (((group.pattern.leader, 1.0),),) * group.num_shards
-    return tuple(row.pairs for row in group.weights)

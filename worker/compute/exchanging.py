@@ -30,7 +30,6 @@ from worker.compute.telling import distance, is_told, residual_norm, sent_bytes
 _FP32_BYTES = 4
 
 _Key = tuple[GroupId, Attempt]
-Row = tuple[tuple[int, float], ...]
 
 
 class Exchanging:
@@ -82,7 +81,7 @@ class Exchanging:
             num_members=len(group.members),
             me=me,
             num_shards=group.num_shards,
-            weights=_weights(group),
+            weights=group.weights_by_shard,
             leader=leader,
         )
         self._dues[key] = index
@@ -185,9 +184,3 @@ class Exchanging:
 def claim_of(chunk: Chunk) -> str:
     """The digest that is voted by whoever has received the parameters that this chunk has now."""
     return digest_of([flatten(chunk.walker.params)])
-
-
-def _weights(group: Group) -> tuple[Row, ...]:
-    if isinstance(group.pattern, Broadcast):
-        return (((group.pattern.leader, 1.0),),) * group.num_shards
-    return tuple(row.pairs for row in group.weights)
