@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median, median_low
 from typing import assert_never
 
@@ -77,20 +78,33 @@ def gates(
     """Which parts are refused: not finite, longer than they say, or longer than `limit` times the `usual` norm.
 
     Usual is the median of the finite norms above zero, so that idle members make nobody unusual, unless given: whoever
-    combines for itself knows its own. Of two members neither is unusual, for there is no telling which.
+    combines for itself knows its own. Of two members neither is unusual, for there is no telling which; nor is one that
+    has half of all weight, among newcomers who had no time to go as far.
 
     >>> sent = [part_of(torch.tensor([x]), 1.0) for x in (1.0, -2.0, 1e9, torch.nan)]
     >>> [(x.part, x.reason) for x in gates(sent)]
     [(2, 'norm 1e+09 is more than 10 times the usual 2'), (3, 'not finite')]
     """
     reasons = [_reason_alone(part) for part in parts]
-    norms = [part.norm for part, reason in zip(parts, reasons, strict=True) if not reason and part.norm > 0]
     if usual is None:
-        usual = median(norms) if norms else 0.0
+        usual = _usual([part for part, reason in zip(parts, reasons, strict=True) if not reason])
     for index, part in enumerate(parts):
         if not reasons[index] and part.norm > limit * usual > 0:
             reasons[index] = f"norm {part.norm:.3g} is more than {limit:g} times the usual {usual:.3g}"
     return tuple(Refusal(part=index, reason=reason) for index, reason in enumerate(reasons) if reason)
+
+
+def _usual(parts: Sequence[Part]) -> float:
+    """The median norm by number of members or by weight, whichever is more; 0 if all are zero."""
+    moving = sorted((part.norm, part.weight) for part in parts if part.norm > 0)
+    if not moving:
+        return 0.0
+    half = (
+        sum(weight for _, weight in moving) / 2 * (1.0 - 1e-9)
+    )  # equal weights are to give the lower median
+    reached = accumulate(weight for _, weight in moving)
+    by_weight = next(norm for (norm, _), weight in zip(moving, reached, strict=True) if weight >= half)
+    return max(median(norm for norm, _ in moving), by_weight)
 
 
 def _reason_alone(part: Part) -> str:

@@ -23,7 +23,7 @@ from skein.numeric.compress.choose import compressor_of
 from skein.numeric.optim.adamw import AdamW
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker
-from tests.support.walks import Walk, problem, terms_at, walk_of
+from tests.support.walks import Walk, drawn, problem, terms_at, walk_of, walkers_at
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 F32 = np.float32
@@ -405,3 +405,23 @@ def test_all_state_is_declared(wire: Wire) -> None:
     kinds = {name: slot.kind for name, slot in rule.slots.items()}
     assert kinds[GLOBAL] is kinds[MOMENTUM] is StateClass.REPLICATED
     assert all(kinds[name] is StateClass.PRIVATE for name in rule.optimizer.slots)
+
+
+def test_newcomers_who_had_no_time_to_go_far_do_not_make_the_others_unusual() -> None:
+    plain = DiLoCo(
+        rule="diloco", local_steps=1, wire="fp32", outer_learning_rate=1.0, outer_momentum=0.0, nesterov=False
+    )
+    rule = rule_of(plain)
+    num_steps = (1, 1, 50)
+    walkers = walkers_at(rule, 3)
+    direction = drawn(7)
+    for walker, n in zip(walkers, num_steps, strict=True):
+        for name, param in walker.params.items():
+            param.sub_(direction[name] * (0.01 * n))
+    begun = walkers[0].state[GLOBAL]["b.bias"].clone()
+    weights = tuple((i, n / sum(num_steps)) for i, n in enumerate(num_steps))
+    talks = talks_by_shard(Due(round=0), num_members=3, num_shards=2, weights=weights)
+    put(rule, walkers, take(rule, walkers, talks), [terms_at(0)] * 3)
+    moved = begun - walkers[0].state[GLOBAL]["b.bias"]
+    expected = direction["b.bias"] * 0.01 * sum(w * n for (_, w), n in zip(weights, num_steps, strict=True))
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
