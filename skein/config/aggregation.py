@@ -60,6 +60,7 @@ class NormClip(Spec):
 
     kind: Literal["median_norm_clip"]
     times: Annotated[float, Field(ge=1, le=100)] = 1.0
+    """Raise this if honest members differ much in norm, for instance in their numbers of tokens."""
 
 
 class TrimmedMean(Spec):
@@ -67,6 +68,7 @@ class TrimmedMean(Spec):
 
     kind: Literal["trimmed_mean"]
     trimmed: Annotated[int, Field(ge=1, le=1024)] = 1
+    """As many bad members as are to be borne."""
 
 
 class Krum(Spec):
@@ -74,7 +76,9 @@ class Krum(Spec):
 
     kind: Literal["krum"]
     bad: Annotated[int, Field(ge=0, le=1024)] = 1
+    """As many bad members as are to be borne."""
     chosen: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Raise this to lose less of what honest members have learned."""
 
 
 class CentredClip(Spec):
@@ -82,7 +86,9 @@ class CentredClip(Spec):
 
     kind: Literal["centred_clip"]
     radius: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Raise this if members' data differ much."""
     rounds: Annotated[int, Field(ge=1, le=100)] = 3
+    """How often the centre moves to the mean around it; more where the first centre may be far off."""
 
 
 RobustSpec = Annotated[NoRobust | NormClip | TrimmedMean | Krum | CentredClip, Field(discriminator="kind")]
@@ -102,6 +108,7 @@ class AllReduce(Spec):
     pattern: PatternName = "auto"
     """Which way shards go: each part to its owner at once, along a ring, or up and down a tree; auto: the cheapest."""
     robust: RobustSpec = NoRobust()
+    """How parts are combined; take a rule if a member may be broken or lie."""
 
     @property
     def walkers(self) -> Walkers:
@@ -151,6 +158,7 @@ class OneBitLamb(_OneBit):
     min_factor: Annotated[float, Field(gt=0)] = 0.5
     """Lower bound of what the variance's drift may make of a layer ratio."""
     max_factor: Annotated[float, Field(gt=0)] = 4.0
+    """Upper bound of the same."""
     factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """By which share that factor may change in one step."""
 
@@ -160,11 +168,15 @@ class Lsgd(Spec):
 
     rule: Literal["lsgd"]
     local_every_steps: Annotated[int, Field(ge=1)] = 4
+    """How often walkers of a group meet; raise this if links within sites are slow."""
     global_every_steps: Annotated[int, Field(ge=1)] = 16
+    """How often all meet, a multiple of it; raise this if links between sites are slow."""
     local_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the way to the leader of the site. Not multiplied by the learning rate."""
     global_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """The same to the leader of all."""
     groups: Literal["sites", "all"] = "sites"
+    """`sites`: the walkers of a site have a leader of their own; `all`: nobody leads but the leader of all."""
     probe_samples: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Validation samples that all walkers are scored on before an exchange, other ones each time."""
     recheck_ratio: Ratio = 0.1
@@ -174,6 +186,7 @@ class Lsgd(Spec):
     """Fast walkers take more local steps between two exchanges, which are counted in steps of the fastest. Wants models
     in one stage; samples that a slow walker does not come to are left out."""
     export: Literal["average", "leader"] = "average"
+    """What comes out: the walkers' mean, or whoever led last."""
 
     @model_validator(mode="after")
     def _check(self) -> "Lsgd":
@@ -216,12 +229,15 @@ class Gossip(Spec):
 
     rule: Literal["gossip"]
     method: GossipMethod = "decentlam"
+    """Where momentum enters; `qg_dmsgd` bears graphs that others do not."""
     graph: GraphName = "measured"
     """`measured`: the symmetric graph and weights that agree soonest over the links as they are."""
     every_steps: Annotated[int, Field(ge=1)] = 1
+    """Raise this, with `qg_dmsgd`, if links bear no exchange in every step."""
     if_unstable: Literal["refuse", "qg_dmsgd"] = "refuse"
     """What to do if method, momentum and graph together diverge: say so at submit, or take QG-DmSGD instead."""
     robust: RobustSpec = NoRobust()
+    """How parts are combined; take a rule if a member may be broken or lie."""
 
     @property
     def walkers(self) -> Walkers:
@@ -238,12 +254,17 @@ class DiLoCo(Spec):
 
     rule: Literal["diloco"]
     local_steps: Annotated[int, Field(ge=1)] = 50
+    """Steps on one's own between two exchanges of a parameter; raise this if links are slow."""
     outer_learning_rate: Annotated[float, Field(gt=0, le=10)] = 0.7
+    """Share of the mean change that the global parameters take, before momentum."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Lower this, to 0.6 or so, if a job has few rounds: twenty rather than hundreds."""
     nesterov: bool = True
+    """Look ahead along the outer momentum."""
     wire: Wire = "int8"
     """What changes travel as; below fp32 what is rounded away goes into the next round (error feedback)."""
     error_feedback: bool = True
+    """Send in the next round what was rounded away. Only a comparison turns it off."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Into how many pieces a walker's parameters are cut, that are exchanged in turn: the same bytes, evenly spread."""
     overlap_steps: Annotated[int, Field(ge=0)] = 0
@@ -255,6 +276,7 @@ class DiLoCo(Spec):
     grace: Annotated[float, Field(ge=1, le=100)] = 3.0
     """How many times the usual wait for the last walker a round waits, once it has its quorum."""
     robust: RobustSpec = NoRobust()
+    """How parts are combined; take a rule if a member may be broken or lie."""
 
     @model_validator(mode="after")
     def _check(self) -> "DiLoCo":

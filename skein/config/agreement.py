@@ -41,8 +41,6 @@ def check_aggregation(job: "JobSpec") -> None:
     Raises:
         UserError: with the first field that does not fit.
     """
-    if isinstance(job.optimizer, LambSpec):
-        _check_ratios(job.optimizer)
     if job.aggregation.walkers is Walkers.MANY:
         _check_walkers(job)
     match job.aggregation:
@@ -97,12 +95,6 @@ def _too_few(field: str, value: int, least: int, num_members: int, whence: str, 
     cure = f"give at most {most}" if most >= (1 if field == "trimmed" else 0) else "give robust: {kind: none}"
     hint = f"needs {least} members, {whence} {num_members}: {cure}"
     return UserError(f"aggregation.robust.{field}", value, hint)
-
-
-def _check_ratios(optimizer: LambSpec) -> None:
-    if optimizer.min_ratio > optimizer.max_ratio:
-        hint = f"give at most max_ratio ({optimizer.max_ratio:g})"
-        raise UserError("optimizer.min_ratio", optimizer.min_ratio, hint)
 
 
 def _check_walkers(job: "JobSpec") -> None:
