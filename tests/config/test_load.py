@@ -62,7 +62,8 @@ WRONG_VALUES = {
     "optimizer.name=sdg": "optimizer.name: 'sdg': give adamw, lamb or sgd; did you mean sgd?",
     "optimizer=7": "optimizer: 7: give a mapping whose name is adamw, lamb or sgd",
     "optimizer={name: sgd, betas: [0.9, 0.9]}": "optimizer.betas: [0.9, 0.9]: no such key: "
-    "it belongs to name: adamw or lamb; with name: sgd here are learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
+    "it belongs to name: adamw or lamb; with name: sgd here are "
+    "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
     "clip_norm, name, momentum, nesterov",
     "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: True: give false, or a momentum above 0",
     "optimizer={name: lamb, min_ratio: 20}": "optimizer.min_ratio: 20.0: give at most max_ratio (10)",
