@@ -51,9 +51,8 @@ class Pace:
         self._known_bytes = LEAST_PART_BYTES
 
     def probed(self, round_trip_s: float, bytes_per_s: float, *, now: float) -> None:
-        """The link there was measured."""
+        """The link there was measured, by a probe that had it for itself; bulk has to share it."""
         self.answer_s = round_trip_s + PART_BYTES / bytes_per_s
-        self._known_bytes = max(self._known_bytes, PART_BYTES)
         self._remember(self.answer_s, now=now)
 
     def heard(self, silent_s: float, num_bytes: int, *, now: float) -> None:

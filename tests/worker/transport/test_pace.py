@@ -46,7 +46,15 @@ def test_a_probe_tells_what_the_first_answers_take() -> None:
     pace = Pace()
     pace.probed(0.3, 2**20, now=0.0)
     assert pace.answer_s == 1.3
-    assert bound_s(pace, 100 * MIB) == pytest.approx(3 * 1.3)
+    assert bound_s(pace, LEAST_PART_BYTES) == pytest.approx(3 * 1.3)
+
+
+def test_a_probe_does_not_tell_what_bulk_takes_that_shares_the_link() -> None:
+    pace = Pace()
+    pace.probed(0.3, 2**20, now=0.0)
+    assert bound_s(pace, 100 * MIB) == PATIENCE.first_s
+    pace.heard(0.5, MIB, now=1.0)
+    assert bound_s(pace, 100 * MIB, now=1.0) < PATIENCE.first_s
 
 
 def test_answers_are_smoothed() -> None:
