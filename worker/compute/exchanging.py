@@ -8,6 +8,7 @@ Rules of this file
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from skein.config.aggregation import Reach, Walkers
@@ -46,6 +47,8 @@ class Exchanging:
         """Of exchanges that go on beside steps, the step whose record ends them."""
         self._told: dict[_Key, int] = {}
         """Bytes that one vector weighed as it was sent, of exchanges that have not been told of."""
+        self._begun_with: dict[_Key, Tensor] = {}
+        """Of exchanges that go on beside steps, the digest of what replicates as it was when they were taken."""
 
     def clear(self) -> None:
         """Whatever was begun counts for nothing any more."""
@@ -53,6 +56,7 @@ class Exchanging:
         self._dues.clear()
         self._told.clear()
         self._ends_with.clear()
+        self._begun_with.clear()
 
     def committed(self, step: Step) -> None:
         """A step is over, and so are its exchanges."""
@@ -61,6 +65,7 @@ class Exchanging:
             del self._dues[key]
             self._told.pop(key, None)
             self._ends_with.pop(key, None)
+            self._begun_with.pop(key, None)
 
     def pack(self, op: PackOp, chunk: Chunk) -> dict[int, Tensors]:
         """What this worker's member sends, by shard."""
@@ -87,6 +92,8 @@ class Exchanging:
         self._dues[key] = index
         if exchange.taken_at is not None:
             self._ends_with[key] = step
+            said = digest_of(self._replicated(chunk))
+            self._begun_with[key] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
             sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk)
         else:
             terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
@@ -137,10 +144,13 @@ class Exchanging:
 
     def _known(self, op: JoinOp, chunk: Chunk) -> list[Tensor]:
         """What all members should hold alike before the exchange."""
-        # What goes on beside steps is joined by some before and by others after what replicates changes.
-        is_at_rest = op.exchange is not None and op.exchange.taken_at is None
-        if op.exchange is None or op.exchange.reach is not Reach.ALL or not is_at_rest:
+        if op.exchange is None or op.exchange.reach is not Reach.ALL:
             return []
+        # What goes on beside steps is joined by some before and by others after what replicates changes.
+        begun_with = self._begun_with.get((op.group.group, op.attempt))
+        return self._replicated(chunk) if begun_with is None else [begun_with]
+
+    def _replicated(self, chunk: Chunk) -> list[Tensor]:
         is_one = self._job.aggregation.walkers is Walkers.ONE
         return [tensor for _, tensor in replicated(chunk.rule, chunk.walker, is_one=is_one)]
 
