@@ -5,8 +5,8 @@ import pytest
 from skein.config.aggregation import Reach
 from skein.plan.plan import Group
 from skein.plan.rounds import local_group
-from skein.protocol.messages import Commit, ExchangeTerms, Prepare
-from skein.protocol.ops import ApplyOp, LossOp, PackOp
+from skein.protocol.messages import Commit, ExchangeTerms, Prepare, Save
+from skein.protocol.ops import ApplyOp, LossOp, PackOp, SaveOp
 from skein.protocol.reports import StageDone
 from skein.types import Epoch, Generation, GroupId, Step
 from tests.support.hands import Hand, record
@@ -145,3 +145,51 @@ def test_an_exchange_of_a_version_to_come_is_taken_up_with_that_version(
     ops = hand.run_all()
     kinds = [type(op) for op in ops if isinstance(op, ApplyOp | PackOp)]
     assert kinds == [ApplyOp, PackOp]
+
+
+def test_what_is_to_be_saved_after_decisions_that_are_still_to_be_applied_is_saved_then() -> None:
+    hand = halfway()
+    commit(hand, keeps_late=True)
+    second = record(1, attempts={str(local_group(OTHERS).group): attempt(0)})
+    hand.hear(Commit(epoch=Epoch(1), generation=Generation(1), record=second, goes_on=False, keeps_late=True))
+    hand.hear(
+        Save(
+            epoch=Epoch(1),
+            generation=Generation(1),
+            version=Step(2),
+            stages=(MINE.stage,),
+            url=None,
+            walkers=(0,),
+        )
+    )
+    ops = hand.run_all()
+    assert [type(op) for op in ops if isinstance(op, ApplyOp | SaveOp)] == [ApplyOp, ApplyOp, SaveOp]
+
+
+# --- a new generation, before all that was decided is applied ---
+
+
+def steps_behind() -> Hand:
+    """Two steps were decided without this worker, which has an op running that it began before."""
+    hand = halfway()
+    commit(hand, keeps_late=True)
+    second = record(1, attempts={str(local_group(OTHERS).group): attempt(0)})
+    hand.hear(Commit(epoch=Epoch(1), generation=Generation(1), record=second, goes_on=True, keeps_late=True))
+    return hand
+
+
+@pytest.mark.parametrize("last_step", [1, 2])
+def test_who_was_left_out_comes_to_the_version_of_the_others(last_step: int) -> None:
+    hand = steps_behind()
+    last = record(last_step, attempts={str(local_group(OTHERS).group): attempt(0)})
+    hand.fence(PLAN, generation=2, last_commit=last)
+    (held,) = hand.acknowledge().chunks
+    assert held.version == last_step + 1
+
+
+def test_who_was_no_part_of_the_plan_that_decided_a_step_is_not_at_its_version() -> None:
+    hand = steps_behind()
+    others = record(0, attempts={str(local_group(OTHERS).group): attempt(0, generation=2)})
+    hand.fence(PLAN, generation=3, last_commit=others)
+    (held,) = hand.acknowledge().chunks
+    assert held.version == 0

@@ -33,12 +33,15 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One member's side of an exchange. `after` is its walker once all is sent and combined, and nothing applied."""
+    """One member's side of an exchange. `after` is its walker once all is sent and combined, and nothing applied.
+
+    `terms` are of the local step before it is sent; None: it is sent as it is.
+    """
 
     before: Walker
     after: Walker
     grads: Mapping[str, Tensor]
-    terms: Terms
+    terms: Terms | None
     talk: Talk
     result: Tensor | None = None
 
@@ -91,6 +94,8 @@ def _late(rule: AllReduceRule | DiLoCoRule | OneBit, offers: Sequence[Offer]) ->
 def _stepped(rule: Rule, offer: Offer) -> Walker:
     """The member's walker after its local step, before it has sent anything."""
     walker, grads = offer.before.copy(), offer.grads
+    if offer.terms is None:
+        return walker
     if not offer.terms.gradient_scale:
         grads = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     rule.local_step(walker, grads, offer.terms, talks=True)

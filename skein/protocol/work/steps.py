@@ -69,6 +69,8 @@ class Steps:
         self._ahead: deque[Commit | Save] = deque()
         """Decisions on steps after the one that is to be applied now, in order, and what is to be saved after them."""
         self._commit: Commit | None = None
+        self._told: list[StepRecord] = []
+        """Decisions that were heard under the plan that was built last, and not applied before it ended."""
         self._to_begin: Start | Evaluate | None = None
         self._num_evaluation = 0
         self._evaluating = Phase.EVALUATE
@@ -88,6 +90,8 @@ class Steps:
         """A new generation: nothing more is computed under the older one. What is held and done stays."""
         self._fenced = self.pipeline or self._fenced
         self.pipeline = None
+        heard = () if self._commit is None else (self._commit,)
+        self._told += [x.record for x in (*heard, *self._ahead) if isinstance(x, Commit)]
         self._resumption = None
         self._commit = None
         self._ahead.clear()
@@ -100,6 +104,7 @@ class Steps:
         self.version = Step(0)
         self.chunks = self._given_up = ()
         self._assign = None
+        self._told.clear()
         self._exchanges.settle((), ())
         self._exchanges.clear()
         self._parked.clear()
@@ -111,11 +116,25 @@ class Steps:
         self._logged.clear()
 
     def adopt(self, record: StepRecord | None) -> None:
-        """Finish the recorded step if its results are here. Whoever was left out of it holds what is of no use now."""
-        if record is None or not self.chunks or record.step != self.version:
+        """Finish the recorded step if its results are here, or if the plan that is built made it without this worker.
+
+        Whoever took no part in that plan, and was left out, holds what is of no use now.
+        """
+        if record is None or not self.chunks:
             return
-        if self._exchanges.has_results(record):
-            self._queue.append(ApplyOp(record=record))
+        is_ours = self._is_of_plan(record)
+        version = self.version
+        for x in (*self._told, record) if is_ours else (record,):
+            is_without_us = is_ours and self._exchanges.is_left_out(x)
+            is_here = x.step == self.version and self._exchanges.has_results(x)
+            if x.step == version and (is_without_us or is_here):
+                self._queue.append(ApplyOp(record=x))
+                version = Step(version + 1)
+
+    def _is_of_plan(self, record: StepRecord) -> bool:
+        """Whether a step was decided under the generation whose plan was built here last."""
+        place = None if self._assign is None else (self._assign.epoch, self._assign.generation)
+        return all((x.attempt.epoch, x.attempt.generation) == place for x in record.results)
 
     def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
         """Nothing of an older generation runs any more: what is held, and what was done of the step."""
@@ -147,6 +166,7 @@ class Steps:
         self._keep(assign.resumption)
         held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
         self.version = assign.version
+        self._told.clear()
         self.chunks = tuple(chunk.stage for chunk in assign.chunks)
         self._given_up = tuple(stage for stage in held if stage not in self.chunks)
 
