@@ -248,6 +248,32 @@ def test_parts_are_packed_before_anything_else_and_go_to_their_owners() -> None:
     assert [to for to, _ in hand.sent()] == ["w0b"]
 
 
+def shard(kind: ShardKind, index: int, of: str, *, step: int) -> ShardTensor:
+    return ShardTensor(
+        kind=kind, step=Step(step), group=GroupId("s0"), attempt=attempt(0), shard=index, member=chunk(0, of)
+    )
+
+
+def test_a_result_of_the_step_before_that_comes_again_ends_no_later_reduction() -> None:
+    plan = grid_plan(stages=1, replicas=2, num_microbatches=2)
+    hand = ready(plan)
+    hand.start()
+    hand.run_all()
+    parts = [ledger(0, "w0a", 0), ledger(0, "w0b", 1)]
+    for step in range(2):
+        hand.prepare("s0", parts, step=step)
+        assert isinstance(hand.running, PackOp)
+        hand.end()
+        stale = shard(ShardKind.RESULT, 1, "w0b", step=0)
+        hand.arrive(stale, sender="w0b")
+        assert bool(hand.found(DropTensor)) == (step > 0)
+        hand.arrive(shard(ShardKind.PART, 0, "w0b", step=step), sender="w0b")
+        ran = hand.run_all()
+        assert any(isinstance(op, JoinOp) for op in ran) == (step == 0)
+        hand.commit(DECIDED)
+        hand.run_all()
+
+
 def test_a_commit_is_applied_and_the_next_step_begins_at_once() -> None:
     hand = voted()
     [run] = hand.commit(DECIDED)

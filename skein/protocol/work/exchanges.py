@@ -62,7 +62,11 @@ class Exchanges:
 
     def is_on_its_way(self, header: TensorHeader) -> bool:
         """Whether a tensor belongs to something that has begun, be it of a later step."""
-        return isinstance(header, ShardTensor) and (header.group, header.attempt) in self._by_key
+        if not isinstance(header, ShardTensor):
+            return False
+        # Each step begins to count attempts anew: what arrives again may be the step's before.
+        found = self._by_key.get((header.group, header.attempt))
+        return found is not None and found.step == header.step
 
     def arrive(self, header: ShardTensor) -> tuple[Exchange, Moves] | None:
         """Take a shard; None if it concerns nothing here."""
