@@ -309,3 +309,17 @@ AggregationSpec = Annotated[
     | Annotated[DiLoCo, Tag("diloco")],
     told_by("rule", "all_reduce"),
 ]
+
+
+def dues_at(rule: AggregationSpec, step: int, *, num_steps: int) -> tuple[Due, ...]:
+    """The exchanges that end `step` of a job of so many steps, in the order of their application.
+
+    The last step ends with all that local steps have brought: every fragment of DiLoCo is due then.
+
+    >>> rule = DiLoCo(rule="diloco", local_steps=4, fragments=2)
+    >>> [[due.fragment for due in dues_at(rule, step, num_steps=7)] for step in range(7)]
+    [[], [0], [], [1], [], [0], [0, 1]]
+    """
+    if isinstance(rule, DiLoCo) and step + 1 == num_steps:
+        return tuple(Due(round=step // rule.local_steps, fragment=k) for k in range(rule.fragments))
+    return rule.due(step)

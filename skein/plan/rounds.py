@@ -22,6 +22,7 @@ from skein.config.aggregation import (
     NormClip,
     Reach,
     Walkers,
+    dues_at,
 )
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.plan import Group, Plan
@@ -118,14 +119,13 @@ def step_groups(
         plan: in place.
         aggregation: the job's.
         step: 0-based.
-        num_steps: of the whole job; an exchange that may go on beside later steps is none of this one's, unless it is
-            the last.
+        num_steps: of the whole job. An exchange that may go on beside later steps is none of this one's.
         seed: the job's, for graphs that are drawn.
         num_tokens: by walker, what it has learned from since the last exchange; empty: nothing.
         leaders: where the rule has any; None: nobody leads this time, and there is no exchange.
         tree: how a leader's parameters spread.
     """
-    dues = tuple(due for due in aggregation.due(step) if not due.overlap_steps or step + 1 >= num_steps)
+    dues = tuple(due for due in dues_at(aggregation, step, num_steps=num_steps) if not due.overlap_steps)
     if aggregation.walkers is Walkers.ONE and not dues:
         return plain_groups(plan)
     asked = [
@@ -170,7 +170,9 @@ def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
 
 def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Group:
     """An exchange in which shards have owners, all members count alike, and all get all results."""
-    n = len(group.members)
+    n, name = len(group.members), f"x{group.members[0].stage}"
+    if isinstance(aggregation, DiLoCo) and aggregation.fragments > 1:
+        name = f"{name}.f{due.fragment}"
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
     # Who compares members looks at the whole of what each sends; DiLoCo's parts say its norm.
     compares = (Krum | CentredClip | NormClip) if isinstance(aggregation, AllReduce) else (Krum | CentredClip)
@@ -178,7 +180,7 @@ def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Gro
     num_shards = 1 if is_whole else group.num_shards
     return replace(
         group,
-        group=GroupId(f"x{group.members[0].stage}"),
+        group=GroupId(name),
         num_shards=num_shards,
         pattern=Direct(),
         weights=(row,) * num_shards,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skein.config.aggregation import Walkers
+from skein.config.aggregation import Walkers, dues_at
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.conserved import Offer, lost
@@ -56,6 +56,7 @@ class AggregatingModel(NumericModel):
 
     def __init__(self, job: JobSpec) -> None:
         super().__init__(job)
+        self.job = job
         self.rule = rule_of(job.aggregation, job.optimizer)
         self.walkers = job.aggregation.walkers
         self.checked: set[_Key] = set()
@@ -271,7 +272,7 @@ class AggregatingExecutor(NumericExecutor):
     def _sent(
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
     ) -> dict[int, Tensors]:
-        dues = self._rule.plan(exchange.due_step)
+        dues = dues_at(self._model.job.aggregation, exchange.due_step, num_steps=self._model.job.budget.steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )
@@ -292,11 +293,17 @@ class AggregatingExecutor(NumericExecutor):
             sent = self._exchanges.take(key, self._rule, walker, talk)
         else:
             terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
-            sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk)
+            sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk, beside=self._beside(key))
         after = self._exchanges.walker(key)
         offer = Offer(before=before, after=after, grads=grads, terms=terms, talk=talk)
         self._offers[key] = offer, self.chunks[stage].lineage
         return sent
+
+    def _beside(self, key: _Key) -> _Key | None:
+        """Another exchange that ends the same step of the same stage, if one has been packed."""
+        stage = exchanged_stage(key[0])
+        others = (x for x in self._dues if x[0] != key[0] and x not in self._ends_with)
+        return next((x for x in others if exchanged_stage(x[0]) == stage), None)
 
     def _sum_values(self, op: SumOp) -> None:
         if op.exchange is None:

@@ -93,10 +93,10 @@ def test_a_step_without_an_exchange_leaves_every_walker_alone() -> None:
 def test_fragments_take_turns() -> None:
     due = {step: groups_at(step, DILOCO).exchanged for step in range(8)}
     assert {step: [(x.group, x.fragment) for x in found] for step, found in due.items() if found} == {
-        1: [("x0", 0), ("x1", 0)],
-        3: [("x0", 1), ("x1", 1)],
-        5: [("x0", 0), ("x1", 0)],
-        7: [("x0", 1), ("x1", 1)],
+        1: [("x0.f0", 0), ("x1.f0", 0)],
+        3: [("x0.f1", 1), ("x1.f1", 1)],
+        5: [("x0.f0", 0), ("x1.f0", 0)],
+        7: [("x0.f1", 1), ("x1.f1", 1)],
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Reach, Walkers
+from skein.config.aggregation import Reach, Walkers, dues_at
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
@@ -20,7 +20,7 @@ from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
 from skein.plan.exchange import Broadcast
 from skein.plan.plan import Group
-from skein.plan.rounds import is_exchange
+from skein.plan.rounds import exchanged_stage, is_exchange
 from skein.protocol.messages import ExchangeTerms, StepRecord
 from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
@@ -76,7 +76,7 @@ class Exchanging:
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
     ) -> dict[int, Tensors]:
         me = self._place(group)
-        dues = chunk.rule.plan(exchange.due_step)
+        dues = dues_at(self._job.aggregation, exchange.due_step, num_steps=self._job.budget.steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )
@@ -89,7 +89,6 @@ class Exchanging:
             weights=group.weights_by_shard,
             leader=leader,
         )
-        self._dues[key] = index
         if exchange.taken_at is not None:
             self._ends_with[key] = step
             said = digest_of(self._replicated(chunk))
@@ -97,12 +96,21 @@ class Exchanging:
             sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk)
         else:
             terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
-            sent = self._exchanges.pack(key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk)
+            sent = self._exchanges.pack(
+                key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk, beside=self._beside(key)
+            )
+        self._dues[key] = index
         if is_told(self._job.aggregation, dues[index]):
             self._told[key] = sent_bytes(sent, talk)
         if leader is not None:
             self._gauges.led(group.members[leader].worker, of=f"{exchange.reach} of {chunk.stage.index}")
         return sent
+
+    def _beside(self, key: _Key) -> _Key | None:
+        """Another exchange that ends the same step of the same stage, if one has been packed."""
+        stage = exchanged_stage(key[0])
+        others = (x for x in self._dues if x[0] != key[0] and x not in self._ends_with)
+        return next((x for x in others if exchanged_stage(x[0]) == stage), None)
 
     def combine(self, op: SumOp, chunk: Chunk, parts: Sequence[Tensors]) -> Tensors:
         """The result of a shard that this worker owns."""

@@ -95,12 +95,25 @@ class Exchanges(Generic[K]):
         return self._pending[key].walker
 
     def pack(
-        self, key: K, rule: Rule, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, talk: Talk
+        self,
+        key: K,
+        rule: Rule,
+        walker: Walker,
+        grads: Mapping[str, Tensor],
+        terms: Terms,
+        talk: Talk,
+        *,
+        beside: K | None = None,
     ) -> dict[int, Tensors]:
         """The local step on a copy of `walker`, and what is sent after it, by shard.
 
-        A `gradient_scale` of 0 says that this member's gradient counts for nothing, whatever is in it.
+        A `gradient_scale` of 0 says that this member's gradient counts for nothing, whatever is in it. `beside` is
+        another exchange that ends the same step, which has made the local step already: they share the copy.
         """
+        if beside is not None:
+            copy = self._pending[beside].walker
+            self._pending[key] = _Pending(copy, talk)
+            return rule.contribution(copy, talk)
         copy = walker.copy()
         if not terms.gradient_scale:
             grads = {name: torch.zeros_like(grad) for name, grad in grads.items()}

@@ -3,11 +3,11 @@
 Rules of this file
 - Which exchanges are on their way at a step follows from the job alone. After a new generation nothing of them is left
   anywhere, so what is still wanted is asked for anew.
-- The last step waits for all: an exchange that would end after it ends with it.
+- The last step exchanges everything, so nothing is begun that would not have ended before it.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from skein.config.aggregation import DiLoCo, Due, Reach
 from skein.plan.plan import Group, Plan
@@ -60,18 +60,15 @@ class Overlapping:
         if self._rule is None:
             return
         for due_step in range(max(0, step - self._rule.overlap_steps), step):
-            ends_with = self._ends_with(Step(due_step))
-            for due in self._rule.due(due_step) if ends_with >= step else ():
+            ends_with = Step(due_step + self._rule.overlap_steps)
+            if ends_with + 1 >= self._job.spec.budget.steps:
+                continue
+            for due in self._rule.due(due_step):
                 for group in plan.groups:
                     self._ask(group, due, Step(due_step), ends_with)
 
-    def _ends_with(self, due_step: Step) -> Step:
-        assert self._rule is not None
-        return Step(min(due_step + self._rule.overlap_steps, self._job.spec.budget.steps - 1))
-
     def _ask(self, base: Group, due: Due, due_step: Step, ends_with: Step) -> None:
         group = exchange_of_all(base, due, self._job.spec.aggregation)
-        group = replace(group, group=GroupId(f"{group.group}.f{due.fragment}"))
         if group.group in self._open:
             return
         if self._job.learned:
