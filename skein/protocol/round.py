@@ -14,7 +14,7 @@ Rules of this file
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import assert_never
 
 from skein.config.aggregation import Reach
@@ -336,10 +336,19 @@ class Round:
             self._step_groups,
             votes,
             visitors,
-            loss_sum=exact_sum(d.loss_sum for d in done),
+            loss_sum=self._loss_sum(done, tokens),
             num_tokens=sum(tokens.values()),
             clip_norm=None if self._step_groups.clips_result else self.terms.clip_norm,
         )
+
+    def _loss_sum(self, done: Sequence[StageDone], tokens: Mapping[MicrobatchId, int]) -> float:
+        """Nats of all microbatches; of walkers, the others stand in for one whose loss is not finite."""
+        told = [d for d in done if d.tokens]
+        fit = [d for d in told if isfinite(d.loss_sum)] if self._step_groups.may_lose_some else told
+        fit = fit or told
+        num_fit = sum(sum(d.tokens) for d in fit)
+        total = exact_sum(d.loss_sum for d in fit)
+        return total if len(fit) == len(told) or not num_fit else total * (sum(tokens.values()) / num_fit)
 
     def _decide(self, numbers: Numbers) -> StepRecord:
         votes = [self._results[group] for group in sorted(self._results)]

@@ -1,6 +1,7 @@
 """Elections on a shared probe: who leads, who checks that, and what becomes of whoever claims what is not true."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from skein.protocol.reports import EvaluationDone, Vote
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.tensors import Phase
-from skein.types import Generation, GroupId, JobId, Layout, SiteId, Step, WorkerId
+from skein.types import Generation, GroupId, JobId, Layout, MicrobatchId, SiteId, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import attempt
@@ -39,10 +40,11 @@ def score(machine: Leading, losses: Mapping[str, float]) -> Leaders | None:
     is_complete = False
     for index, (name, loss) in enumerate(losses.items()):
         is_complete = machine.is_complete(
+            WorkerId(name),
             EvaluationDone(
                 generation=Generation(1),
                 version=STEP,
-                microbatches=(index, index + len(losses)),  # type: ignore[arg-type]
+                microbatches=(MicrobatchId(index), MicrobatchId(index + len(losses))),
                 loss_sum=loss * 10,
                 num_tokens=10,
                 phase=Phase.PROBE,
@@ -77,6 +79,17 @@ def test_the_lowest_loss_leads_all_and_its_site() -> None:
     assert score(leading(), {"a": 2.0, "b": 1.5, "c": 1.0, "d": 3.0}) == Leaders(
         of_all=2, of_group=(1, 1, 2, 2)
     )
+
+
+def test_nobody_scores_for_another() -> None:
+    machine = leading()
+    forged = EvaluationDone(
+        generation=Generation(1), version=STEP, microbatches=(), loss_sum=0.0, num_tokens=1, phase=Phase.PROBE
+    )
+    for index in range(4):
+        claim = replace(forged, microbatches=(MicrobatchId(index),))
+        assert not machine.is_complete(WorkerId(NAMES[index - 1]), claim, PLAN)
+    assert machine.leaders(PLAN, SITES) is None
 
 
 def test_nobody_leads_who_is_not_finite() -> None:

@@ -248,7 +248,7 @@ def led_by(*scores: float) -> Leading:
             num_tokens=1,
             phase=Phase.PROBE,
         )
-        leading.is_complete(report, LED)
+        leading.is_complete(LED.evaluation_paths[walker].hops[-1].worker, report, LED)
     leading.leaders(LED, {})
     return leading
 

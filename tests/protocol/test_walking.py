@@ -124,6 +124,18 @@ def test_copies_are_taken_from_all_who_go_on_in_turn() -> None:
     assert (told(found)["n1"], told(found)["m1"]) == ("peer b0", "peer b1")
 
 
+def test_nobody_copies_a_chunk_that_its_holder_gives_up() -> None:
+    """Who fetches it later than its holder has taken another walker's gets that one's."""
+    new, newer = (chunk(0, "n0"), B[1]), (chunk(0, "m0"), C[1])
+    found = sources(plan_with(new, newer), plan_with(A, B, C), acks(A, B, C))
+    assert told(found) == {"n0": "peer b0", "b1": "keep", "m0": "peer c0", "c1": "keep"}
+
+
+def test_of_two_that_swap_halves_one_gives_both_and_keeps_its_own() -> None:
+    found = sources(plan_with((A[0], B[1]), (B[0], A[1])), plan_with(A, B), acks(A, B))
+    assert told(found) == {"a0": "keep", "b1": "peer a1", "b0": "peer a0", "a1": "keep"}
+
+
 def test_what_is_held_is_whole_walkers_in_order() -> None:
     before = plan_with(A, B, C)
     here = acks(C, A, (B[1],))

@@ -67,12 +67,14 @@ class Leading:
             )
         )
 
-    def is_complete(self, report: EvaluationDone, plan: Plan) -> bool:
-        """Take a walker's score; whether all are here."""
+    def is_complete(self, worker: WorkerId, report: EvaluationDone, plan: Plan) -> bool:
+        """Take a walker's score from the worker of its head; whether all are here."""
         num_walkers = len(plan.evaluation_paths)
         if report.phase is not Phase.PROBE or report.version != self._job.version or not report.microbatches:
             return False
         walker = report.microbatches[0] % num_walkers
+        if plan.evaluation_paths[walker].hops[-1].worker != worker:
+            return False
         score = report.loss_sum / report.num_tokens if report.num_tokens else float("inf")
         self._claims.setdefault(
             walker, Claim(walker=walker, step=self._job.version, score=score, digest=report.digest)

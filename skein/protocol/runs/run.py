@@ -571,7 +571,7 @@ class Run:
             return
         if self._evaluation.is_complete(worker, report, now=now):
             self._go_on(now=now)
-        elif self._leading.is_complete(report, self.plan):
+        elif self._leading.is_complete(worker, report, self.plan):
             self._start_step(now=now)
 
     def _is_probe_due(self) -> bool:

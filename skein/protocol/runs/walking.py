@@ -107,18 +107,29 @@ def _all(walkers: Iterable[Walker], source: StateSource, version: Step) -> Sourc
 
 
 def _copied(wanted: Iterable[Walker], earlier: list[Walker], version: Step) -> dict[ChunkRef, StateSource]:
-    """Whoever goes on keeps what it has; the others copy the donors in turn."""
+    """Whoever goes on keeps what it has; the others copy the donors that have most of their chunks, in turn.
+
+    Nobody who is given another's chunk may be asked for the one that it gives up: it may have given it up by then. If
+    that cannot be had otherwise, all copy one donor.
+    """
+    walkers = list(wanted)
+    new = [walker for walker in walkers if walker not in earlier]
+    donors = {walker: _nearest(walker, earlier, place) for place, walker in enumerate(new)}
+    replaced = {chunk for walker in new for chunk in walker if chunk not in donors[walker]}
+    if any(not replaced.isdisjoint(donor) for donor in donors.values()):
+        donors = dict.fromkeys(new, earlier[0])
     by_chunk: dict[ChunkRef, StateSource] = {}
-    num_copies = 0
-    for walker in wanted:
-        if walker in earlier:
-            by_chunk |= {chunk: StateSource(kind=SourceKind.KEEP, version=version) for chunk in walker}
-            continue
-        donor = earlier[num_copies % len(earlier)]
-        num_copies += 1
-        for chunk, given in zip(walker, donor, strict=True):
+    for walker in walkers:
+        for chunk, given in zip(walker, donors.get(walker, walker), strict=True):
             # Who has this very chunk already, as another walker's, needs the donor's all the same.
             kind = SourceKind.KEEP if given == chunk else SourceKind.PEER
             peer = None if kind is SourceKind.KEEP else given.worker
             by_chunk[chunk] = StateSource(kind=kind, version=version, peer=peer)
     return by_chunk
+
+
+def _nearest(walker: Walker, earlier: list[Walker], turn: int) -> Walker:
+    """Of those with most of its chunks, the one whose turn it is."""
+    num_shared = [len(set(walker) & set(donor)) for donor in earlier]
+    nearest = [donor for donor, n in zip(earlier, num_shared, strict=True) if n == max(num_shared)]
+    return nearest[turn % len(nearest)]

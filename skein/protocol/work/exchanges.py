@@ -15,6 +15,9 @@ from skein.protocol.tensors import ShardTensor, TensorHeader
 from skein.protocol.work.reduction import Exchange, Moves
 from skein.types import Attempt, ChunkRef, GroupId, StageSpec, Step, WorkerId
 
+MAX_UNEXPLAINED = 64
+"""So many exchanges may have shards here that no directive has explained yet; peers can make no more be remembered."""
+
 
 class Exchanges:
     """Exchanges of one worker in one generation, by group and attempt."""
@@ -73,8 +76,15 @@ class Exchanges:
         is_own = header.member.stage in {stage.index for stage in self._stages}
         if header.group not in self._groups and not (is_exchange(header.group) and is_own):
             return None
+        if (header.group, header.attempt) not in self._by_key and self._num_unexplained >= MAX_UNEXPLAINED:
+            return None
         exchange = self._of(header.group, header.attempt, header.step)
         return exchange, exchange.arrive(header)
+
+    @property
+    def _num_unexplained(self) -> int:
+        """How many have begun with shards alone."""
+        return sum(not exchange.is_prepared for exchange in self._by_key.values())
 
     def of_op(self, op: PackOp | SumOp | JoinOp) -> Exchange | None:
         """What an op belongs to, unless that is over."""

@@ -54,6 +54,11 @@ class Exchange:
         self._results: set[int] = set()
         self._is_join_queued = False
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the coordinator has asked for it."""
+        return self._ways is not None
+
     def prepare(self, group: Group, exchange: ExchangeTerms | None = None) -> Moves:
         """The coordinator asks for this attempt; gives the first ops, and results that have come to be passed on.
 

@@ -317,6 +317,8 @@ class Steps:
         """Use a tensor of this generation and step; False if it is not for this worker."""
         assert self.pipeline is not None
         if isinstance(header, ShardTensor):
+            if (header.attempt.epoch, header.attempt.generation) != self._standing.place:
+                return False
             found = self._exchanges.arrive(header)
             if found is not None:
                 self._advance(*found)
