@@ -1,0 +1,93 @@
+"""Walkers of unequal speeds under rules that do not wait for all, and exchanges that go on beside steps."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from skein.plan.rounds import is_exchange, is_local
+from skein.protocol.messages import StepRecord
+from skein.protocol.records import RolledBack, StepCommitted
+from skein.sim.aggregating import AggregatingModel
+from skein.sim.scenario import LIMIT_S, make_world, run_to_end, small_fleet
+from skein.sim.shapes import shape_of
+from skein.sim.world import World
+from skein.types import GroupId
+from tests.support.worlds import of_kind, worker
+
+STEPS = 12
+
+
+def run(text: str, disturb: Callable[[World], None]) -> tuple[list[StepRecord], AggregatingModel]:
+    """All steps of a disturbed job; every exchange was one of all members, and lost nothing."""
+    shape = shape_of(text)
+    job = shape.job(steps=STEPS, every=6)
+    model = AggregatingModel(job)
+    world = make_world(job, small_fleet(shape), seed=0, new_world=partial(World, new_executor=model.executor))
+    disturb(world)
+    run_to_end(world, limit_s=LIMIT_S)
+    assert not of_kind(world.log, RolledBack)
+    records = [record.record for record in of_kind(world.log, StepCommitted)]
+    assert [record.step for record in records] == list(range(STEPS))
+    named = {(x.group, x.attempt) for record in records for x in record.results if is_exchange(x.group)}
+    assert named
+    assert named <= model.checked
+    return records, model
+
+
+def slow(index: int, factor: float, *, at_s: float, seconds: float | None = None) -> Callable[[World], None]:
+    return lambda world: world.clock.at(
+        at_s, partial(world.slow_worker, worker(index), factor, seconds=seconds)
+    )
+
+
+def left_out(records: list[StepRecord], num_chunks: int) -> list[int]:
+    """Steps that some chunks have no part in."""
+    return [record.step for record in records if sum(is_local(x.group) for x in record.results) < num_chunks]
+
+
+@pytest.mark.parametrize("rule", ["diloco", "overlapped"])
+@pytest.mark.parametrize(("base", "num_chunks"), [("line 1x3", 3), ("line 2x3", 6)])
+@pytest.mark.parametrize("seconds", [4.0, None])
+def test_who_becomes_slow_is_left_out_and_never_twice_in_a_row(
+    base: str, num_chunks: int, rule: str, seconds: float | None
+) -> None:
+    records, _ = run(f"{base} by {rule}", slow(1, 15.0, at_s=1.5, seconds=seconds))
+    late = left_out(records, num_chunks)
+    assert late
+    assert all(after - before > 1 for before, after in pairwise(late))
+
+
+def test_who_has_always_been_slow_is_waited_for() -> None:
+    records, _ = run("line 1x3 by diloco", slow(1, 4.0, at_s=0.0))
+    assert left_out(records, 3) == []
+
+
+@pytest.mark.parametrize("at_s", [1.3, 1.5, 1.7, 2.0])
+def test_who_stands_still_for_a_while_catches_up(at_s: float) -> None:
+    for rule in ("diloco", "overlapped", "lsgd_eager"):
+        run(
+            f"line 1x3 by {rule}",
+            lambda world: world.clock.at(at_s, partial(world.freeze_worker, worker(1), 2.0)),
+        )
+
+
+def test_exchanges_beside_steps_end_as_many_steps_later_and_the_last_with_the_job() -> None:
+    records, _ = run("line 2x3 by overlapped", lambda _: None)
+    ended = [(record.step, x.group) for record in records for x in record.results if is_exchange(x.group)]
+    of_one = [(step, group) for step, group in ended if group.startswith("x0")]
+    # Due at the end of steps 0, 2, 3, 5, 6, 8, 9 and 11, two steps later; the job has none after 11.
+    assert [step for step, _ in of_one] == [2, 4, 5, 7, 8, 10, 11, 11]
+    assert len(ended) == 2 * len(of_one)
+
+
+def test_between_two_exchanges_fast_walkers_make_more_steps() -> None:
+    records, _ = run("line 1x3 by lsgd_eager", slow(1, 4.0, at_s=0.0))
+    made = Counter(x.group for record in records for x in record.results if is_local(x.group))
+    slowest = GroupId(f"s0@{worker(1)}")
+    assert all(n > made[slowest] for group, n in made.items() if group != slowest)
+    at_exchanges = [record for record in records if any(is_exchange(x.group) for x in record.results)]
+    assert [record.step for record in at_exchanges] == [3, 7, 11]
+    assert all(sum(is_local(x.group) for x in record.results) == 3 for record in at_exchanges)
