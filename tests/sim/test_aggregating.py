@@ -21,7 +21,7 @@ from tests.support.worlds import kill_everything, of_kind, run_until, version_of
 
 STEPS = 8
 ONE = ("bf16", "int8", "robust", "one_bit_adam", "one_bit_lamb")
-MANY = ("diloco", "decentlam", "qg_dmsgd", "lsgd")
+MANY = ("diloco", "overlapped", "decentlam", "qg_dmsgd", "lsgd")
 
 
 def run(shape: Shape, *, seed: int = 0, num_faults: int = 0) -> tuple[World, AggregatingModel]:
@@ -99,6 +99,18 @@ def test_adamw_by_the_rule_is_adamw_as_the_numeric_model_has_it() -> None:
 def test_faults_end_no_job_and_mix_no_walkers(rule: str) -> None:
     for seed, base in enumerate(("line 2x3", "line 3x4 on 9")):
         run(shape_of(f"{base} by {rule}"), seed=seed, num_faults=10)
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"),
+    [
+        # A result of the step before arrives again; walkers move onto workers that others copy at the same time.
+        ("line 1x4 on 5 by diloco", 102),
+        ("line 2x3 on 7 by decentlam", 279),
+    ],
+)
+def test_faults_that_have_mixed_steps_or_walkers_do_not_any_more(text: str, seed: int) -> None:
+    run(shape_of(text), seed=seed, num_faults=8)
 
 
 @pytest.mark.parametrize("rule", ["diloco", "decentlam", "one_bit_lamb"])

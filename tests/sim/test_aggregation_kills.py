@@ -27,6 +27,11 @@ def test_a_second_strike_while_walkers_are_copied_mixes_none() -> None:
     judge_struck(struck("decentlam", 44))
 
 
+def test_who_is_steps_behind_the_fastest_needs_no_checkpoint_when_that_dies() -> None:
+    """All others had been told what was decided without them, and had not come to apply it."""
+    judge_struck(struck("lsgd_eager", 303))
+
+
 def test_strikes_come_at_all_moments() -> None:
     drawn = {draw_strike(rule, seed).moment for rule in ("lsgd", "diloco") for seed in range(100)}
     assert drawn == set(MOMENTS)
