@@ -9,7 +9,7 @@ import pytest
 
 from skein.plan.rounds import is_exchange, is_local
 from skein.protocol.messages import StepRecord
-from skein.protocol.records import RolledBack, StepCommitted
+from skein.protocol.records import GenerationOpened, Incident, StepCommitted
 from skein.sim.aggregating import AggregatingModel
 from skein.sim.scenario import LIMIT_S, make_world, run_to_end, small_fleet
 from skein.sim.shapes import shape_of
@@ -21,14 +21,15 @@ STEPS = 12
 
 
 def run(text: str, disturb: Callable[[World], None]) -> tuple[list[StepRecord], AggregatingModel]:
-    """All steps of a disturbed job; every exchange was one of all members, and lost nothing."""
+    """All steps of a disturbed job; every exchange was one of all members, lost nothing, and nobody was in trouble."""
     shape = shape_of(text)
     job = shape.job(steps=STEPS, every=6)
     model = AggregatingModel(job)
     world = make_world(job, small_fleet(shape), seed=0, new_world=partial(World, new_executor=model.executor))
     disturb(world)
     run_to_end(world, limit_s=LIMIT_S)
-    assert not of_kind(world.log, RolledBack)
+    assert not of_kind(world.log, Incident)
+    assert len(of_kind(world.log, GenerationOpened)) == 1
     records = [record.record for record in of_kind(world.log, StepCommitted)]
     assert [record.step for record in records] == list(range(STEPS))
     named = {(x.group, x.attempt) for record in records for x in record.results if is_exchange(x.group)}
