@@ -192,8 +192,8 @@ class SimExecutor:
         if not resumed.ledger:
             return {}
         chunk = before[resumed.stage]
-        is_once = set(chunk.accumulated.values()) == {1}
-        if not is_once or not _is_ledger(chunk, assign.version, resumed.ledger):
+        is_ledger = _is_ledger(chunk, assign.version, resumed.ledger)
+        if not is_ledger or set(chunk.accumulated.values()) != {1}:
             raise Violated(f"{self.worker} is to go on with {resumed.ledger}, and has {chunk.accumulated}")
         return chunk.accumulated
 
@@ -355,7 +355,7 @@ class SimExecutor:
             return dict(chunk.accumulated)
         if chunk.version != taken_at:
             raise Violated(f"{self.worker} is to give what it has at {taken_at}, and is at {chunk.version}")
-        place = next(i for i, member in enumerate(op.group.members) if member.worker == self.worker)
+        place = op.group.members.index(ChunkRef(stage=stage, worker=self.worker))
         return taken_by(place, taken_at, stage)
 
     def _sum(self, op: SumOp) -> None:
@@ -374,12 +374,9 @@ class SimExecutor:
             if any(shard != shards[0] for shard in shards):
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]
-        self._joined[group.group, op.attempt] = Kept(
-            step=op.step,
-            group=group,
-            contributions=result,
-            taken_at=None if op.exchange is None else op.exchange.taken_at,
-        )
+        taken_at = None if op.exchange is None else op.exchange.taken_at
+        kept = Kept(step=op.step, group=group, contributions=result, taken_at=taken_at)
+        self._joined[group.group, op.attempt] = kept
         return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
 
     def _apply(self, op: ApplyOp) -> None:
@@ -488,8 +485,8 @@ def _is_ledger(chunk: SimChunk, step: Step, microbatches: Sequence[MicrobatchId]
     """Whether a chunk has added up these in this order, in `step` or since it began before."""
     at = [step for step, _, _ in chunk.accumulated]
     told = [(microbatch, stage) for _, microbatch, stage in chunk.accumulated]
-    is_now = at == sorted(at) and all(chunk.begun_at <= x <= step for x in at)
-    return is_now and told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
+    is_told = told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
+    return is_told and at == sorted(at) and all(chunk.begun_at <= x <= step for x in at)
 
 
 def _is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:
