@@ -183,8 +183,8 @@ class Lsgd(Spec):
     """How often each follower computes the leader's score again from what it received, one at least in every exchange
     unless this is 0. Wants models in one stage; with several, digests alone are compared."""
     asynchronous: bool = False
-    """Fast walkers take more local steps between two exchanges, which are counted in steps of the fastest. Wants models
-    in one stage; samples that a slow walker does not come to are left out."""
+    """Fast walkers take more local steps between two exchanges: steps are counted whenever some walker ends one, those
+    that end together as one. Wants models in one stage; samples that a slow walker does not come to are left out."""
     export: Literal["average", "leader"] = "average"
     """What comes out: the walkers' mean, or whoever led last."""
 
