@@ -35,6 +35,12 @@ EXAMPLES = ROOT / "deploy/config/examples"
 JOB_FILE = "compose-text.yaml"
 NUM_WORKERS = 4
 NUM_STEPS = 40
+RULES = (
+    (),
+    ("aggregation.rule=diloco", "aggregation.local_steps=5"),
+    ("aggregation.rule=lsgd", "aggregation.local_every_steps=5", "aggregation.global_every_steps=10"),
+)
+"""Of the jobs that run, one after the other: each has numbers on the dashboard that others lack."""
 SERVICES = ("coordinator", "worker", "prometheus")
 OUR_USER, NOBODY = "10001", "65534"
 RATE_INTERVAL = "20s"
@@ -268,9 +274,9 @@ def check_stranger(client: Client) -> None:
     check("Traceback" not in done.stderr, done.stderr)
 
 
-def train(client: Client) -> str:
+def train(client: Client, *rule: str) -> str:
     """Hands in the job, watches it to its end; gives its id."""
-    settings = (f"budget.steps={NUM_STEPS}", "evaluation.every_steps=20", "checkpoint.every_steps=20")
+    settings = (f"budget.steps={NUM_STEPS}", "evaluation.every_steps=20", "checkpoint.every_steps=20", *rule)
     overrides = [word for setting in settings for word in ("--set", setting)]
     submitted, *events = client.ask("submit", f"/jobs/{JOB_FILE}", "--wait", *overrides, limit_s=JOB_S)
     job = str(at(submitted, "job"))
@@ -279,8 +285,8 @@ def train(client: Client) -> str:
     check(at(status, "state") == "finished", f"{job}: {status}")
     check(at(status, "step") == NUM_STEPS, f"{job}: {status}")
     loss = at(status, "evaluation_loss")
-    # Even odds over 256 byte values are 5.55 nats; 40 steps reach about 2.9.
-    check(isinstance(loss, float) and 1.0 < loss < 4.0, f"validation loss is {loss}")
+    # Even odds over 256 byte values are 5.55 nats; 40 steps reach about 2.9, of walkers with half the samples 3.3.
+    check(isinstance(loss, float) and 1.0 < loss < 4.5, f"validation loss is {loss}")
     return job
 
 
@@ -350,12 +356,12 @@ def are_workers_idle(client: Client, count: int) -> bool:
     return [at(worker, "state") for worker in client.ask("workers")] == ["idle"] * count
 
 
-def check_restart(services: Services, client: Client, job: str) -> None:
+def check_restart(services: Services, client: Client, jobs: list[str]) -> None:
     """What a coordinator knew, the next one in its place knows."""
     services.compose("restart", "--timeout", f"{STOP_S:.0f}", "coordinator", limit_s=STOP_S + HEALTHY_S)
     services.wait_healthy("coordinator")
     known = {at(status, "job"): at(status, "state") for status in client.ask("jobs")}
-    check(known == {job: "finished"}, f"after a restart the jobs are {known}")
+    check(known == dict.fromkeys(jobs, "finished"), f"after a restart the jobs are {known}")
 
 
 def test(services: Services, folder: Path) -> None:
@@ -370,13 +376,13 @@ def test(services: Services, folder: Path) -> None:
     check_stranger(client)
     say("no root, no capabilities, no spare packages, no strangers")
     since_s = time.time() - 10.0
-    job = train(client)
-    say(f"{job}: {NUM_STEPS} steps through {services.address}")
+    jobs = [train(client, *rule) for rule in RULES]
+    say(f"{', '.join(jobs)}: {NUM_STEPS} steps each through {services.address}")
     num_queries = check_queries(services, since_s=since_s)
     say(f"{num_queries} queries of the dashboard have data")
     check_alerts(services)
     check_drain(services, client)
-    check_restart(services, client, job)
+    check_restart(services, client, jobs)
     say("alerts are silent, a worker drained, the coordinator came back with its memory")
 
 
