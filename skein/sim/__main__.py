@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 from skein.config.job import (
@@ -201,13 +202,10 @@ def _told(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> Iterator
     if args.processes == 1:
         yield from map(one, seeds)
         return
-    with ProcessPoolExecutor(args.processes) as pool:
-        try:
-            yield from pool.map(one, seeds, chunksize=4)
-        except BaseException:
-            # Also if whoever asked has seen enough.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with ProcessPoolExecutor(args.processes) as pool, ExitStack() as undo:
+        # Also if whoever asked has seen enough; after the last seed there is nothing left to cancel.
+        undo.callback(pool.shutdown, wait=False, cancel_futures=True)
+        yield from pool.map(one, seeds, chunksize=4)
 
 
 if __name__ == "__main__":

@@ -221,8 +221,8 @@ async def test_streams_end_when_the_log_answers_no_more(tmp_path: Path) -> None:
     with RunLog.open(tmp_path, wall_s=1.0) as log:
         lead = Lead(log, "x:1", takeover_s=3.0, clock=clock)
         waiting = asyncio.create_task(lead.lost())
-        await asyncio.sleep(0)
-        assert not waiting.done()
+        _, pending = await asyncio.wait({waiting}, timeout=0)
+        assert pending
         waiting.cancel()
         clock.now += 6.1
         async with asyncio.timeout(WAIT_S):

@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
@@ -119,16 +120,30 @@ async def test_state_larger_than_the_limit_is_refused() -> None:
             await sender.peers.fetch_state(member, JOB, STAGE, VERSION)
 
 
+class Awaited(Counter[str]):
+    """Counts, and says when one of the counts has come so far."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+        self._wanted = name, count
+
+    def __setitem__(self, name: str, count: int) -> None:
+        super().__setitem__(name, count)
+        if name == self._wanted[0] and count >= self._wanted[1]:
+            self.reached.set()
+
+
 async def test_a_donor_with_too_many_transfers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_BUSY_PAUSE_S", 0.0)
     receiver = holder(Limits(max_transfers=1))
+    refusals = receiver.statistics.refusals = Awaited("too_many", MAX_FRUITLESS + 1)
     service = receiver.service()
     async with serving(service) as member, sending() as sender:
         with service._transfer():
             fetching = asyncio.create_task(sender.peers.fetch_state(member, JOB, STAGE, VERSION))
             async with asyncio.timeout(WAIT_S):
-                while receiver.statistics.refusals["too_many"] <= MAX_FRUITLESS:  # noqa: ASYNC110 - a count
-                    await asyncio.sleep(0)
+                await refusals.reached.wait()
         assert bytes_of(await fetching) == bytes_of(STATE)
 
 

@@ -37,11 +37,15 @@ class Donor(PeerService):
         self.num_streams = 0
         self.dies_after: int | None = None
         self.spoils = False
+        self.is_asked_again = asyncio.Event()
+        """For the third time."""
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
     async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
         self.num_streams += 1
+        if self.num_streams == 3:
+            self.is_asked_again.set()
         self.asked.append(set(request.names))
         await self.goes_on.wait()
         async for part in super().FetchState(request, context):
@@ -166,8 +170,7 @@ async def test_a_state_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.M
         gathered = gathering(sender)
         running = asyncio.create_task(gathered.run(members))
         async with asyncio.timeout(10.0):
-            while late.num_streams < 3:  # noqa: ASYNC110 - a count
-                await asyncio.sleep(0)
+            await late.is_asked_again.wait()
         here |= STATE
         await running
     assert_whole(gathered)
