@@ -2,8 +2,8 @@
 
 Rules of this file
 - W is doubly stochastic in every round, so the mean of all walkers moves by the mean of what they add, and by nothing
-  else. A row whose weights do not sum to 1 is refused; whoever is missing leaves its weight on the diagonal
-  (`skein.topology.graphs.without`), and is never made up for by scaling the rest.
+  else. A row whose weights do not sum to 1 is refused: whoever is gone is in no row of the plan that follows, and is
+  never made up for by scaling the rest.
 - A step without an exchange is the same step with W = I. So `every_steps` > 1 means plain local steps with momentum;
   which methods bear that is `skein.topology.stability`'s to say.
 - What travels, in the dtype of the parameters: y; for DA-DmSGD its momentum too; with AdamW or LAMB also the shared
