@@ -7,7 +7,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import BinaryIO
 
-import fsspec
 from grpc import aio
 
 from client.connection import Connection
@@ -17,6 +16,7 @@ from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder, num_walkers, walker_prefix
+from skein.storage.places import ANYWHERE, FIELD
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetRequest, GetStart, ManifestReply
 
@@ -122,10 +122,11 @@ def _append(target: BinaryIO, data: bytes, update: Callable[[bytes], None]) -> N
 def _from_url(
     url: str, manifest: ManifestReply, file: CheckpointFile, path: Path, told: Callable[[int], None]
 ) -> None:
-    source = f"{url.rstrip('/')}/{manifest.job}/{checkpoint_folder(manifest.version)}/{file.name}"
+    files, root = ANYWHERE.open(url)
+    source = f"{root}/{manifest.job}/{checkpoint_folder(manifest.version)}/{path.name}"
     digest, size = hashlib.sha256(), 0
     try:
-        with fsspec.open(source, "rb") as file_there, path.open("wb") as target:
+        with files.open(source, "rb") as file_there, path.open("wb") as target:
             while data := file_there.read(_READ_BYTES):
                 _append(target, data, digest.update)
                 size += len(data)
@@ -133,7 +134,7 @@ def _from_url(
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         hint = f"{reason}; run this where the checkpoint's URL can be read"
-        raise UserError("checkpoint.url", source, hint) from error
+        raise UserError(FIELD, source, hint) from error
     _check_digest(file, size, digest.hexdigest())
 
 

@@ -20,10 +20,12 @@ from skein.config.job import (
     TokenSource,
 )
 from skein.config.load import parse_job
+from skein.config.location import cure_of_path, parse_location
 from skein.errors import UserError
 from skein.model.huggingface import check_config, shape_from_config
 from skein.model.presets import shape_of
 from skein.plan.admission import check_admissible, settled
+from skein.storage.places import FIELD
 
 BYTES = "bytes"
 _BYTE_VALUES = 256
@@ -79,7 +81,7 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
     changes = {
         "model": model,
         "data": _located(job.data, base),
-        "checkpoint": job.checkpoint.model_copy(update={"url": url and _absolute_url(url, base)}),
+        "checkpoint": job.checkpoint.model_copy(update={"url": url and _located_url(url, base)}),
     }
     prepared = settled(job.model_copy(update=changes))
     check_admissible(prepared)
@@ -117,14 +119,19 @@ def _config(directory: Path) -> dict[str, object]:
 
 
 def _located(data: DataSpec, base: Path) -> DataSpec:
-    sources = tuple(_located_source(source, base) for source in data.sources)
+    sources = tuple(
+        _located_source(source, base, f"data.sources[{index}]") for index, source in enumerate(data.sources)
+    )
     is_file = data.tokenizer != BYTES
     tokenizer = str(_absolute(data.tokenizer, base)) if is_file else BYTES
     return data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
 
 
-def _located_source(source: SourceSpec, base: Path) -> SourceSpec:
+def _located_source(source: SourceSpec, base: Path, field: str) -> SourceSpec:
     if isinstance(source, TextSource | JsonlSource | TokenSource):
+        if "://" in source.path or cure_of_path(source.path) is not None:
+            hint = "workers read files: give a path, and mount there or copy to it what lies elsewhere"
+            raise UserError(f"{field}.path", source.path, hint)
         return source.model_copy(update={"path": str(_absolute(source.path, base))})
     return source
 
@@ -133,9 +140,12 @@ def _absolute(path: str, base: Path) -> Path:
     return Path(os.path.abspath(base / Path(path).expanduser()))
 
 
-def _absolute_url(url: str, base: Path) -> str:
-    """A plain path becomes absolute; `s3://...` and its like stay."""
-    return url if "://" in url or "::" in url else str(_absolute(url, base))
+def _located_url(url: str, base: Path) -> str:
+    """A plain path becomes absolute; `s3://...` and its like are checked, and stay."""
+    if "://" not in url and "::" not in url and cure_of_path(url) is None:
+        return str(_absolute(url, base))
+    parse_location(url, field=FIELD)
+    return url
 
 
 def _check_fit(job: JobSpec) -> None:

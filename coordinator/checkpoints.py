@@ -30,6 +30,7 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import CheckpointCommitted, checkpoint_folder
+from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.types import JobId, Step
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,6 @@ MAX_FILE_BYTES = 1 << 40
 RESERVED_BYTES = 256 << 20
 """What uploads leave free on the disk, so that the run log goes on."""
 
-_FIELD = "checkpoint.url"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
 _JOB = re.compile(r"[a-z0-9][a-z0-9-]*")
 _VERSION = re.compile(r"v(\d{8,})")
@@ -69,16 +69,6 @@ def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
         "files": files,
     }
     return json.dumps(manifest, indent=1).encode() + b"\n"
-
-
-def check_url(url: str) -> None:
-    """Refuses a URL that no installed file system answers to.
-
-    Raises:
-        UserError: with field `checkpoint.url`.
-    """
-    with _explained(url):
-        fsspec.core.url_to_fs(url)
 
 
 class Folder(Protocol):
@@ -222,10 +212,14 @@ class CheckpointStore:
 
     Args:
         directory: made at the first upload.
+        places: where those with a URL may lie.
         reserved_bytes: what uploads leave free on that disk.
     """
 
-    def __init__(self, directory: Path, *, reserved_bytes: int = RESERVED_BYTES) -> None:
+    def __init__(
+        self, directory: Path, *, places: Places = ANYWHERE, reserved_bytes: int = RESERVED_BYTES
+    ) -> None:
+        self.places = places
         self._directory = directory
         self._reserved_bytes = reserved_bytes
 
@@ -296,7 +290,7 @@ class CheckpointStore:
         name = _checked(_JOB, job)
         if url is None:
             return LocalFolder(self._directory / name)
-        files, root = fsspec.core.url_to_fs(url)
+        files, root = self.places.open(url)
         if isinstance(files, LocalFileSystem):
             return LocalFolder(Path(root) / name)
         return RemoteFolder(files, f"{root.rstrip('/')}/{name}")
@@ -307,7 +301,7 @@ class CheckpointStore:
             return
         found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
         hint = f"{path} {found}: give a URL that is the same place for all workers and the coordinator"
-        raise UserError(_FIELD, url, hint)
+        raise UserError(FIELD, url, hint)
 
 
 def _delete_checkpoint(files: Folder, folder: str) -> None:
@@ -334,4 +328,4 @@ def _explained(url: str | None) -> Iterator[None]:
         # File systems raise what they like; without credentials, for instance, each has an error of its own.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         hint = f"{reason}; give a URL that workers and the coordinator can write"
-        raise UserError(_FIELD, url, hint) from error
+        raise UserError(FIELD, url, hint) from error

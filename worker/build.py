@@ -24,6 +24,7 @@ from skein.plan.plan import OpKind
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, Neighbour, SourceKind
 from skein.protocol.records import num_walkers
 from skein.protocol.worker_io import BuildFailed, Built
+from skein.storage.places import ANYWHERE, Places
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
 from skein.wire.extra import ManifestReply
@@ -86,14 +87,14 @@ class CoordinatorArchive:
         return path
 
 
-def archive_of(url: str | None, files: Files, job: JobId, version: Step) -> Archive:
+def archive_of(url: str | None, files: Files, job: JobId, version: Step, places: Places) -> Archive:
     """Where the files of a checkpoint lie: under `url`, or without one at the coordinator.
 
     Raises:
-        UserError: nothing here opens such a URL.
+        UserError: `places` does not take such a URL, or nothing here opens it.
     """
     if url is not None:
-        return UrlArchive(url, job, version)
+        return UrlArchive(url, job, version, places=places)
     return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
 
 
@@ -125,6 +126,7 @@ class Builder:
 
     Args:
         memory_bytes: what chunks and their activations may take together.
+        places: where checkpoints with a URL may lie.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Builder:
         files: Files,
         device: torch.device,
         memory_bytes: int,
+        places: Places = ANYWHERE,
     ) -> None:
         self._worker = worker
         self._executor = executor
@@ -145,6 +148,7 @@ class Builder:
         self._files = files
         self._device = device
         self._memory_bytes = memory_bytes
+        self.places = places
         self._opened: tuple[JobSpec, Dataset] | None = None
         self._checked_url: str | None = None
         self.is_installing = False
@@ -216,7 +220,7 @@ class Builder:
         """Better now than when there is something to lose."""
         url = job.checkpoint.url
         if url is not None and url != self._checked_url:
-            await asyncio.to_thread(check_url, url)
+            await asyncio.to_thread(check_url, url, places=self.places)
             self._checked_url = url
 
     async def _dataset(self, job: JobSpec) -> Dataset:
@@ -344,7 +348,7 @@ class Builder:
         if not wanted:
             return {}
         manifest = await self._files.manifest(assign.job, wanted[0].source.version)
-        archive = archive_of(manifest.url, self._files, assign.job, manifest.version)
+        archive = archive_of(manifest.url, self._files, assign.job, manifest.version, self.places)
         found = {}
         for walker in sorted({chunk.walker for chunk in wanted}):
             stages = [chunk.stage for chunk in wanted if chunk.walker == walker]

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,9 +25,9 @@ from torch import Tensor
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles, checkpoint_folder, walker_prefix
+from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.types import Generation, JobId, StageIndex, Step
 
-_FIELD = "checkpoint.url"
 _READ_BYTES = 1 << 22
 
 
@@ -65,10 +64,10 @@ class Archive(Protocol):
 
 
 class UrlArchive:
-    """Files of one checkpoint under a URL of any kind that fsspec knows."""
+    """Files of one checkpoint under a URL that `places` takes."""
 
-    def __init__(self, url: str, job: JobId, version: Step) -> None:
-        self._files, root = _open(url)
+    def __init__(self, url: str, job: JobId, version: Step, *, places: Places = ANYWHERE) -> None:
+        self._files, root = places.open(url)
         self._folder = f"{root}/{job}/{checkpoint_folder(version)}"
 
     def put(self, path: Path, name: str) -> None:
@@ -92,13 +91,13 @@ class UrlArchive:
         return folder / file.name
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, *, places: Places = ANYWHERE) -> None:
     """Returns if checkpoints could be written under `url`, as far as can be told by trying.
 
     Raises:
         UserError: they could not.
     """
-    files, root = _open(url)
+    files, root = places.open(url)
     probe = f"{root}/.{secrets.token_hex(4)}.part"
     try:
         with _as_os_error():
@@ -106,7 +105,7 @@ def check_url(url: str) -> None:
             files.pipe_file(probe, b"")
             files.rm_file(probe)
     except OSError as error:
-        raise UserError(_FIELD, url, f"cannot be written to: {error.strerror or error}") from error
+        raise UserError(FIELD, url, f"cannot be written to: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -118,16 +117,6 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise UserError(_FIELD, url, f"this worker lacks what opens it: {error}") from error
-    except ValueError as error:
-        raise UserError(_FIELD, url, f"no such kind of place: {error}") from error
-    return files, str(root).rstrip("/")
 
 
 def _sync(path: str) -> None:

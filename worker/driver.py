@@ -411,7 +411,7 @@ class Driver:
         generation, version, stage = saved.generation, saved.version, saved.stage
         began_s = self._loop.time()
         try:
-            archive = archive_of(saved.url, self._files, saved.job_id, version)
+            archive = archive_of(saved.url, self._files, saved.job_id, version, self._builder.places)
             files = await asyncio.to_thread(
                 write_stage,
                 stage,

@@ -11,6 +11,7 @@ import torch
 
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import Exit, Identity
+from skein.storage.places import ANYWHERE, Places
 from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
@@ -47,6 +48,7 @@ class Setting:
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
     `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
+    `places` says where checkpoints with a URL may lie.
     """
 
     worker: WorkerId
@@ -67,6 +69,7 @@ class Setting:
     compute: Callable[[torch.device], Compute] = Compute
     boundary_log: Callable[[], BoundaryLog] = BoundaryLog
     watch: Callable[[str], None] = unwatched
+    places: Places = ANYWHERE
 
 
 async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -150,6 +153,7 @@ class _Parts:
                 files=files,
                 device=setting.device,
                 memory_bytes=self.machine.identity.profile.memory_bytes,
+                places=setting.places,
             )
             driver = Driver(
                 self.machine,

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from pydantic import ValidationError
 
 import skein
-from coordinator.checkpoints import check_url
 from coordinator.driver import Driver
 from coordinator.service.calls import BusyError, NotFoundError
 from coordinator.service.context import Context
@@ -16,6 +15,7 @@ from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled
 from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
 from skein.protocol.records import Incident, JobSubmitted
+from skein.storage.places import Places
 from skein.types import JobId, WorkerId
 from skein.wire import codec
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
@@ -35,8 +35,9 @@ MAX_INCIDENT_BYTES = 1 << 20
 class Jobs(jobs_pb2_grpc.JobsServicer):
     """Answers from the machine's state once that is durable; wishes go through the driver's inbox."""
 
-    def __init__(self, driver: Driver, roster: Roster) -> None:
+    def __init__(self, driver: Driver, roster: Roster, places: Places) -> None:
         self._driver = driver
+        self._places = places
         self._machine = driver.machine
         self._roster = roster
 
@@ -45,7 +46,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         spec = await asyncio.to_thread(settled, parse_spec(request.spec))
         history = self._machine.history
         if request.key not in history.job_by_key:
-            await asyncio.to_thread(_check, spec)
+            await asyncio.to_thread(_check, spec, self._places)
             if len(history.pending()) >= MAX_PENDING:
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
@@ -157,11 +158,11 @@ def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
     return page
 
 
-def _check(spec: JobSpec) -> None:
+def _check(spec: JobSpec, places: Places) -> None:
     """Refuse what no fleet could run, before it is a job."""
     check_admissible(spec)
     if spec.checkpoint.url is not None:
-        check_url(spec.checkpoint.url)
+        places.admit(spec.checkpoint.url)
 
 
 def _check_key(key: str) -> None:

@@ -93,7 +93,7 @@ class Service:
         """Answer for this driver from now on."""
         server = cast(aio.Server, self.gate)
         control_pb2_grpc.add_ControlServicer_to_server(Control(driver, lead), server)
-        jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster), server)
+        jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         self.gate.open()
         for name in SERVICES:

@@ -78,7 +78,7 @@ def test_paths_count_from_the_folder_of_the_file(tmp_path: Path) -> None:
     assert job.checkpoint.url == str(folder / "saved")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://a/b", "file:///x", "simplecache::s3://b"])
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://abc/b", "file:///x", "abfs://box/a"])
 def test_urls_stay_as_they_are(url: str) -> None:
     assert good(f"checkpoint.url={url}").checkpoint.url == url
 
@@ -132,6 +132,21 @@ def test_directory_without_a_configuration_is_refused(tmp_path: Path, text: str 
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=rf"model\.init_from: '{tmp_path}': {hint}"):
         good(f"model={{family: llama, init_from: {tmp_path}}}")
+
+
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("checkpoint.url=s3//bucket", r"checkpoint\.url: .*write s3://bucket"),
+        ("checkpoint.url=reference::a.json", r"checkpoint\.url: .*the inner one alone"),
+        ("checkpoint.url=http://host/a", r"checkpoint\.url: .*http:// is not taken"),
+        ("data.sources[0].path=s3://bucket/books", r"data\.sources\[0\]\.path: .*workers read files"),
+        ("data.sources[0].path=s3//bucket", r"data\.sources\[0\]\.path: .*workers read files"),
+    ],
+)
+def test_what_is_no_place_is_refused_before_it_is_sent(override: str, cure: str) -> None:
+    with pytest.raises(UserError, match=cure):
+        good(override)
 
 
 # --- files that cannot be read ---

@@ -9,10 +9,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull, check_url
+from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull
+from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
+from skein.storage.places import Places
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
 from worker.checkpoint import file_names
@@ -37,7 +39,8 @@ def put(store: CheckpointStore, version: int, data: bytes = DATA, name: str = NA
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", reserved_bytes=0)
+    places = Places(schemes=(*SCHEMES, "memory", "locked"))
+    return CheckpointStore(tmp_path / "checkpoints", places=places, reserved_bytes=0)
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -201,9 +204,3 @@ def test_a_store_with_errors_of_its_own_is_named_too(store: CheckpointStore) -> 
     fsspec.register_implementation("locked", Locked, clobber=True)
     with pytest.raises(UserError, match="no credentials"):
         store.write_manifest(checkpointed(JOB, 1, url="locked://bucket"), job_spec())
-
-
-@pytest.mark.parametrize("url", ["nosuch://bucket", "s3a+b://x"])
-def test_a_url_of_an_unknown_kind_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match=r"checkpoint\.url"):
-        check_url(url)

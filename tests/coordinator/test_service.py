@@ -112,6 +112,11 @@ def gossip(graph: str, *, if_unstable: str = "refuse") -> str:
     return json.dumps(job_spec().model_dump(mode="json") | sizes | {"aggregation": rule})
 
 
+def stored_at(url: str) -> str:
+    """A job whose checkpoints shall lie there."""
+    return json.dumps(job_spec().model_dump(mode="json") | {"checkpoint": {"url": url}})
+
+
 async def status_of(call: Awaitable[object]) -> StatusCode:
     with pytest.raises(aio.AioRpcError) as caught:
         await call
@@ -254,6 +259,8 @@ async def test_a_key_does_not_stand_for_two_jobs(tmp_path: Path) -> None:
         (gossip("static_exponential"), "aggregation.graph"),
         (gossip("ring").replace('"replicas": 8', '"replicas": 1'), "parallel.replicas"),
         ('{"name":"' + "x" * (1 << 20) + '"}', "job"),
+        (stored_at("reference::/srv/templates.json"), "checkpoint.url"),
+        (stored_at("s3//bucket"), "checkpoint.url"),
     ],
 )
 async def test_a_job_that_nobody_can_run_is_refused_with_the_field(

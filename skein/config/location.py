@@ -1,0 +1,143 @@
+"""What a URL in a job file names, read without opening anything.
+
+A URL comes from whoever may submit a job, and file systems take far more from one than a place: other URLs, options,
+archives to look into, programs. So it is read here, whole, and nothing but its scheme and path goes on.
+"""
+
+import posixpath
+import re
+from dataclasses import dataclass
+
+from skein.errors import UserError
+
+SCHEMES = ("file", "s3", "gs", "abfs")
+"""Where checkpoints may lie. `memory` is for tests."""
+
+_NAMES = {
+    "s3a": "s3",
+    "s3n": "s3",
+    "gcs": "gs",
+    "az": "abfs",
+    "abfss": "abfs",
+    "adl": "abfs",
+    "local": "file",
+}
+"""What others call ours."""
+_MAX_CHARACTERS = 1024
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
+_OPTIONS = {
+    "?": "options",
+    "#": "a fragment",
+    "@": "an account or a password",
+    "{": "a template",
+    "}": "a template",
+    "%": "an escape",
+    "*": "a pattern",
+    "[": "a pattern",
+    "\\": "a backslash",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A place: of `file` an absolute path, of the others bucket and key."""
+
+    scheme: str
+    path: str
+
+    def __str__(self) -> str:
+        return self.path if self.scheme == "file" else f"{self.scheme}://{self.path}"
+
+    def is_below(self, other: "Location") -> bool:
+        """Whether it is `other` or lies in it, going by its text alone."""
+        base = other.path.rstrip("/")
+        return self.scheme == other.scheme and (self.path == other.path or self.path.startswith(f"{base}/"))
+
+
+def parse_location(url: str, *, field: str, schemes: tuple[str, ...] = SCHEMES) -> Location:
+    """The place that `url` names: an absolute path, or a URL of one of `schemes`.
+
+    Raises:
+        UserError: it is no such URL, or holds more than a place; the error says what would be right.
+
+    >>> parse_location("s3://models/runs/", field="checkpoint.url")
+    Location(scheme='s3', path='models/runs')
+    >>> parse_location("s3//models", field="checkpoint.url")
+    Traceback (most recent call last):
+    skein.errors.UserError: checkpoint.url: 's3//models': a colon is missing: write s3://models
+    """
+    _refuse_what_is_no_place(url, field)
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        return _path(url, field, url)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in schemes:
+        cure = f"write {_NAMES[scheme]}://{rest}" if scheme in _NAMES else _wanted(schemes)
+        raise UserError(field, url, f"{scheme}:// is not taken: {cure}")
+    return _path(url, field, rest) if scheme == "file" else _object(url, field, scheme, rest)
+
+
+def _wanted(schemes: tuple[str, ...]) -> str:
+    return f"give an absolute path, or {', '.join(f'{scheme}://...' for scheme in schemes)}"
+
+
+def _refuse_what_is_no_place(url: str, field: str) -> None:
+    if not url or len(url) > _MAX_CHARACTERS:
+        raise UserError(field, url[:64], f"give 1 to {_MAX_CHARACTERS} characters")
+    if not url.isprintable() or url != url.strip():
+        raise UserError(field, url, "holds characters that are not shown, or space around it: leave them out")
+    if "::" in url:
+        raise UserError(field, url, "one URL within another is not taken: give the inner one alone")
+    body = url.partition("://")[2] or url
+    if not url.startswith("/") and not url.startswith("file:"):
+        _refuse_options(url, field, body)
+
+
+def _refuse_options(url: str, field: str, body: str) -> None:
+    for sign, what in _OPTIONS.items():
+        if sign in body:
+            hint = f"holds {what} ({sign!r}): give a place alone; credentials come from the environment of each process"
+            raise UserError(field, url, hint)
+
+
+def _path(url: str, field: str, path: str) -> Location:
+    if not path.startswith("/"):
+        raise UserError(field, url, _cure_of_relative(url, path))
+    if "\0" in path or ".." in path.split("/"):
+        raise UserError(field, url, f"leads upwards: write {posixpath.normpath(path)}")
+    return Location(scheme="file", path=posixpath.normpath("/" + path.lstrip("/")))
+
+
+def _cure_of_relative(url: str, path: str) -> str:
+    if url.lower().startswith("file://"):
+        return f"a slash is missing: write file:///{path}"
+    begin = re.match(r"(?i)(file|s3[an]?|gs|gcs|abfss?|az)(:/*|/{2,})(?!/)", url)
+    if begin is not None:
+        scheme = begin[1].lower()
+        what = "slashes are" if ":" in begin[2] else "a colon is"
+        slashes = ":///" if scheme == "file" else "://"
+        return f"{what} missing: write {_NAMES.get(scheme, scheme)}{slashes}{url[begin.end() :]}"
+    return "is no absolute path: begin it with /"
+
+
+def _object(url: str, field: str, scheme: str, rest: str) -> Location:
+    bucket, *keys = rest.rstrip("/").split("/")
+    if _BUCKET.fullmatch(bucket) is None:
+        hint = "is no name of a bucket: 3 to 63 lower-case letters, digits, hyphens, dots and underscores"
+        raise UserError(field, url, f"{bucket!r} {hint}")
+    if any(key in ("", ".", "..") for key in keys):
+        raise UserError(field, url, "holds an empty part, '.' or '..': leave it out")
+    return Location(scheme=scheme, path="/".join((bucket, *keys)))
+
+
+def cure_of_path(path: str) -> str | None:
+    """What is wrong with a path that was meant as a URL; None if nothing is.
+
+    >>> cure_of_path("s3:/models")
+    'slashes are missing: write s3://models'
+    """
+    if path.startswith("/") or "://" in path:
+        return None
+    cure = _cure_of_relative(path, path)
+    return cure if "missing" in cure else None
