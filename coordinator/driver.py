@@ -35,6 +35,7 @@ from skein.protocol.coordinator_io import (
     PlanMade,
     PruneCheckpoints,
     ReportArrived,
+    ReportRefused,
     Send,
     StreamBroken,
     SubmitAsked,
@@ -83,6 +84,8 @@ class Meter(Protocol):
 
     def heard(self, worker: WorkerId, report: Report) -> None: ...
 
+    def refused(self, method: str, reason: str) -> None: ...
+
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
 Asked = SubmitAsked | CancelAsked | DrainAsked
@@ -116,6 +119,12 @@ class _Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class _Refused:
+    stream: Stream
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     event: Asked
     done: asyncio.Future[tuple[Record, ...]]
@@ -126,7 +135,7 @@ class _Woken:
     """Nothing but a reason to look up."""
 
 
-_Item = CoordinatorEvent | _Opened | _Closed | _Reported | _Asked | _Woken
+_Item = CoordinatorEvent | _Opened | _Closed | _Reported | _Refused | _Asked | _Woken
 
 
 class Driver:
@@ -187,6 +196,11 @@ class Driver:
         """A worker reported. Waits while the inbox is full."""
         self._meter.heard(stream.worker, report)
         await self._inbox.put(_Reported(stream, report))
+
+    async def refused(self, stream: Stream, reason: str) -> None:
+        """A worker sent what no worker of this release sends. Waits while the inbox is full."""
+        self._meter.refused("Session", "malformed")
+        await self._inbox.put(_Refused(stream, reason))
 
     async def closed(self, stream: Stream, reason: str) -> None:
         """A stream ended."""
@@ -313,6 +327,12 @@ class Driver:
                 if self._streams.get(key) is not stream:
                     return []
                 return self._machine(ReportArrived(worker=key[0], incarnation=key[1], report=item.report))
+            case _Refused():
+                stream = item.stream
+                key = (stream.worker, stream.incarnation)
+                if self._streams.get(key) is not stream:
+                    return []
+                return self._machine(ReportRefused(worker=key[0], incarnation=key[1], reason=item.reason))
             case _Asked():
                 return self._machine(item.event)
             case _Woken():

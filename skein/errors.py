@@ -27,5 +27,19 @@ class RemoteError(SkeinError):
     """Another process broke the protocol; its message is refused and counted."""
 
 
+class OutOfRangeError(RemoteError):
+    """A number in a message that no honest process sends: which field, what it was, what would be right.
+
+    >>> str(OutOfRangeError("Beat.running_s", -1.0, "give seconds, from 0 to 1e9"))
+    'Beat.running_s: -1.0: give seconds, from 0 to 1e9'
+    """
+
+    def __init__(self, field: str, value: float, hint: str) -> None:
+        super().__init__(f"{field}: {value}: {hint}")
+        self.field = field
+        self.value = value
+        self.hint = hint
+
+
 class LocalError(SkeinError):
     """This process found its own state wrong."""

@@ -56,24 +56,28 @@ class Control(control_pb2_grpc.ControlServicer):
             await self._driver.closed(stream, "the connection broke")
 
     async def _read(self, stream: Stream, reports: AsyncIterator[control_pb2.Report]) -> None:
-        """Post what comes; the stream ends with it.
-
-        Raises:
-            RemoteError: a message that no worker of this release sends.
-        """
-        reason = "the worker sent what nobody understands"
+        """Post what comes; the stream ends with it."""
+        reason = "the connection broke"
         try:
             async for message in reports:
-                report = REPORT.decode(message)
-                if isinstance(report, Hello):
-                    raise RemoteError("a second Hello on one stream")
-                if isinstance(report, LogLines):
-                    self._driver.said(stream.worker, [_short(line) for line in report.lines[:MAX_LINES]])
-                else:
-                    await self._driver.reported(stream, report)
+                await self._post(stream, message)
             reason = "the worker closed it"
         finally:
             stream.close(reason)
+
+    async def _post(self, stream: Stream, message: control_pb2.Report) -> None:
+        """Post a message, or what is wrong with it: what that costs its worker is for the machine to say."""
+        try:
+            report = REPORT.decode(message)
+            if isinstance(report, Hello):
+                raise RemoteError("a second Hello on one stream")
+        except RemoteError as error:
+            await self._driver.refused(stream, str(error))
+            return
+        if isinstance(report, LogLines):
+            self._driver.said(stream.worker, [_short(line) for line in report.lines[:MAX_LINES]])
+        else:
+            await self._driver.reported(stream, report)
 
 
 async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:

@@ -18,6 +18,7 @@ from skein.protocol.records import Incident, JobSubmitted
 from skein.storage.places import Places
 from skein.types import JobId, WorkerId
 from skein.wire import codec
+from skein.wire.mapping import check_request
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
 from skein.wire.views import JobStatus, SubmitReply, VersionReply
 
@@ -71,6 +72,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Watch(
         self, request: jobs_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[jobs_pb2.JobEvent]:
+        check_request(request)
         job = self._known(request.job)
         async for event in self._driver.journal.watch(job, since=request.since):
             yield codec.JOB_EVENT.encode(event)
@@ -110,6 +112,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def ListIncidents(
         self, request: jobs_pb2.ListIncidentsRequest, context: Context
     ) -> jobs_pb2.ListIncidentsReply:
+        check_request(request)
         found = self._machine.history.jobs[self._known(request.job)].incidents
         until = request.since + min(request.limit or MAX_INCIDENTS, MAX_INCIDENTS)
         page = _page(found[request.since : until])

@@ -4,8 +4,10 @@ Rules of this file
 - What is recorded changes through `History.apply` alone, live as in replay; so equal logs give equal hard state.
 - A command that follows an Append must not be carried out before that record is durable.
 - One job is active at a time, the oldest that has not ended; the others wait.
+- A report that cannot be is its worker's failure, whatever it was about; who sends several is turned away.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from math import inf
 from typing import assert_never
@@ -19,6 +21,7 @@ from skein.protocol.coordinator_io import (
     Outbox,
     PlanMade,
     ReportArrived,
+    ReportRefused,
     Send,
     StreamBroken,
     SubmitAsked,
@@ -75,6 +78,9 @@ NUM_PROBED_PEERS = 16
 MAX_LINKS = 1 << 16
 """Above it those of workers that are gone are forgotten; who comes and goes has a new name each time."""
 
+MAX_REFUSED = 3
+"""Reports that cannot be, after which their process is turned away; steps that others commit meanwhile pardon none."""
+
 MAX_MEASURED = 16
 """Jobs whose times are kept to be looked at."""
 
@@ -90,6 +96,7 @@ class Coordinator:
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history)
+        self._num_refused: Counter[Incarnation] = Counter()
         self._story = Story()
 
     def replay(self, records: Iterable[Record]) -> None:
@@ -106,6 +113,8 @@ class Coordinator:
         match event:
             case ReportArrived():
                 self._report(event.worker, event.incarnation, event.report, now=now)
+            case ReportRefused():
+                self._refused(event, now=now)
             case StreamBroken():
                 broke = StreamBroke(worker=event.worker, incarnation=event.incarnation, reason=event.reason)
                 self._changed(self.membership.handle(broke, now=now), now=now)
@@ -247,6 +256,22 @@ class Coordinator:
             case _:
                 assert_never(report)
 
+    def _refused(self, event: ReportRefused, *, now: float) -> None:
+        """What was said is lost, so its worker has failed; it lives all the same."""
+        heard = Heard(worker=event.worker, incarnation=event.incarnation, progress=None)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if not self.membership.is_current(event.worker, event.incarnation):
+            return
+        self._num_refused[event.incarnation] += 1
+        self._outbox.log(f"worker={event.worker} report refused: {event.reason}")
+        if self._num_refused[event.incarnation] >= MAX_REFUSED:
+            reason = f"{MAX_REFUSED} reports that cannot be, the last one: {event.reason}"
+            evicted = Evicted(worker=event.worker, reason=reason)
+            self._changed(self.membership.handle(evicted, now=now), now=now)
+        elif self.run is not None:
+            trouble = Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
+            self.run.report(event.worker, trouble, now=now)
+
     def _measured(self, report: LinksMeasured) -> None:
         for link in report.links:
             # What cannot be would end a planner, or this: it is divided by.
@@ -282,6 +307,7 @@ class Coordinator:
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")
                 case Lost():
                     if change.is_final:
+                        self._num_refused.pop(change.incarnation, None)
                         self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
                     self._outbox.log(f"worker={change.worker} {how}")

@@ -24,6 +24,15 @@ class ReportArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRefused:
+    """A worker sent what no worker of this release sends; `reason` names the field, the value, what would be right."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamBroken:
     """A worker's control stream ended."""
 
@@ -86,6 +95,7 @@ class TimePassed:
 
 CoordinatorEvent = (
     ReportArrived
+    | ReportRefused
     | StreamBroken
     | SubmitAsked
     | CancelAsked

@@ -17,7 +17,7 @@ Upward = Report | extra.LogLines
 
 REPORT: Codec[Upward, control_pb2.Report] = Codec(Upward, control_pb2.Report)
 DIRECTIVE: Codec[Directive, control_pb2.Directive] = Codec(Directive, control_pb2.Directive)
-RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record)
+RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record, is_ours=True)
 
 TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)
 PART_REPLY: Codec[extra.PartReply, peer_pb2.PartReply] = Codec(extra.PartReply, peer_pb2.PartReply)

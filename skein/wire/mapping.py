@@ -10,7 +10,8 @@ fields, and keeps closures, so that no reflection is left per call:
     tuple[T, ...]                           repeated field
     A | B of dataclasses                    oneof of the field's name; members are found by message name
 
-A value that comes from elsewhere and does not fit raises `RemoteError`.
+A value that comes from elsewhere and does not fit raises `RemoteError`; so does a number that is outside what
+`skein.protocol.ranges` has for its field.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from skein.errors import LocalError, RemoteError
+from skein.protocol.ranges import COUNT, Range, range_of
 
 D = TypeVar("D")
 M = TypeVar("M", bound=Message)
@@ -32,9 +34,8 @@ Fill = Callable[[Message, object], None]
 """Writes a domain value into an empty message."""
 Read = Callable[[Message], object]
 """Makes a domain value of a message."""
-
-MAX_INTEGER = 2**63 - 1
-"""Above this a uint64 is refused: SQLite and numpy hold signed integers."""
+RangeOf = Callable[[str, str], Range | None]
+"""What a field of a message may be; None: any number that fits."""
 
 _KINDS = {
     int: {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64},
@@ -48,16 +49,18 @@ _KINDS = {
 class Codec(Generic[D, M]):
     """Maps values of one dataclass, or of a union of dataclasses, to one message type.
 
-    A union's message has a single oneof named `body`.
+    A union's message has a single oneof named `body`. With `is_ours` numbers may be whatever fits: what this process
+    has written it can read again, whichever release it was.
     """
 
-    def __init__(self, hint: object, message: type[M]) -> None:
+    def __init__(self, hint: object, message: type[M], *, is_ours: bool = False) -> None:
         self.hint = hint
         self.message = message
+        self._is_ours = is_ours
 
     def encode(self, value: D) -> M:
         """The message of `value`."""
-        fill, _ = _compiled(self.hint, self.message.DESCRIPTOR)
+        fill, _ = self._closures()
         message = self.message()
         fill(message, value)
         return message
@@ -66,10 +69,10 @@ class Codec(Generic[D, M]):
         """The value of `message`.
 
         Raises:
-            RemoteError: an enum value, a oneof member or a required message is missing or unknown, or an integer is
-                above `MAX_INTEGER`.
+            RemoteError: an enum value, a oneof member or a required message is missing or unknown, or a number is
+                outside its range.
         """
-        _, read = _compiled(self.hint, self.message.DESCRIPTOR)
+        _, read = self._closures()
         return read(message)  # type: ignore[return-value]
 
     def to_bytes(self, value: D) -> bytes:
@@ -94,22 +97,47 @@ class Codec(Generic[D, M]):
         Raises:
             LocalError: the dataclass and the message do not have the same fields.
         """
-        _compiled(self.hint, self.message.DESCRIPTOR)
+        self._closures()
+
+    def _closures(self) -> tuple[Fill, Read]:
+        return _compiled(self.hint, self.message.DESCRIPTOR, _any_number if self._is_ours else range_of)
+
+
+def check_request(message: Message) -> None:
+    """Look at the numbers of a request that has no dataclass; messages in it are left alone.
+
+    Raises:
+        OutOfRangeError: one is outside its range.
+    """
+    name = message.DESCRIPTOR.name
+    for field in message.DESCRIPTOR.fields:
+        row = range_of(name, field.name)
+        if row is not None and field.message_type is None:
+            row.check(f"{name}.{field.name}", getattr(message, field.name))
+
+
+def _any_number(_message: str, _field: str) -> Range | None:
+    return None
 
 
 @cache
-def _compiled(hint: object, descriptor: Descriptor) -> tuple[Fill, Read]:
+def _compiled(hint: object, descriptor: Descriptor, ranges: RangeOf) -> tuple[Fill, Read]:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _dataclass(hint, descriptor)
-    return _oneof(hint, descriptor, "body")
+        return _dataclass(hint, descriptor, ranges)
+    return _oneof(hint, descriptor, "body", ranges)
 
 
-def _dataclass(cls: type, descriptor: Descriptor) -> tuple[Fill, Read]:
+def _dataclass(cls: type, descriptor: Descriptor, ranges: RangeOf) -> tuple[Fill, Read]:
     hints = get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     _same(set(names), _field_names(descriptor), descriptor.name)
     plain = tuple(name for name in names if _is_plain(hints[name], descriptor, name))
-    rest = [(name, *_field(hints[name], descriptor, name)) for name in names if name not in plain]
+    bounded = tuple(
+        (name, f"{descriptor.name}.{name}", row)
+        for name in plain
+        if _is_number(hints[name]) and (row := ranges(descriptor.name, name)) is not None
+    )
+    rest = [(name, *_field(hints[name], descriptor, name, ranges)) for name in names if name not in plain]
     fills = tuple((name, fill) for name, fill, _ in rest)
     reads = tuple((name, read) for name, _, read in rest)
 
@@ -121,6 +149,8 @@ def _dataclass(cls: type, descriptor: Descriptor) -> tuple[Fill, Read]:
 
     def read(message: Message) -> object:
         values = {name: getattr(message, name) for name in plain}
+        for name, where, row in bounded:
+            row.check(where, values[name])
         for name, read_field in reads:
             values[name] = read_field(message)
         return cls(**values)
@@ -163,6 +193,10 @@ def _is_plain(hint: object, descriptor: Descriptor, name: str) -> bool:
     return field.cpp_type != FieldDescriptor.CPPTYPE_UINT64
 
 
+def _is_number(hint: object) -> bool:
+    return _base(hint) in (int, float)
+
+
 def _base(hint: object) -> object:
     """What a NewType stands for."""
     while (supertype := getattr(hint, "__supertype__", None)) is not None:
@@ -176,23 +210,23 @@ def _fits(base: object, field: FieldDescriptor) -> bool:
     return isinstance(base, type) and field.cpp_type in _KINDS.get(base, set())
 
 
-def _field(hint: object, descriptor: Descriptor, name: str) -> tuple[Fill, Read]:
+def _field(hint: object, descriptor: Descriptor, name: str, ranges: RangeOf) -> tuple[Fill, Read]:
     """Closures over the parent message for a field that is more than an attribute."""
     where = f"{descriptor.name}.{name}"
     if get_origin(hint) in (types.UnionType, Union):
         alternatives = [argument for argument in get_args(hint) if argument is not type(None)]
         if len(alternatives) > 1:
-            return _oneof(hint, descriptor, name)
+            return _oneof(hint, descriptor, name, ranges)
         field = descriptor.fields_by_name[name]
         _expect(field.has_presence and field.containing_oneof is not None, where, hint)
-        return _optional(*_single(alternatives[0], field, where), name)
+        return _optional(*_single(alternatives[0], field, where, ranges), name)
     field = descriptor.fields_by_name[name]
     if get_origin(hint) is tuple:
         element, ellipsis = get_args(hint)
         _expect(field.is_repeated and ellipsis is Ellipsis, where, hint)
-        return _repeated(element, field, where)
+        return _repeated(element, field, where, ranges)
     _expect(not field.is_repeated, where, hint)
-    fill, read = _single(hint, field, where)
+    fill, read = _single(hint, field, where, ranges)
     return (fill, _required(read, name, where)) if field.has_presence else (fill, read)
 
 
@@ -216,10 +250,10 @@ def _optional(fill: Fill, read: Read, name: str) -> tuple[Fill, Read]:
     return fill_optional, read_optional
 
 
-def _single(hint: object, field: FieldDescriptor, where: str) -> tuple[Fill, Read]:
+def _single(hint: object, field: FieldDescriptor, where: str, ranges: RangeOf) -> tuple[Fill, Read]:
     name = field.name
     if field.message_type is not None:
-        fill_child, read_child = _child(hint, field.message_type, where)
+        fill_child, read_child = _child(hint, field.message_type, where, ranges)
 
         def fill_message(message: Message, value: object) -> None:
             child = getattr(message, name)
@@ -227,7 +261,7 @@ def _single(hint: object, field: FieldDescriptor, where: str) -> tuple[Fill, Rea
             fill_child(child, value)
 
         return fill_message, lambda message: read_child(getattr(message, name))
-    to_wire, from_wire = _scalar(hint, field, where)
+    to_wire, from_wire = _scalar(hint, field, where, ranges)
 
     def fill_scalar(message: Message, value: object) -> None:
         setattr(message, name, to_wire(value))
@@ -235,10 +269,10 @@ def _single(hint: object, field: FieldDescriptor, where: str) -> tuple[Fill, Rea
     return fill_scalar, lambda message: from_wire(getattr(message, name))
 
 
-def _repeated(element: object, field: FieldDescriptor, where: str) -> tuple[Fill, Read]:
+def _repeated(element: object, field: FieldDescriptor, where: str, ranges: RangeOf) -> tuple[Fill, Read]:
     name = field.name
     if field.message_type is not None:
-        fill_child, read_child = _child(element, field.message_type, where)
+        fill_child, read_child = _child(element, field.message_type, where, ranges)
 
         def fill_messages(message: Message, value: object) -> None:
             add = getattr(message, name).add
@@ -246,7 +280,7 @@ def _repeated(element: object, field: FieldDescriptor, where: str) -> tuple[Fill
                 fill_child(add(), item)
 
         return fill_messages, lambda message: tuple([read_child(child) for child in getattr(message, name)])
-    to_wire, from_wire = _scalar(element, field, where)
+    to_wire, from_wire = _scalar(element, field, where, ranges)
 
     def fill_scalars(message: Message, value: object) -> None:
         getattr(message, name).extend([to_wire(item) for item in value])  # type: ignore[attr-defined]
@@ -254,25 +288,27 @@ def _repeated(element: object, field: FieldDescriptor, where: str) -> tuple[Fill
     return fill_scalars, lambda message: tuple([from_wire(item) for item in getattr(message, name)])
 
 
-def _child(hint: object, descriptor: Descriptor, where: str) -> tuple[Fill, Read]:
+def _child(hint: object, descriptor: Descriptor, where: str, ranges: RangeOf) -> tuple[Fill, Read]:
     is_same = dataclasses.is_dataclass(hint) and getattr(hint, "__name__", None) == descriptor.name
     _expect(is_same, where, hint)
-    return _compiled(hint, descriptor)
+    return _compiled(hint, descriptor, ranges)
 
 
 def _scalar(
-    hint: object, field: FieldDescriptor, where: str
+    hint: object, field: FieldDescriptor, where: str, ranges: RangeOf
 ) -> tuple[Callable[[object], object], Callable[[object], object]]:
     base = _base(hint)
     if isinstance(base, type) and issubclass(base, StrEnum):
         return _enum(base, field, where)
     _expect(_fits(base, field), where, hint)
-    if field.cpp_type != FieldDescriptor.CPPTYPE_UINT64:
+    row = ranges(where.partition(".")[0], field.name) if _is_number(hint) else None
+    if row is None and field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
+        row = COUNT
+    if row is None:
         return _unchanged, _unchanged
 
     def bounded(value: object) -> object:
-        if value > MAX_INTEGER:  # type: ignore[operator]
-            raise RemoteError(f"{where}: {value} is above {MAX_INTEGER}")
+        row.check(where, value)  # type: ignore[arg-type]
         return value
 
     return _unchanged, bounded
@@ -305,7 +341,7 @@ def _enum(
     return numbers.__getitem__, from_wire
 
 
-def _oneof(hint: object, descriptor: Descriptor, name: str) -> tuple[Fill, Read]:
+def _oneof(hint: object, descriptor: Descriptor, name: str, ranges: RangeOf) -> tuple[Fill, Read]:
     """Closures over the message that holds the oneof."""
     where = f"{descriptor.name}.{name}"
     _expect(name in descriptor.oneofs_by_name, where, hint)
@@ -321,7 +357,7 @@ def _oneof(hint: object, descriptor: Descriptor, name: str) -> tuple[Fill, Read]
     for field in fields:
         assert field.message_type is not None
         cls = classes[field.message_type.name]
-        fill_child, reads[field.name] = _compiled(cls, field.message_type)
+        fill_child, reads[field.name] = _compiled(cls, field.message_type, ranges)
         fills[cls] = (field.name, fill_child)
 
     def fill(message: Message, value: object) -> None:

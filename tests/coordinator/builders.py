@@ -151,6 +151,9 @@ class NoMeter:
     def planned(self, result: Plan | Infeasible, seconds: float) -> None:
         pass
 
+    def refused(self, method: str, reason: str) -> None:
+        pass
+
     def heard(self, worker: WorkerId, report: Report) -> None:
         pass
 

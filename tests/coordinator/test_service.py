@@ -8,6 +8,8 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
 from skein.config.aggregation import Gossip
 from skein.errors import LocalError, UserError
+from skein.protocol.coordinator import MAX_REFUSED
 from skein.protocol.messages import CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
 from skein.protocol.records import Record
 from skein.protocol.reports import Beat
@@ -177,15 +180,38 @@ async def test_a_stream_that_begins_with_no_proper_hello_is_refused(
         assert running.driver.num_streams == 0
 
 
-async def test_a_message_that_nobody_understands_ends_the_stream_and_is_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (control_pb2.Report(), "Report.body is missing"),
+        (control_pb2.Report(beat=control_pb2.Beat(running_s=-1.0)), "Beat.running_s: -1.0: give seconds"),
+        (codec.REPORT.encode(hello()), "a second Hello"),
+    ],
+)
+async def test_who_sends_what_cannot_be_is_turned_away_with_the_reason_and_counted(
+    tmp_path: Path, message: control_pb2.Report, why: str
+) -> None:
     async with coordinator(tmp_path) as running, connected(running) as channel:
         worker = ScriptedWorker(channel)
         await worker.say(hello())
         await worker.hear()
-        await worker.call.write(control_pb2.Report())
-        assert await worker.call.code() is StatusCode.FAILED_PRECONDITION
-        assert count_of(running, "Session", "failed_precondition") == 1
+        for _ in range(MAX_REFUSED):
+            await worker.call.write(message)
+        refused = await worker.hear()
+        assert isinstance(refused, Refused)
+        assert why in refused.reason
+        assert count_of(running, "Session", "malformed") == MAX_REFUSED
         await eventually(lambda: running.driver.num_streams == 0)
+
+
+async def test_a_hello_with_an_impossible_profile_admits_nobody_and_says_why(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        said = hello()
+        await worker.say(replace(said, profile=replace(said.profile, flops_per_s=nan)))
+        assert await worker.call.code() is StatusCode.FAILED_PRECONDITION
+        assert "Profile.flops_per_s: nan" in str(await worker.call.details())
+        assert not running.driver.machine.membership.live
 
 
 async def test_a_broken_stream_is_noticed(tmp_path: Path) -> None:

@@ -8,13 +8,17 @@ import pytest
 from skein.protocol import coordinator
 from skein.protocol.coordinator_io import (
     CancelAsked,
+    Log,
     MakePlan,
+    ReportRefused,
     Send,
     StreamBroken,
 )
 from skein.protocol.messages import Dismiss, NewGeneration, Probe, Refused, Welcome
 from skein.protocol.records import (
     GenerationOpened,
+    Incident,
+    IncidentKind,
     JobSubmitted,
 )
 from skein.protocol.reports import Beat, Leaving, LinksMeasured, Suspected
@@ -270,3 +274,48 @@ def test_a_step_that_was_predicted_to_be_slow_may_be_slow() -> None:
     assert desk.generation == 1
     beats(desk, 3)
     assert desk.generation == 2
+
+
+# --- reports that cannot be ---
+
+
+def refuse(desk: Desk, worker: str) -> None:
+    name = WorkerId(worker)
+    reason = "Beat.running_s: -1.0: give seconds, from 0 to 1e9"
+    desk.give(ReportRefused(worker=name, incarnation=desk.incarnations[name], reason=reason))
+
+
+def test_a_report_that_cannot_be_is_its_workers_failure_and_the_step_goes_on_without_it() -> None:
+    desk = stepping()
+    worker = PLAN.workers[0]
+    refuse(desk, worker)
+    assert desk.recorded(GenerationOpened)
+    assert any(
+        f"worker={worker} report refused: Beat.running_s: -1.0" in line.line for line in desk.found(Log)
+    )
+    desk.settle(PLAN)
+    [incident] = desk.recorded(Incident)
+    assert (incident.kind, incident.workers) == (IncidentKind.WORKER_FAILED, (worker,))
+    assert "Beat.running_s" in incident.reason
+
+
+def test_who_sends_several_is_turned_away_whatever_others_commit_meanwhile() -> None:
+    desk = stepping()
+    worker = PLAN.workers[0]
+    for _ in range(coordinator.MAX_REFUSED - 1):
+        refuse(desk, worker)
+        desk.settle(PLAN)
+    assert worker in desk.machine.membership.live
+    refuse(desk, worker)
+    assert "reports that cannot be" in desk.told(Refused)[worker].reason
+    assert worker not in desk.machine.membership.live
+
+
+def test_a_report_that_cannot_be_of_a_process_that_is_gone_changes_nothing() -> None:
+    desk = stepping()
+    worker = PLAN.workers[0]
+    before = desk.incarnations[worker]
+    desk.join(worker, incarnation=2)
+    generation = desk.machine.history.generation
+    desk.give(ReportRefused(worker=worker, incarnation=before, reason="made up"))
+    assert desk.machine.history.generation == generation

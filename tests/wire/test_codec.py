@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from skein.errors import LocalError, RemoteError
 from skein.protocol.messages import Start
+from skein.protocol.ranges import MAX_INTEGER
 from skein.protocol.records import EpochOpened
 from skein.protocol.reports import Beat, Report
 from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
-from skein.wire.mapping import MAX_INTEGER, Codec
+from skein.wire.mapping import Codec
 from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
 from tests.wire.values import members, values
 

@@ -3,9 +3,12 @@
 import dataclasses
 import types
 from enum import StrEnum
+from math import inf
 from typing import Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
+
+from skein.protocol.ranges import Range, range_of
 
 _SCALARS: dict[object, st.SearchStrategy[object]] = {
     int: st.integers(0, 2**32 - 1),
@@ -22,7 +25,7 @@ def members(hint: object) -> tuple[object, ...]:
 
 
 def values(hint: object) -> st.SearchStrategy[object]:
-    """Any value of type `hint`; integers fit 32 bits, floats are numbers or infinite."""
+    """Any value of type `hint`; integers fit 32 bits, numbers of messages are in their ranges."""
     while (supertype := getattr(hint, "__supertype__", None)) is not None:
         hint = supertype
     if hint in _SCALARS:
@@ -38,4 +41,29 @@ def values(hint: object) -> st.SearchStrategy[object]:
     assert isinstance(hint, type)
     assert dataclasses.is_dataclass(hint)
     hints = get_type_hints(hint)
-    return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
+    name = hint.__name__
+    return st.builds(
+        hint, **{field.name: _field(name, field.name, hints) for field in dataclasses.fields(hint)}
+    )
+
+
+def _field(message: str, name: str, hints: dict[str, object]) -> st.SearchStrategy[object]:
+    """Values of a field, its numbers within their range."""
+    row = range_of(message, name)
+    return values(hints[name]) if row is None else _numbers(hints[name], row)
+
+
+def _numbers(hint: object, row: Range) -> st.SearchStrategy[object]:
+    """As `values`, of a type that may have numbers in it; all are within `row`."""
+    while (supertype := getattr(hint, "__supertype__", None)) is not None:
+        hint = supertype
+    if hint is int:
+        return st.integers(int(row.least), int(min(row.most, 2**32 - 1)))
+    if hint is float:
+        finite = st.floats(row.least, row.most)
+        return finite | st.sampled_from((inf, -inf)) if row.may_be_not_finite else finite
+    if get_origin(hint) is tuple:
+        return st.lists(_numbers(get_args(hint)[0], row), max_size=3).map(tuple)
+    if len(members(hint)) > 1:
+        return st.one_of([_numbers(member, row) for member in members(hint)])
+    return values(hint)

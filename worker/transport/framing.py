@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from skein.errors import RemoteError
+from skein.protocol.ranges import RANGES
 from skein.wire.codec import TENSOR_PART
 from skein.wire.extra import TensorPart
 from skein.wire.v1 import peer_pb2
@@ -24,8 +25,7 @@ _PART_TAG = 0x12  # TensorPart.tensor_data, field 2, length-delimited
 _NUMBER_TAG, _OFFSET_TAG, _CHECKSUM_TAG, _DATA_TAG = 0x08, 0x10, 0x28, 0x1A
 _LONGEST = 10
 """Bytes of a varint."""
-_MAX = 2**63 - 1
-"""As `skein.wire.mapping` has it."""
+_MAX_NUMBER, _MAX_OFFSET = RANGES["tensor"].most, RANGES["offset"].most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def _read_data(message: bytes) -> Part | None:
         if i == 0 and fields[0] != len(message) - at:
             return None
     _, tensor, offset, checksum, num_bytes = fields
-    if num_bytes != len(message) - at or checksum >= 2**32 or max(tensor, offset) > _MAX:
+    if num_bytes != len(message) - at or checksum >= 2**32 or tensor > _MAX_NUMBER or offset > _MAX_OFFSET:
         return None
     return Part(tensor=tensor, offset=offset, data=memoryview(message)[at:], checksum=checksum)
 

@@ -12,10 +12,11 @@ from tests.worker.transport.loopback import hop_envelope
 from worker.transport.framing import Part, read_part, write_part
 
 NUMBERS = st.integers(0, 2**63 - 1)
+OFFSETS = st.integers(0, 2**60)
 CHECKSUMS = st.integers(0, 2**32 - 1)
 
 
-@given(tensor=NUMBERS, offset=NUMBERS, data=st.binary(max_size=300), checksum=CHECKSUMS)
+@given(tensor=NUMBERS, offset=OFFSETS, data=st.binary(max_size=300), checksum=CHECKSUMS)
 def test_what_is_written_reads_the_same_by_hand_and_by_protobuf(
     tensor: int, offset: int, data: bytes, checksum: int
 ) -> None:
@@ -27,7 +28,7 @@ def test_what_is_written_reads_the_same_by_hand_and_by_protobuf(
     )
 
 
-@given(tensor=NUMBERS, offset=NUMBERS, data=st.binary(max_size=300), checksum=CHECKSUMS)
+@given(tensor=NUMBERS, offset=OFFSETS, data=st.binary(max_size=300), checksum=CHECKSUMS)
 def test_what_protobuf_writes_is_read_too(tensor: int, offset: int, data: bytes, checksum: int) -> None:
     sent = TensorData(tensor=tensor, offset=offset, data=data, checksum=checksum)
     part = read_part(TENSOR_PART.encode(sent).SerializeToString())
@@ -61,5 +62,5 @@ def test_a_spoilt_head_never_reaches_beyond_the_message(cut: int, spoilt: int, v
 
 
 def test_an_integer_that_others_could_not_hold_is_refused() -> None:
-    with pytest.raises(RemoteError, match="is above"):
+    with pytest.raises(RemoteError, match=r"TensorData\.tensor"):
         read_part(write_part(tensor=2**63, offset=0, data=memoryview(b"x"), checksum=0))

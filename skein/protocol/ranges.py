@@ -1,0 +1,239 @@
+"""What each number in a message may be. One table for all messages, applied wherever one comes in.
+
+Rules of this file
+- A row is for a field's name, or for `Message.field` where one message has another range than the rest.
+- A field of numeric type without a row is refused by a test: who adds a field says what it may be.
+- A number is in its range or the whole message is refused: nothing is clamped, for nobody would learn of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Union, get_args, get_origin, get_type_hints
+
+from skein.errors import OutOfRangeError
+
+MAX_INTEGER = 2**63 - 1
+"""Above this a uint64 is refused: SQLite and numpy hold signed integers."""
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """From `least` to `most`, both included; `hint` says so in words.
+
+    `may_be_not_finite`: infinities and NaN are honest too, as the loss of a model that diverges.
+    """
+
+    least: Number
+    most: Number
+    hint: str
+    may_be_not_finite: bool = False
+
+    def check(self, where: str, value: Number) -> None:
+        """Refuse a number outside.
+
+        Raises:
+            OutOfRangeError: naming the field, the value, and what would be right.
+        """
+        if self.least <= value <= self.most or (self.may_be_not_finite and not math.isfinite(value)):
+            return
+        raise OutOfRangeError(where, value, f"give {self.hint}")
+
+
+COUNT = Range(least=0, most=MAX_INTEGER, hint=f"a whole number of at most {MAX_INTEGER}")
+INDEX = Range(least=0, most=2**16 - 1, hint="a whole number below 65536")
+MICROBATCH = Range(least=0, most=2**24 - 1, hint="a microbatch's number, below 16777216")
+WORD = Range(least=0, most=2**32 - 1, hint="a whole number of 32 bits")
+BYTES = Range(least=0, most=2**60, hint="a number of bytes up to 2^60")
+SECONDS = Range(least=0.0, most=1e9, hint="seconds, from 0 to 1e9")
+WALL = Range(least=0.0, most=1e12, hint="Unix seconds, from 0 to 1e12")
+RATE = Range(least=0.0, most=1e18, hint="so many a second, from 0 to 1e18")
+SPEED = Range(least=1.0, most=1e21, hint="operations a second, from 1 to 1e21")
+BANDWIDTH = Range(least=1e-6, most=1e18, hint="bytes a second, above 0 and up to 1e18")
+STATISTIC = Range(least=0.0, most=1e300, hint="a finite number of at least 0")
+FACTOR = Range(least=-1e30, most=1e30, hint="a finite factor, from -1e30 to 1e30")
+LEARNING_RATE = Range(least=0.0, most=1e9, hint="a learning rate, from 0 to 1e9")
+LOSS = Range(least=-1e30, most=1e30, hint="nats, within 1e30 or not finite", may_be_not_finite=True)
+NORM = Range(least=0.0, most=1.7e308, hint="a norm of at least 0, or not finite", may_be_not_finite=True)
+
+RANGES: Mapping[str, Range] = {
+    # counts that only grow, and versions
+    "epoch": COUNT,
+    "generation": COUNT,
+    "number": COUNT,
+    "step": COUNT,
+    "version": COUNT,
+    "from_version": COUNT,
+    "to_version": COUNT,
+    "checkpoint_version": COUNT,
+    "due_step": COUNT,
+    "taken_at": COUNT,
+    "drops_before": COUNT,
+    "total_steps": COUNT,
+    "samples_after": COUNT,
+    "progress": COUNT,
+    "sequence": COUNT,
+    "since": COUNT,
+    "tensor": COUNT,
+    "num_tokens": COUNT,
+    "tokens": COUNT,
+    "num_train_samples": COUNT,
+    "num_validation_samples": COUNT,
+    "num_incidents": COUNT,
+    "num_steps_lost": COUNT,
+    "protocol_version": WORD,
+    "num_rerouted": WORD,
+    "num_retried": WORD,
+    "num_samples_repeated": WORD,
+    "num_dropped": WORD,
+    "num_tensors": WORD,
+    "num_workers": WORD,
+    "limit": WORD,
+    "checksum": WORD,
+    # places in a plan
+    "stage": INDEX,
+    "stages": INDEX,
+    "index": INDEX,
+    "first": INDEX,
+    "stop": INDEX,
+    "hop": INDEX,
+    "shard": INDEX,
+    "num_shards": INDEX,
+    "fragment": INDEX,
+    "walker": INDEX,
+    "walkers": INDEX,
+    "leader": INDEX,
+    "parents": INDEX,
+    "members": INDEX,
+    "microbatch": MICROBATCH,
+    "microbatches": MICROBATCH,
+    "num_microbatches": MICROBATCH,
+    "ledger": MICROBATCH,
+    "forwards": MICROBATCH,
+    "outputs": MICROBATCH,
+    "gradients": MICROBATCH,
+    "slots": MICROBATCH,
+    "num_paths": MICROBATCH,
+    "num_evaluation_paths": MICROBATCH,
+    "evaluation_paths": MICROBATCH,
+    # bytes and seconds
+    "num_bytes": BYTES,
+    "memory_bytes": BYTES,
+    "offset": BYTES,
+    "shape": BYTES,
+    "reply_bytes": WORD,
+    "seconds": SECONDS,
+    "forward_s": SECONDS,
+    "backward_s": SECONDS,
+    "loss_s": SECONDS,
+    "latency_s": SECONDS,
+    "running_s": SECONDS,
+    "elapsed_s": SECONDS,
+    "lease_s": SECONDS,
+    "beat_s": SECONDS,
+    "beat_age_s": SECONDS,
+    "silent_s": SECONDS,
+    "fenced_s": SECONDS,
+    "step_s": SECONDS,
+    "measured_step_s": SECONDS,
+    "predicted_step_s": SECONDS,
+    "lower_bound_s": SECONDS,
+    "wall_s": WALL,
+    "submitted_wall_s": WALL,
+    # speeds
+    "flops_per_s": SPEED,
+    "bytes_per_s": BANDWIDTH,
+    "tokens_per_s": RATE,
+    # what is learned
+    "loss": LOSS,
+    "loss_sum": LOSS,
+    "probe_loss": LOSS,
+    "evaluation_loss": LOSS,
+    "squared_norm": NORM,
+    "gradient_norm": NORM,
+    "clip": NORM,
+    "learning_rate": LEARNING_RATE,
+    "weight": FACTOR,
+    "weights": FACTOR,
+    "scales": FACTOR,
+    "Count.value": STATISTIC,
+}
+
+
+def range_of(message: str, field: str) -> Range | None:
+    """The row of a field; None: it has none."""
+    return RANGES.get(f"{message}.{field}") or RANGES.get(field)
+
+
+# --- of domain values, for who has no message: the simulator ---
+
+Check = Callable[[object], None]
+
+
+def check_numbers(value: object) -> None:
+    """Look at every number in a dataclass that travels.
+
+    Raises:
+        OutOfRangeError: one is outside its range.
+    """
+    kind: type = type(value)
+    for name, check in _checks_of(kind):
+        check(getattr(value, name))
+
+
+@cache
+def _checks_of(cls: type) -> tuple[tuple[str, Check], ...]:
+    """What looks at each field of a class that has numbers in it."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (name, check)
+        for name, hint in hints.items()
+        if (check := _check_hint(hint, cls.__name__, name)) is not None
+    )
+
+
+def _check_hint(hint: object, message: str, field: str) -> Check | None:
+    while (supertype := getattr(hint, "__supertype__", None)) is not None:
+        hint = supertype
+    if hint in (int, float):
+        return _check_number(message, field)
+    if get_origin(hint) is tuple:
+        inner = _check_hint(get_args(hint)[0], message, field)
+        return None if inner is None else _check_each(inner)
+    if get_origin(hint) in (UnionType, Union):
+        inner = next((_check_hint(h, message, field) for h in get_args(hint) if h in (int, float)), None)
+        return _check_if_any(inner or check_numbers)
+    return check_numbers if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def _check_number(message: str, field: str) -> Check | None:
+    row, where = range_of(message, field), f"{message}.{field}"
+    if row is None:
+        return None
+
+    def check(value: object) -> None:
+        assert isinstance(value, int | float)
+        row.check(where, value)
+
+    return check
+
+
+def _check_each(inner: Check) -> Check:
+    def check(values: object) -> None:
+        for value in values:  # type: ignore[attr-defined]
+            inner(value)
+
+    return check
+
+
+def _check_if_any(inner: Check) -> Check:
+    def check(value: object) -> None:
+        if value is not None:
+            inner(value)
+
+    return check
