@@ -35,6 +35,12 @@ def default_state_dir() -> Path:
     "--takeover-after", "takeover_s", default=3.0, help="Seconds of silence that make a standby lead."
 )
 @click.option(
+    "--accept-lost-log",
+    "accepts_lost_log",
+    is_flag=True,
+    help="Go on with a run log that has lost its end; what it does not know any more is forgotten.",
+)
+@click.option(
     "--advertise", metavar="HOST[:PORT]", help="Address that workers and clients shall use instead."
 )
 @click.option(
@@ -57,6 +63,7 @@ def main(
     state_dir: str,
     is_standby: bool,
     takeover_s: float,
+    accepts_lost_log: bool,
     advertise: str | None,
     token_file: Path | None,
     insecure: bool,
@@ -76,6 +83,7 @@ def main(
         state_dir=directory,
         is_standby=is_standby,
         takeover_s=takeover_s,
+        accepts_lost_log=accepts_lost_log,
         advertise=advertise,
         host=host,
         port=port,

@@ -29,6 +29,7 @@ from skein.protocol.coordinator_io import (
     CoordinatorCommand,
     CoordinatorEvent,
     DrainAsked,
+    Halt,
     Log,
     MakePlan,
     ManifestWritten,
@@ -248,6 +249,7 @@ class Driver:
 
         Raises:
             Fenced: another coordinator has the log.
+            LocalError: it has lost its end, as a worker knows.
             LogFull: the disk is full; nothing that was not recorded has been said to anybody.
         """
         try:
@@ -381,6 +383,8 @@ class Driver:
                 _ = self._begin(self._write_manifest(command.checkpoint))
             case PruneCheckpoints():
                 _ = self._begin(self._prune(command))
+            case Halt():
+                raise LocalError(command.reason)
             case Log():
                 self._say(command.line)
             case _:

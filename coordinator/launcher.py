@@ -64,6 +64,8 @@ class CoordinatorOptions:
     """Host, or host:port, by which workers and clients reach it; None: the address that it listens on."""
     takeover_s: float = 3.0
     """Silence of the leader after which a standby leads; raise it where disks stall for longer."""
+    accepts_lost_log: bool = False
+    """Go on with a run log that has lost its end."""
     ray_address: str | None = None
     """Head of a cluster that is there already, host:port; None: one of our own."""
     num_cpus: int = 2
@@ -115,6 +117,8 @@ def _check(options: CoordinatorOptions) -> None:
         raise UserError("lease_s", options.lease_s, "give at least 0.5 s: shorter ones end by chance")
     if options.takeover_s < 0.5:
         raise UserError("takeover_s", options.takeover_s, "give at least 0.5 s: shorter ones end by chance")
+    if options.accepts_lost_log and options.is_standby:
+        raise UserError("accept_lost_log", "with standby", "give it to the coordinator that is to lead now")
     _ = advertised(options)
 
 
@@ -315,6 +319,7 @@ def _host(
         advertise=advertised(options),
         name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         takeover_s=options.takeover_s,
+        accepts_lost_log=options.accepts_lost_log,
     )
     host = HostActor.bring_up(
         HostOptions(

@@ -1,6 +1,8 @@
 """The database file of a run log: how it is opened, what is in it, and how it is left to a frozen process.
 
 Rules of this file
+- Each entry carries the digest of itself and of the one before, so two logs with one digest are one log up to there.
+  Entries of the release before have none; the chain begins after them.
 - What changes a log is one transaction, and SQLite lets one process write at a time. A process that is frozen within
   one would keep all others out, so a log can be sealed: an empty file beside it says that nothing written from then on
   counts. Who writes looks for the seal after the commit; who moves on seals first and copies then. So what anybody
@@ -8,6 +10,7 @@ Rules of this file
 - The copy gets the next name by a link, which fails where that name exists: however many copy, one copy is the log.
 """
 
+import hashlib
 import os
 import sqlite3
 import zlib
@@ -26,7 +29,7 @@ LOG_FILE = "run.sqlite3"
 FIELD = "state_dir"
 BUSY_S = 10.0
 RESTORE = "restore the directory from a backup, or move it away and submit again from the checkpoints"
-_FORMAT = 2
+_FORMAT = 3
 _PIECE = 256
 _ENTRIES = """
 CREATE TABLE IF NOT EXISTS owner (epoch INTEGER NOT NULL);
@@ -45,6 +48,8 @@ ALTER TABLE owner ADD COLUMN beats INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE owner ADD COLUMN has_lock INTEGER NOT NULL DEFAULT 1;
 """
 """What format 2 added."""
+_CHAIN = "ALTER TABLE entries ADD COLUMN digest BLOB"
+"""What format 3 added: NULL in entries that are older."""
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 _SHARED = {
     "nfs",
@@ -62,8 +67,9 @@ _SHARED = {
 }
 """File systems that several machines mount; so may anything in user space (`fuse.`) be."""
 
-Row = tuple[int, int, bytes, int]
-"""Number, epoch, payload and checksum of an entry."""
+Row = tuple[int, int, bytes, int, bytes | None]
+"""Number, epoch, payload, checksum and digest of an entry."""
+_ROW = "SELECT number, epoch, payload, crc32, digest FROM entries"
 
 
 class LogFull(LocalError):
@@ -80,6 +86,18 @@ class Holder:
 
     name: str
     address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """Where a log ends: its last entry, in whose epoch that was written, and its digest.
+
+    `entry` 0: it is empty. `digest` None: a release before this one wrote the entry.
+    """
+
+    entry: int
+    epoch: Epoch
+    digest: bytes | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +165,10 @@ def _format(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
-    """From no log, or one of format 1; another process may have been quicker."""
-    if _format(connection, path) < _FORMAT:
-        for statement in (_ENTRIES + _LEASE).split(";"):
+    """From no log, or one of an older format; another process may have been quicker."""
+    found = _format(connection, path)
+    if found < _FORMAT:
+        for statement in (("" if found == 2 else _ENTRIES + _LEASE) + _CHAIN).split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {_FORMAT}")
 
@@ -260,45 +279,73 @@ def read_lease(connection: sqlite3.Connection) -> Lease:
 
 
 def take_epoch(
-    connection: sqlite3.Connection, path: Path, wall_s: float, holder: Holder, *, has_lock: bool
-) -> tuple[Lease, str | None]:
-    """Within a transaction: the lease under the next epoch, and what was wrong with the last entry, if anything."""
-    warning = _drop_torn_tail(connection, path)
-    values = (holder.name, holder.address, has_lock)
+    connection: sqlite3.Connection,
+    wall_s: float,
+    holder: Holder,
+    *,
+    has_lock: bool,
+    least: Epoch,
+    accepts: bool,
+) -> tuple[Lease, Tail]:
+    """Within a transaction: the lease under the next epoch, which is above `least`, and where the log ends then.
+
+    `accepts`: an operator goes on with a log that has lost its end, and the first entry says so.
+    """
+    values = (least, holder.name, holder.address, has_lock)
     connection.execute(
-        "UPDATE owner SET epoch = epoch + 1, beats = 0, holder = ?, address = ?, has_lock = ?", values
+        "UPDATE owner SET epoch = max(epoch, ?) + 1, beats = 0, holder = ?, address = ?, has_lock = ?", values
     )
     lease = read_lease(connection)
-    insert(connection, lease.epoch, (EpochOpened(epoch=lease.epoch, wall_s=wall_s),))
-    return lease, warning
+    opened = EpochOpened(epoch=lease.epoch, wall_s=wall_s, accepts_loss=accepts)
+    return lease, insert(connection, lease.epoch, (opened,))
 
 
-def _drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
-    last = connection.execute(
-        "SELECT number, epoch, payload, crc32 FROM entries ORDER BY number DESC LIMIT 1"
-    ).fetchone()
-    if last is None or is_whole(last):
+def drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
+    """Within a transaction: what was wrong with the last entry, if anything; it is gone then."""
+    last = _last_row(connection)
+    # One that is whole by itself and does not follow the one before says that more is wrong; who reads finds out.
+    if last is None or checksum(*last[:3]) == last[3]:
         return None
     connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
     return f"{path}: the last entry, {last[0]}, was damaged and is dropped"
 
 
-def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Record]) -> None:
-    """Within a transaction: new entries."""
-    ((last,),) = connection.execute("SELECT coalesce(max(number), 0) FROM entries").fetchall()
-    rows = [
-        (number, epoch, payload, checksum(number, epoch, payload))
-        for number, payload in enumerate(map(RECORD.to_bytes, records), start=last + 1)
-    ]
-    connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
+def read_tail(connection: sqlite3.Connection) -> Tail:
+    """Where the log ends."""
+    last = _last_row(connection)
+    if last is None:
+        return Tail(entry=0, epoch=Epoch(0), digest=None)
+    return Tail(entry=last[0], epoch=Epoch(last[1]), digest=last[4])
+
+
+def _last_row(connection: sqlite3.Connection) -> Row | None:
+    found: list[Row] = connection.execute(f"{_ROW} ORDER BY number DESC LIMIT 1").fetchall()
+    return found[0] if found else None
+
+
+def digest_before(connection: sqlite3.Connection, number: int) -> bytes | None:
+    """The digest of the entry before `number`; None where there is none."""
+    found = connection.execute("SELECT digest FROM entries WHERE number = ?", (number - 1,)).fetchone()
+    return None if found is None else found[0]
+
+
+def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Record]) -> Tail:
+    """Within a transaction: new entries; gives where the log ends with them."""
+    tail = read_tail(connection)
+    for payload in map(RECORD.to_bytes, records):
+        number = tail.entry + 1
+        digest = chained(tail.digest, number, epoch, payload)
+        row = (number, epoch, payload, checksum(number, epoch, payload), digest)
+        connection.execute(
+            "INSERT INTO entries (number, epoch, payload, crc32, digest) VALUES (?, ?, ?, ?, ?)", row
+        )
+        tail = Tail(entry=number, epoch=epoch, digest=digest)
+    return tail
 
 
 def rows_after(connection: sqlite3.Connection, number: int) -> list[Row]:
     """The next entries; few at a time, for an open cursor would hold up who writes."""
-    return connection.execute(
-        "SELECT number, epoch, payload, crc32 FROM entries WHERE number > ? ORDER BY number LIMIT ?",
-        (number, _PIECE),
-    ).fetchall()
+    return connection.execute(f"{_ROW} WHERE number > ? ORDER BY number LIMIT ?", (number, _PIECE)).fetchall()
 
 
 def record_of(row: Row, path: Path) -> Record:
@@ -319,7 +366,15 @@ def checksum(number: int, epoch: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(f"{number}/{epoch}/".encode()))
 
 
-def is_whole(row: Row) -> bool:
-    """The entry is as it was written."""
-    number, epoch, payload, crc32 = row
-    return checksum(number, epoch, payload) == crc32
+def chained(before: bytes | None, number: int, epoch: int, payload: bytes) -> bytes:
+    """An entry's digest: SHA-256 over that of the one before, its place and its payload."""
+    return hashlib.sha256((before or b"") + f"{number}/{epoch}/".encode() + payload).digest()
+
+
+def is_whole(row: Row, before: bytes | None) -> bool:
+    """The entry is as it was written, after one whose digest is `before`."""
+    number, epoch, payload, crc32, digest = row
+    if checksum(number, epoch, payload) != crc32:
+        return False
+    # What an older release wrote has no digest, and nothing comes before it that has one.
+    return before is None if digest is None else chained(before, number, epoch, payload) == digest

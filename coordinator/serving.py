@@ -53,6 +53,7 @@ class ServingOptions:
     `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
+    `accepts_lost_log`: go on with a log that has lost its end.
     """
 
     state_dir: Path
@@ -65,6 +66,7 @@ class ServingOptions:
     lease_s: float = LEASE_S
     name: str = SOMEBODY.name
     takeover_s: float = 3.0
+    accepts_lost_log: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,8 @@ class Serving:
             await doors.service.admit(driver, store, roster, lead)
             memory.metrics.led()
             undo.pop_all()
-        if log.warning is not None:
-            _log.warning(log.warning)
+        for line in log.warnings:
+            _log.warning(line)
         _log.info(
             "epoch=%d serving on %s, %d records replayed",
             log.epoch,
@@ -292,7 +294,12 @@ async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunL
         now = time.monotonic()
         try:
             return await asyncio.to_thread(
-                RunLog.open, options.state_dir, wall_s=clock(), holder=holder, lapsed=lapsed
+                RunLog.open,
+                options.state_dir,
+                wall_s=clock(),
+                holder=holder,
+                lapsed=lapsed,
+                accepts_loss=options.accepts_lost_log,
             )
         except LeaseHeld as held:
             if held.lease != seen:

@@ -6,6 +6,7 @@ Rules of this file
   renewal is conditional on it. The lease only tells a standby when to try, so no clock has to be right for safety.
 - The lock on the directory is a courtesy: it refuses a second coordinator at once, and shows that one before has died.
   A frozen process keeps it, so a standby goes by the lease alone.
+- A log that has lost its end is refused: what comes after would be taken for what was lost. `coordinator.mirror` knows.
 - All calls block; the caller gives them a thread.
 """
 
@@ -14,6 +15,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,20 +27,25 @@ from coordinator.logfile import (
     Holder,
     Lease,
     LogBusy,
+    Tail,
     connect,
     current,
     damage_explained,
+    digest_before,
+    drop_torn_tail,
     insert,
     is_sealed,
     is_whole,
     move_on,
     read_lease,
+    read_tail,
     record_of,
     rows_after,
     sync_directory,
     take_epoch,
     transaction,
 )
+from coordinator.mirror import LogLost, read_mirror, what_is_lost, write_mirror
 from skein.errors import LocalError, UserError
 from skein.protocol.records import Record
 from skein.types import Epoch
@@ -75,20 +82,28 @@ class RunLog:
     """The entries of one state directory, for as long as this process owns it. Made by `open`, or by `Lookout.take`."""
 
     def __init__(
-        self, connection: sqlite3.Connection, path: Path, lease: Lease, warning: str | None, lock: int | None
+        self, connection: sqlite3.Connection, path: Path, opening: "_Opening", lock: int | None
     ) -> None:
         self._connection = connection
         self._path = path
-        self._lease = lease
-        self._warning = warning
+        self._lease = opening.lease
+        self._warnings = opening.warnings
         self._lock = lock
+        self._tail = opening.tail
+        self._mirrored: Tail | None = None
         # Renewals have a connection of their own: they come from another thread, and need not outlive a power cut.
         self._renewing = connect(path)
         self._renewing.execute("PRAGMA synchronous = NORMAL")
 
     @classmethod
     def open(
-        cls, directory: Path, *, wall_s: float, holder: Holder = SOMEBODY, lapsed: Lease | None = None
+        cls,
+        directory: Path,
+        *,
+        wall_s: float,
+        holder: Holder = SOMEBODY,
+        lapsed: Lease | None = None,
+        accepts_loss: bool = False,
     ) -> "RunLog":
         """Takes the log in `directory`, made if absent, and appends `EpochOpened` under the next epoch.
 
@@ -96,9 +111,11 @@ class RunLog:
             wall_s: Unix time, for the record.
             holder: who takes it.
             lapsed: a lease that this process has seen unchanged for so long that its owner must be dead.
+            accepts_loss: an operator wants to go on with what is left of a log that has lost its end.
 
         Raises:
             LogHeld: another process owns it, and perhaps lives.
+            LogLost: it has lost its end, or another log has taken its place.
             UserError: it cannot be written, or it is damaged or of a newer release.
             LogFull: no room for the first entry.
         """
@@ -117,8 +134,14 @@ class RunLog:
                 is_free = before.holder is None or before.has_lock or before.holder.name == holder.name
                 if not is_free and before != lapsed:
                     raise LeaseHeld(directory, before)
-                lease, warning = take_epoch(connection, path, wall_s, holder, has_lock=True)
-            log = cls(connection, path, lease, warning, lock)
+                opening = _begin(
+                    connection, path, before, wall_s, holder, has_lock=True, accepts_loss=accepts_loss
+                )
+            log = cls(connection, path, opening, lock)
+            if accepts_loss:
+                # Until then whoever starts next would hear of the loss again.
+                with suppress(OSError):
+                    log.mirror()
             undo.pop_all()
         return log
 
@@ -128,9 +151,9 @@ class RunLog:
         return self._lease.epoch
 
     @property
-    def warning(self) -> str | None:
-        """What was wrong with the log when it was opened and could be mended, in one line."""
-        return self._warning
+    def warnings(self) -> tuple[str, ...]:
+        """What was wrong with the log when it was opened and could be mended or borne, a line each."""
+        return self._warnings
 
     def append(self, records: Sequence[Record]) -> None:
         """Makes all of `records` durable, or none.
@@ -141,7 +164,8 @@ class RunLog:
             LocalError: the disk failed. Only opening the log again tells what is in it, so this process must end.
         """
         with self._owning(self._connection):
-            insert(self._connection, self.epoch, records)
+            tail = insert(self._connection, self.epoch, records)
+        self._tail = tail
 
     def renew(self, address: str) -> None:
         """Give a sign of life; a standby that sees none for long takes the log. From one thread at a time.
@@ -164,6 +188,17 @@ class RunLog:
                 (address, self._lock is not None),
             )
 
+    def mirror(self) -> None:
+        """Have the file beside the log know where that ends. By the thread that renews.
+
+        Raises:
+            OSError: the disk takes nothing; the file is as it was.
+        """
+        tail = self._tail
+        if tail != self._mirrored:
+            write_mirror(self._path.parent, tail)
+            self._mirrored = tail
+
     def read(self, *, after: int = 0) -> Iterator[Record]:
         """All entries but the first `after`, oldest first.
 
@@ -172,18 +207,22 @@ class RunLog:
         """
         number = after
         with damage_explained(self._path):
+            before = digest_before(self._connection, number + 1)
             while rows := rows_after(self._connection, number):
                 for row in rows:
                     number += 1
-                    if row[0] != number or not is_whole(row):
+                    if row[0] != number or not is_whole(row, before):
                         raise UserError(FIELD, str(self._path), f"entry {number} is damaged; {RESTORE}")
+                    before = row[4]
                     yield record_of(row, self._path)
 
     def close(self) -> None:
         """Gives the log back. Idempotent."""
         # Whoever comes next finds out without this, only later.
-        with suppress(LocalError), self._owning(self._connection):
-            self._connection.execute("UPDATE owner SET holder = '', address = ''")
+        with suppress(LocalError, OSError):
+            with self._owning(self._connection):
+                self._connection.execute("UPDATE owner SET holder = '', address = ''")
+            self.mirror()
         self._renewing.close()
         self._connection.close()
         if self._lock is not None:
@@ -230,6 +269,8 @@ class Lookout:
         self._connection = _patient(self._path)
         self.num_read = 0
         """Entries that `news` has given so far."""
+        self._digest: bytes | None = None
+        """Of the last of them."""
 
     def lease(self) -> Lease:
         """Who owns the log at this moment, and how often that one has renewed."""
@@ -247,10 +288,10 @@ class Lookout:
             rows = rows_after(self._connection, self.num_read)
         # What is not in the copy was never said to anybody.
         for row in () if is_sealed(self._path) else rows:
-            if row[0] != self.num_read + 1 or not is_whole(row):
+            if row[0] != self.num_read + 1 or not is_whole(row, self._digest):
                 break
             found.append(record_of(row, self._path))
-            self.num_read += 1
+            self.num_read, self._digest = row[0], row[4]
         return found
 
     def take(self, seen: Lease, *, wall_s: float, holder: Holder) -> RunLog | None:
@@ -258,6 +299,7 @@ class Lookout:
 
         Raises:
             LogFull: no room for the first entry.
+            LogLost: the log has lost its end.
             LocalError: the disk failed, or something else writes.
         """
         if is_sealed(self._path):
@@ -279,8 +321,8 @@ class Lookout:
             with transaction(self._connection, self._path):
                 if read_lease(self._connection) != seen:
                     return None
-                lease, warning = take_epoch(self._connection, self._path, wall_s, holder, has_lock=False)
-            return RunLog(connect(self._path), self._path, lease, warning, None)
+                opening = _begin(self._connection, self._path, seen, wall_s, holder, has_lock=False)
+            return RunLog(connect(self._path), self._path, opening, None)
 
     def _may_move(self) -> bool:
         """On a shared file system whoever is frozen in a transaction keeps readers out, too, so nothing is gained."""
@@ -312,6 +354,46 @@ def state_path(text: str) -> Path:
         "built for such URLs. Give a directory, or file:// and its full path; checkpoints may lie anywhere"
     )
     raise UserError(FIELD, text, hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """A log that has just been taken: by what lease, where it ends, and what was wrong with it."""
+
+    lease: Lease
+    tail: Tail
+    warnings: tuple[str, ...]
+
+
+def _begin(
+    connection: sqlite3.Connection,
+    path: Path,
+    before: Lease,
+    wall_s: float,
+    holder: Holder,
+    *,
+    has_lock: bool,
+    accepts_loss: bool = False,
+) -> _Opening:
+    """Within a transaction: the next epoch, if the log has all that is known of it, or if its loss is accepted."""
+    torn, unread, mirror = drop_torn_tail(connection, path), None, None
+    try:
+        mirror = read_mirror(path.parent)
+    except (OSError, ValueError) as error:
+        unread = (
+            f"{path.parent}: what the log should end with cannot be read ({error}), so it is not compared"
+        )
+    lost = None if mirror is None else what_is_lost(connection, read_tail(connection), mirror)
+    if lost is not None and not accepts_loss:
+        raise LogLost(path, lost)
+    # A restart by the launcher that was told to accept the loss has nothing more to accept.
+    is_again = lost is None and before.holder is not None and before.holder.name == holder.name
+    accepts = accepts_loss and not is_again
+    least = Epoch(0) if mirror is None else mirror.epoch
+    lease, tail = take_epoch(connection, wall_s, holder, has_lock=has_lock, least=least, accepts=accepts)
+    gone_on = None if lost is None else f"{path}: {lost}; going on without, as asked"
+    warnings = tuple(line for line in (torn, unread, gone_on) if line is not None)
+    return _Opening(lease=lease, tail=tail, warnings=warnings)
 
 
 def _patient(path: Path) -> sqlite3.Connection:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from coordinator.driver import AppendLog
 from coordinator.logfile import LogBusy, LogFull
+from coordinator.mirror import MIRROR_FILE
 from coordinator.store import RunLog
 from skein.protocol.records import Record
 
@@ -62,18 +63,30 @@ class Lead:
             LocalError: the disk failed.
         """
         loop = asyncio.get_running_loop()
+        is_mirrored = True
         while True:
             began = self._clock()
             try:
                 await loop.run_in_executor(self._thread, self._log.renew, self._address)
                 self._renewed_at = self._answered_at = began
                 self._renewed.set()
+                is_mirrored = await self._mirror(was_mirrored=is_mirrored)
             except LogFull:
                 # Nobody else leads, and whoever appends says so.
                 self._answered_at = began
             except LogBusy:
                 _log.warning("the run log is busy, so the lease was not renewed")
             await asyncio.sleep(self._takeover_s / RENEWALS)
+
+    async def _mirror(self, *, was_mirrored: bool) -> bool:
+        """Let the file beside the log follow it; it may be behind, and says so once."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._log.mirror)
+        except OSError as error:
+            if was_mirrored:
+                _log.warning("%s is behind the run log: %s", MIRROR_FILE, error)
+            return False
+        return True
 
     async def certain(self) -> None:
         """Returns at once if no standby can have taken over, as far as this process knows; else when that is known."""

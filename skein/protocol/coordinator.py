@@ -17,6 +17,7 @@ from skein.protocol.coordinator_io import (
     CoordinatorCommand,
     CoordinatorEvent,
     DrainAsked,
+    Halt,
     ManifestWritten,
     Outbox,
     PlanMade,
@@ -48,7 +49,7 @@ from skein.protocol.membership import (
     Returned,
     StreamBroke,
 )
-from skein.protocol.messages import Directive, Dismiss, Probe, Refused, Welcome
+from skein.protocol.messages import Directive, Dismiss, LogPosition, Probe, Refused, Welcome
 from skein.protocol.records import Drained, JobEnded, JobSubmitted, Record
 from skein.protocol.reports import (
     Ack,
@@ -283,15 +284,40 @@ class Coordinator:
                 del self.links[pair]
 
     def _hello(self, hello: Hello, *, now: float) -> None:
-        if hello.epoch > self.history.epoch:
-            reason = (
-                f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch}): "
-                "its run log was replaced; start the worker again"
-            )
-            self._send(hello.worker, hello.incarnation, Refused(reason=reason))
-            self._outbox.log(f"worker={hello.worker} refused: {reason}")
+        known = hello.position
+        if known is not None and not self.history.covers(known):
+            self._lacks(hello.worker, hello.incarnation, known)
+        elif hello.epoch > self.history.epoch:
+            newer = f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch})"
+            self._refuse_other_log(hello.worker, hello.incarnation, newer)
+        else:
+            self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+
+    def _lacks(self, worker: WorkerId, incarnation: Incarnation, known: LogPosition) -> None:
+        """A worker knows what is not in the log: it has lost that, or it is another one."""
+        here = self.history.position
+        knows = f"worker {worker} knows entry {known.entry} of epoch {known.epoch}"
+        if here is None or here.origin_s != known.origin_s or self.history.has_decided:
+            self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
             return
-        self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+        reason = (
+            f"{self._ending()}, but {knows}: restore it from a backup; or give --accept-lost-log, "
+            "which goes on without what was lost"
+        )
+        self._outbox.log(f"worker={worker} ends this coordinator: {reason}")
+        self._outbox.commands.append(Halt(reason=reason))
+
+    def _ending(self) -> str:
+        """Where the log ended before this coordinator opened it."""
+        *before, own = self.history.openings
+        if not before:
+            return "the run log was empty"
+        return f"the run log ended at entry {own.entry - 1} of epoch {before[-1].record.epoch}"
+
+    def _refuse_other_log(self, worker: WorkerId, incarnation: Incarnation, why: str) -> None:
+        reason = f"{why}: its run log was replaced; start the worker again"
+        self._send(worker, incarnation, Refused(reason=reason))
+        self._outbox.log(f"worker={worker} refused: {reason}")
 
     def _turn_away_stuck(self, *, now: float) -> None:
         for worker, reason in () if self.run is None else self.run.stuck(now=now):
@@ -325,7 +351,10 @@ class Coordinator:
         entry = self.membership.live[worker]
         incarnation = entry.hello.incarnation
         welcome = Welcome(
-            epoch=self.history.epoch, lease_s=self.membership.lease_s, beat_s=self.membership.beat_s
+            epoch=self.history.epoch,
+            lease_s=self.membership.lease_s,
+            beat_s=self.membership.beat_s,
+            position=self.history.position,
         )
         self._send(worker, incarnation, welcome)
         if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):

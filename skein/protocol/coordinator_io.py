@@ -152,13 +152,20 @@ class PruneCheckpoints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """This coordinator must not go on, and `reason` says what an operator can do. What follows is not carried out."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
     """A decision changed: one line for people."""
 
     line: str
 
 
-CoordinatorCommand = Append | Send | MakePlan | WriteManifest | PruneCheckpoints | Log
+CoordinatorCommand = Append | Send | MakePlan | WriteManifest | PruneCheckpoints | Halt | Log
 
 
 @dataclass(slots=True)

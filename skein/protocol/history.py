@@ -1,5 +1,6 @@
 """The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -9,7 +10,7 @@ from skein.plan.plan import Plan
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
-from skein.protocol.messages import Decision, StepRecord
+from skein.protocol.messages import Decision, LogPosition, StepRecord
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
@@ -72,6 +73,14 @@ class JobHistory:
         return max(self.checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """An epoch of the log, and the entry that begins it."""
+
+    record: EpochOpened
+    entry: int
+
+
 class History:
     """All jobs, the epoch and the newest generation, as the log has them."""
 
@@ -82,13 +91,25 @@ class History:
         self.job_by_key: dict[str, JobId] = {}
         self.drained: set[Incarnation] = set()
         """Processes that an operator wants to go."""
+        self.num_records = 0
+        """Entries of the log."""
+        self.openings: list[Opening] = []
+        """Of the log, one for each epoch."""
+        self.has_decided = False
+        """Something that binds was recorded in this epoch: what was before it is what counts."""
 
     def apply(self, record: Record) -> None:
         """Take one record, in log order."""
+        self.num_records += 1
+        self.has_decided |= isinstance(
+            record, StepCommitted | Evaluated | CheckpointCommitted | RolledBack | Averaged | JobEnded
+        )
         match record:
             case EpochOpened():
                 assert record.epoch > self.epoch, f"epoch {record.epoch} after {self.epoch}"
                 self.epoch = record.epoch
+                self.openings.append(Opening(record=record, entry=self.num_records))
+                self.has_decided = False
             case JobSubmitted():
                 spec = JobSpec.model_validate_json(record.spec)
                 self.jobs[record.job] = JobHistory(
@@ -172,6 +193,29 @@ class History:
                 job.end = record
             case _:
                 assert_never(record)
+
+    @property
+    def position(self) -> LogPosition | None:
+        """How far the log is; None before its first epoch."""
+        if not self.openings:
+            return None
+        origin = next((x for x in reversed(self.openings) if x.record.accepts_loss), self.openings[0])
+        newest = self.openings[-1].record
+        return LogPosition(
+            origin_s=origin.record.wall_s,
+            epoch=newest.epoch,
+            opened_s=newest.wall_s,
+            entry=self.num_records,
+        )
+
+    def covers(self, known: LogPosition) -> bool:
+        """Whether the log has all that somebody knows of it."""
+        place = bisect_left(self.openings, known.epoch, key=lambda opening: opening.record.epoch)
+        following = self.openings[place : place + 2]
+        if not following or following[0].record.epoch != known.epoch:
+            return False
+        end = following[1].entry - 1 if len(following) == 2 else self.num_records
+        return following[0].record.wall_s == known.opened_s and known.entry <= end
 
     def pending(self) -> list[JobHistory]:
         """Jobs that have not ended, oldest first."""

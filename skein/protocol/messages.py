@@ -217,16 +217,31 @@ class Count:
     value: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPosition:
+    """How much of a run log somebody knows: up to `entry`, which `epoch` wrote.
+
+    `opened_s` is when that epoch was opened, `origin_s` when the log was begun, or its loss accepted last (Unix time):
+    two logs with one origin and other openings are one that has lost its end.
+    """
+
+    origin_s: float
+    epoch: Epoch
+    opened_s: float
+    entry: int
+
+
 # --- directives: coordinator to worker ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`."""
+    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`. The log is at `position`."""
 
     epoch: Epoch
     lease_s: float
     beat_s: float
+    position: LogPosition | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +260,8 @@ class NewGeneration:
     job: JobId
     members: tuple[Member, ...]
     last_commit: StepRecord | None
+    log_entry: int = 0
+    """The newest of the run log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +355,8 @@ class Commit:
     record: StepRecord
     goes_on: bool
     keeps_late: bool = False
+    log_entry: int = 0
+    """The newest of the run log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

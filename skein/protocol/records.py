@@ -32,6 +32,8 @@ class EpochOpened:
 
     epoch: Epoch
     wall_s: float
+    accepts_loss: bool = False
+    """An operator goes on with a log that has lost its end: what was written after is known to be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from skein.protocol.messages import (
     ChunkVersion,
     Count,
     Ledger,
+    LogPosition,
 )
 from skein.protocol.tensors import Phase
 from skein.topology.fleet import Link, Profile
@@ -40,6 +41,8 @@ class Hello:
     profile: Profile
     epoch: Epoch
     """Highest epoch this worker has followed; 0 for none."""
+    position: LogPosition | None = None
+    """How much of the run log it has heard of; None for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,6 +217,7 @@ class Worker:
                 address=identity.address,
                 profile=identity.profile,
                 epoch=self.epoch,
+                position=self._standing.position,
             )
         )
         if self._is_stopping:
@@ -275,6 +276,7 @@ class Worker:
             case Welcome():
                 if directive.epoch >= self.epoch:
                     self._standing.epoch = directive.epoch
+                    self._standing.position = directive.position
                     self._beat_s = directive.beat_s
                     self._next_beat = now + directive.beat_s
             case Refused():
@@ -295,6 +297,8 @@ class Worker:
                     self._to_build = directive
             case Start() | Evaluate() | Prepare() | Commit() | Save():
                 if (directive.epoch, directive.generation) == self._standing.place:
+                    if isinstance(directive, Commit):
+                        self._standing.heard_of(directive.log_entry)
                     self._steps.take(directive)
             case _:
                 assert_never(directive)
@@ -307,6 +311,7 @@ class Worker:
             self._forget()
         standing.epoch = directive.epoch
         standing.generation = directive.generation
+        standing.heard_of(directive.log_entry)
         standing.job = directive.job
         standing.members = {member.worker: member for member in directive.members}
         self._steps.stop()

@@ -94,6 +94,8 @@ class Invariants:
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)
+        self._lost = (Epoch(0), Generation(0))
+        """The newest that was in the log before it lost its end."""
         self._known: dict[int, StepRecord] = {}
         """Recorded decisions by object identity: thousands of workers hear each."""
         self._places: dict[Incarnation, tuple[Epoch, Generation]] = {}
@@ -102,6 +104,17 @@ class Invariants:
         """Who has accumulated, or will, what a step that goes on consists of."""
         self._built: dict[Incarnation, Generation] = {}
         self._replayed = History()
+
+    def forget_all_but(self, log: Iterable[Record]) -> None:
+        """A disk has lost the end of the log: what comes after follows what is left, and workers know more."""
+        left = Invariants()
+        for record in log:
+            left.recorded(record)
+        for job, branch in left._branches.items():
+            branch.highest = max(branch.highest, self._branches[job].highest)
+        self._lost = max(self._lost, (self._epoch, self._generation))
+        self._branches, self._replayed = left._branches, left._replayed
+        self._epoch, self._generation = left._epoch, left._generation
 
     def recorded(self, record: Record) -> None:
         """A record is durable: numbers grow, and steps are committed one after the other."""
@@ -256,7 +269,8 @@ class Invariants:
         if place < self._places.get(who.identity.incarnation, place):
             raise Violated(f"{who.identity.worker} went back to {place}")
         self._places[who.identity.incarnation] = place
-        if who.epoch > self._epoch or who.generation > self._generation:
+        epoch, generation = self._lost
+        if who.epoch > max(epoch, self._epoch) or who.generation > max(generation, self._generation):
             raise Violated(f"{who.identity.worker} is at {place}, the log at {self._epoch, self._generation}")
         pipeline = who.pipeline
         if pipeline is not None and not all(0 <= taken <= slots for taken, slots in pipeline.slots_taken()):

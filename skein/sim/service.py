@@ -20,6 +20,7 @@ from skein.protocol.coordinator_io import (
     Append,
     CoordinatorCommand,
     CoordinatorEvent,
+    Halt,
     Log,
     MakePlan,
     ManifestWritten,
@@ -64,6 +65,10 @@ class Service(ABC):
         self.before_append: Callable[[int], None] | None = None
         self.after_append: Callable[[int], None] | None = None
         self.skew_s = 0.0
+        self.halted: str | None = None
+        """Why the coordinator has ended itself, if it has."""
+        self.accepts_loss = False
+        """Whether the next coordinator is told to go on with a log that has lost its end."""
         self.invariants = Invariants()
         self._term = 0
         self._wakes_at: float | None = None
@@ -97,7 +102,9 @@ class Service(ABC):
             return
         self._term += 1
         self._wall_ahead_s = self.skew_s
-        opened = EpochOpened(epoch=Epoch(self._term), wall_s=self._wall_s)
+        num_before = sum(isinstance(record, EpochOpened) for record in self.log)
+        opened = EpochOpened(epoch=Epoch(num_before + 1), wall_s=self._wall_s, accepts_loss=self.accepts_loss)
+        self.halted, self.accepts_loss = None, False
         self._hold(opened)
         self.coordinator = Coordinator()
         self.coordinator.replay(self.log)
@@ -126,6 +133,12 @@ class Service(ABC):
         self._appending = []
         self._coordinator_is_down()
         self.clock.after(restarts_after_s, self.start_coordinator)
+
+    def lose_tail(self, num_records: int, *, restarts_after_s: float = RESTART_S) -> None:
+        """Kill the coordinator; when it starts again its disk has forgotten the newest records."""
+        self.crash_coordinator(restarts_after_s=restarts_after_s)
+        del self.log[len(self.log) - num_records :]
+        self.invariants.forget_all_but(self.log)
 
     @property
     def is_up(self) -> bool:
@@ -244,6 +257,10 @@ class Service(ABC):
             case WriteManifest():
                 written = ManifestWritten(checkpoint=command.checkpoint, error=None)
                 self.clock.after(APPEND_S, partial(self._tell_term, self._term, written))
+            case Halt():
+                self.halted = command.reason
+                self.coordinator = None
+                self._coordinator_is_down()
             case Log():
                 self.lines.append(f"{self.clock.now:.3f} {command.line}")
             case PruneCheckpoints() | Append():

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from coordinator import logfile, store
 from coordinator.logfile import LOG_FILE, Holder, Lease, LogBusy, LogFull, current, journal_mode, move_on
+from coordinator.mirror import MIRROR_FILE
 from coordinator.store import LOCK_FILE, Fenced, LogHeld, Lookout, RunLog, state_path
 from skein.errors import UserError
 from skein.protocol.records import EpochOpened, JobSubmitted, Record
@@ -125,8 +126,7 @@ def test_a_damaged_last_entry_is_dropped_at_the_takeover(tmp_path: Path) -> None
         lookout = Lookout(tmp_path)
         assert all_of(lookout) == [opened(1), submitted("kept")]
         with taken(lookout) as new:
-            assert new.warning is not None
-            assert "entry, 3, was damaged" in new.warning
+            assert "entry, 3, was damaged" in new.warnings[0]
             assert list(new.read(after=lookout.num_read)) == [opened(2)]
 
 
@@ -147,6 +147,8 @@ def test_a_log_of_the_format_before_is_read_on(tmp_path: Path) -> None:
         log.append([submitted("a")])
     for column in ("holder", "address", "beats", "has_lock"):
         change(tmp_path, f"ALTER TABLE owner DROP COLUMN {column}")
+    change(tmp_path, "ALTER TABLE entries DROP COLUMN digest")
+    (tmp_path / MIRROR_FILE).unlink()
     change(tmp_path, "PRAGMA user_version = 1")
     with RunLog.open(tmp_path, wall_s=2.0) as log:
         assert list(log.read()) == [opened(1), submitted("a"), opened(2)]

@@ -17,6 +17,7 @@ from skein.protocol.coordinator_io import (
     Append,
     CoordinatorCommand,
     CoordinatorEvent,
+    Halt,
     Log,
     MakePlan,
     ManifestWritten,
@@ -135,6 +136,8 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
                 yield PlanMade(request=command.request, result=plan)
             case WriteManifest():
                 yield ManifestWritten(checkpoint=command.checkpoint, error=None)
+            case Halt():
+                raise AssertionError(command.reason)
             case PruneCheckpoints() | Log():
                 pass
             case _:

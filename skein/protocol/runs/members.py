@@ -61,6 +61,7 @@ class Members:
             job=self._job.job,
             members=members,
             last_commit=self._job.last_commit,
+            log_entry=history.num_records,
         )
         for worker in self._entries:
             self.send(worker, fence)

@@ -610,21 +610,21 @@ class Run:
         self._strikes.committed()
         self._vigil.committed(now=now)
         self._stepping.round = None
-        is_last = self.job.version >= self.job.spec.budget.steps
         self._revision.step_ended(now=now)
         is_interrupted = self._evaluation.is_due() or self._is_probe_due()
-        goes_on = not is_last and not is_interrupted and self._change_wanted(now=now) is None
+        is_over = is_interrupted or self.job.version >= self.job.spec.budget.steps
+        goes_on = not is_over and self._change_wanted(now=now) is None
         self._improving.committed(record)
         if goes_on:
             self._improving.look(self._candidates(), now=now)
-        history = self._out.history
         self._members.send_placed(
             Commit(
-                epoch=history.epoch,
-                generation=history.generation,
+                epoch=self._out.history.epoch,
+                generation=self._out.history.generation,
                 record=record,
                 goes_on=goes_on,
                 keeps_late=self._stepping.keeps_late,
+                log_entry=self._out.history.num_records,
             )
         )
         if self._savings.is_due() and self.plan is not None:

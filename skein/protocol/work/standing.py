@@ -1,6 +1,8 @@
 """Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
 
-from skein.protocol.messages import Member
+from dataclasses import replace
+
+from skein.protocol.messages import LogPosition, Member
 from skein.protocol.reports import Report, Suspected, Trouble
 from skein.protocol.tensors import Envelope, TensorHeader
 from skein.protocol.worker_io import Identity, SendReport, SendTensor, WorkerCommand
@@ -13,6 +15,8 @@ class Standing:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.epoch = Epoch(0)
+        self.position: LogPosition | None = None
+        """How much of the run log this worker has heard of."""
         self.generation = Generation(0)
         self.job: JobId | None = None
         self.members: dict[WorkerId, Member] = {}
@@ -28,6 +32,11 @@ class Standing:
         """All commands since the last call."""
         commands, self.commands = self.commands, []
         return commands
+
+    def heard_of(self, entry: int) -> None:
+        """The coordinator that welcomed this worker has written so many entries."""
+        if self.position is not None and entry > self.position.entry:
+            self.position = replace(self.position, entry=entry)
 
     def tell(self, report: Report) -> None:
         """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""

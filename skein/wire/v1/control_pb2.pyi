@@ -636,6 +636,7 @@ class Hello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     protocol_version: _builtins.int
@@ -644,6 +645,8 @@ class Hello(_message.Message):
     epoch: _builtins.int
     @_builtins.property
     def profile(self) -> _ids_pb2.Profile: ...
+    @_builtins.property
+    def position(self) -> Global___LogPosition: ...
     def __init__(
         self,
         *,
@@ -654,14 +657,49 @@ class Hello(_message.Message):
         address: _builtins.str = ...,
         profile: _ids_pb2.Profile | None = ...,
         epoch: _builtins.int = ...,
+        position: Global___LogPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "profile", b"profile", "protocol_version", b"protocol_version", "site", b"site", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "site", b"site", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+
+Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class LogPosition(_message.Message):
+    """How much of a run log somebody knows: up to `entry`, which `epoch` wrote. Times are Unix seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_S_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OPENED_S_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
+    origin_s: _builtins.float
+    """When the log was begun, or its loss accepted last."""
+    epoch: _builtins.int
+    opened_s: _builtins.float
+    """When the epoch was opened."""
+    entry: _builtins.int
+    def __init__(
+        self,
+        *,
+        origin_s: _builtins.float = ...,
+        epoch: _builtins.int = ...,
+        opened_s: _builtins.float = ...,
+        entry: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "epoch", b"epoch", "opened_s", b"opened_s", "origin_s", b"origin_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
+Global___LogPosition: _TypeAlias = LogPosition  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -1080,21 +1118,27 @@ class Welcome(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     BEAT_S_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_s: _builtins.float
     beat_s: _builtins.float
+    @_builtins.property
+    def position(self) -> Global___LogPosition: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         beat_s: _builtins.float = ...,
+        position: Global___LogPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "epoch", b"epoch", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "beat_s", b"beat_s", "epoch", b"epoch", "lease_s", b"lease_s", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
@@ -1126,9 +1170,12 @@ class NewGeneration(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LAST_COMMIT_FIELD_NUMBER: _builtins.int
+    LOG_ENTRY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
+    log_entry: _builtins.int
+    """The newest of the run log."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
@@ -1141,10 +1188,11 @@ class NewGeneration(_message.Message):
         job: _builtins.str = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
         last_commit: _ids_pb2.StepRecord | None = ...,
+        log_entry: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "last_commit", b"last_commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "epoch", b"epoch", "generation", b"generation", "job", b"job", "last_commit", b"last_commit", "members", b"members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "epoch", b"epoch", "generation", b"generation", "job", b"job", "last_commit", b"last_commit", "log_entry", b"log_entry", "members", b"members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_commit: _TypeAlias = _typing.Literal["last_commit"]  # noqa: Y015
     _WhichOneofArgType__last_commit: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit"]  # noqa: Y015
@@ -1370,11 +1418,14 @@ class Commit(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
     KEEPS_LATE_FIELD_NUMBER: _builtins.int
+    LOG_ENTRY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     goes_on: _builtins.bool
     keeps_late: _builtins.bool
     """Whoever the record leaves out goes on with the local step that it is in."""
+    log_entry: _builtins.int
+    """The newest of the run log."""
     @_builtins.property
     def record(self) -> _ids_pb2.StepRecord: ...
     def __init__(
@@ -1385,10 +1436,11 @@ class Commit(_message.Message):
         record: _ids_pb2.StepRecord | None = ...,
         goes_on: _builtins.bool = ...,
         keeps_late: _builtins.bool = ...,
+        log_entry: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "keeps_late", b"keeps_late", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "keeps_late", b"keeps_late", "log_entry", b"log_entry", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

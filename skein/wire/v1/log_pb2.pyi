@@ -166,17 +166,21 @@ class EpochOpened(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    ACCEPTS_LOSS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     wall_s: _builtins.float
+    accepts_loss: _builtins.bool
+    """What was written after the entry before this one is known to be gone."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         wall_s: _builtins.float = ...,
+        accepts_loss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_loss", b"accepts_loss", "epoch", b"epoch", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

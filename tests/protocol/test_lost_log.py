@@ -1,0 +1,116 @@
+"""A worker that has heard of more than the run log has: the log has lost its end, or it is another one."""
+
+from dataclasses import replace
+
+import pytest
+
+from skein.protocol.coordinator_io import Halt
+from skein.protocol.history import History
+from skein.protocol.messages import Commit, LogPosition, NewGeneration, Refused, Welcome
+from skein.protocol.records import EpochOpened, JobSubmitted, Record
+from skein.protocol.reports import Hello
+from skein.protocol.worker_io import StreamLost, StreamOpened
+from skein.types import Epoch, Generation, JobId
+from tests.support.desk import Desk
+from tests.support.hands import Hand, record
+from tests.support.jobs import small_job
+from tests.support.reports import hello
+from tests.support.stages import only
+
+SPEC = small_job().canonical_json()
+
+
+def submitted(name: str) -> JobSubmitted:
+    return JobSubmitted(job=JobId(name), key=name, spec=SPEC, wall_s=0.0)
+
+
+def opened(epoch: int, wall_s: float, *, accepts_loss: bool = False) -> EpochOpened:
+    return EpochOpened(epoch=Epoch(epoch), wall_s=wall_s, accepts_loss=accepts_loss)
+
+
+def history_of(*log: Record) -> History:
+    history = History()
+    for entry in log:
+        history.apply(entry)
+    return history
+
+
+def knows(epoch: int, opened_s: float, entry: int, *, origin_s: float = 1.0) -> LogPosition:
+    return LogPosition(origin_s=origin_s, epoch=Epoch(epoch), opened_s=opened_s, entry=entry)
+
+
+LOG = (opened(1, 1.0), submitted("a"), opened(2, 2.0), submitted("b"), submitted("c"), opened(3, 3.0))
+
+
+@pytest.mark.parametrize("known", [knows(1, 1.0, 2), knows(2, 2.0, 3), knows(2, 2.0, 5), knows(3, 3.0, 6)])
+def test_a_log_covers_what_was_told_of_it(known: LogPosition) -> None:
+    assert history_of(*LOG).covers(known)
+
+
+@pytest.mark.parametrize(
+    "known", [knows(1, 1.0, 3), knows(2, 2.5, 3), knows(2, 2.0, 6), knows(3, 3.0, 7), knows(4, 4.0, 2)]
+)
+def test_a_log_lacks_what_comes_after_an_epoch_and_epochs_that_were_opened_otherwise(
+    known: LogPosition,
+) -> None:
+    assert not history_of(*LOG).covers(known)
+
+
+def test_the_origin_is_where_the_log_began_or_its_loss_was_accepted_last() -> None:
+    assert history_of(*LOG).position == knows(3, 3.0, 6)
+    accepted = history_of(*LOG, opened(4, 4.0, accepts_loss=True), opened(5, 5.0))
+    assert accepted.position == knows(5, 5.0, 8, origin_s=4.0)
+
+
+def join_knowing(desk: Desk, known: LogPosition) -> None:
+    desk.report("w2", replace(hello("w2", "w2-1"), epoch=known.epoch, position=known))
+
+
+def test_a_worker_that_knows_a_lost_entry_ends_the_coordinator_with_both_positions() -> None:
+    desk = Desk([opened(1, 1.0), submitted("a"), opened(2, 2.0), submitted("b")])
+    join_knowing(desk, knows(2, 2.0, 7))
+    [halt] = desk.found(Halt)
+    assert halt.reason.startswith(
+        "the run log ended at entry 4 of epoch 2, but worker w2 knows entry 7 of epoch 2: restore"
+    )
+    assert "--accept-lost-log" in halt.reason
+
+
+def test_a_lost_epoch_is_noticed_though_the_next_one_has_its_number() -> None:
+    desk = Desk([opened(1, 1.0), submitted("a")])
+    join_knowing(desk, knows(2, 2.0, 3))
+    [halt] = desk.found(Halt)
+    assert "ended at entry 2 of epoch 1, but worker w2 knows entry 3 of epoch 2" in halt.reason
+
+
+@pytest.mark.parametrize("origin_s", [1.0, 0.5])
+def test_once_a_loss_is_accepted_or_in_another_log_the_worker_is_refused_instead(origin_s: float) -> None:
+    log: list[Record] = [opened(1, origin_s), submitted("a")]
+    if origin_s == 1.0:
+        log.append(opened(2, 9.0, accepts_loss=True))
+    desk = Desk(log)
+    join_knowing(desk, knows(3, 2.0, 7))
+    assert desk.found(Halt) == []
+    assert "knows entry 7 of epoch 3, which is not in the run log" in desk.told(Refused)["w2"].reason
+
+
+def test_a_worker_that_followed_this_log_from_before_the_accepted_loss_is_welcome() -> None:
+    desk = Desk([opened(1, 1.0), submitted("a"), opened(2, 9.0, accepts_loss=True)])
+    join_knowing(desk, knows(1, 1.0, 2))
+    assert desk.told(Welcome).keys() == {"w2"}
+
+
+def test_a_worker_says_the_newest_position_that_it_has_heard_of() -> None:
+    hand = Hand()
+    hand.give(StreamOpened())
+    hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0, position=knows(1, 1.0, 2)))
+    fence = NewGeneration(
+        epoch=Epoch(1), generation=Generation(1), job=JobId("j"), members=(), last_commit=None, log_entry=5
+    )
+    hand.hear(fence)
+    hand.hear(Commit(epoch=Epoch(1), generation=Generation(1), record=record(0), goes_on=False, log_entry=8))
+    # An older generation's commit is not acted on, and its number is of no more use.
+    hand.hear(replace(fence, log_entry=6))
+    hand.give(StreamLost(reason="reset"))
+    hand.give(StreamOpened())
+    assert only(hand.said(), Hello).position == knows(1, 1.0, 8)
