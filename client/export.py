@@ -17,9 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from skein.config.job import LlamaModel, ModelSpec
 from skein.errors import UserError
-from skein.model.huggingface import config_of
+from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
 
 _PIECE_ELEMENTS = 1 << 19
@@ -46,7 +45,7 @@ _Sources = tuple[_Source, ...]
 
 def write_huggingface(
     stage_files: Sequence[Path],
-    model: ModelSpec,
+    model: AnyModel,
     out: Path,
     *,
     max_shard_bytes: int,
@@ -97,7 +96,7 @@ def require_unused(field: str, folder: Path) -> None:
         raise UserError(field, str(folder), "exists already; name a new or empty folder")
 
 
-def _sources(stage_files: Sequence[Path], model: ModelSpec, prefixes: Sequence[str]) -> dict[str, _Sources]:
+def _sources(stage_files: Sequence[Path], model: AnyModel, prefixes: Sequence[str]) -> dict[str, _Sources]:
     """What every tensor of `model` is made of, in the order of its layers."""
     found: dict[str, _Source] = {}
     for path in stage_files:
@@ -214,10 +213,10 @@ def _write_mean(sources: _Sources, target: BinaryIO) -> None:
             target.write((total / len(sources)).astype("<f4").tobytes())
 
 
-def _write_configs(directory: Path, model: ModelSpec) -> list[str]:
-    config = config_of(model)
+def _write_configs(directory: Path, model: AnyModel) -> list[str]:
+    config = model.hugging_face()
     _write_json(directory / "config.json", config)
-    if not isinstance(model, LlamaModel):
+    if model.vocab_size is None:
         return ["config.json"]
     generation = {name: token for name, token in config.items() if name.endswith("_token_id")}
     _write_json(directory / "generation_config.json", generation)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from skein.config.job import (
     DataSpec,
-    DigitsCnnModel,
     DigitsSource,
     JobSpec,
     JsonlSource,
-    LlamaModel,
     SourceSpec,
     TextSource,
     TokenSource,
@@ -22,8 +20,7 @@ from skein.config.job import (
 from skein.config.load import parse_job
 from skein.config.location import cure_of_path, parse_location
 from skein.errors import UserError
-from skein.model.huggingface import check_config, shape_from_config
-from skein.model.presets import shape_of
+from skein.model.decoder import DecoderModel
 from skein.plan.admission import check_admissible, settled
 from skein.storage.places import FIELD
 
@@ -76,7 +73,7 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
     Raises:
         UserError: what no fleet could run, or what would not train.
     """
-    model = _begun(job.model, base) if isinstance(job.model, LlamaModel) else job.model
+    model = _begun(job.model, base) if isinstance(job.model, DecoderModel) else job.model
     url = job.checkpoint.url
     changes = {
         "model": model,
@@ -89,17 +86,12 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
     return prepared
 
 
-def _begun(model: LlamaModel, base: Path) -> LlamaModel:
-    """`model` with its `init_from` absolute, and its sizes from there unless the job says them."""
+def _begun(model: DecoderModel, base: Path) -> DecoderModel:
+    """`model` with its `init_from` absolute, and from there its sizes, unless the job says them, and further fields."""
     if model.init_from is None:
         return model
     directory = _absolute(model.init_from, base)
-    config = _config(directory)
-    found = model.model_copy(update={"init_from": str(directory)})
-    if model.shape is None and model.preset is None:
-        return found.model_copy(update={"shape": shape_from_config(config)})
-    check_config(found, config)
-    return found
+    return model.model_copy(update={"init_from": str(directory)}).begun(_config(directory))
 
 
 def _config(directory: Path) -> dict[str, object]:
@@ -150,17 +142,18 @@ def _located_url(url: str, base: Path) -> str:
 
 def _check_fit(job: JobSpec) -> None:
     """Refuses data that the model cannot take, where the job file alone tells."""
+    size = job.model.vocab_size
     for index, source in enumerate(job.data.sources):
         field = f"data.sources[{index}].format"
-        if isinstance(source, DigitsSource) and isinstance(job.model, LlamaModel):
+        if isinstance(source, DigitsSource) and size is not None:
             hint = (
                 "images are nothing for a language model: give text, jsonl or tokens, or family: digits_cnn"
             )
             raise UserError(field, source.format, hint)
-        if not isinstance(source, DigitsSource) and isinstance(job.model, DigitsCnnModel):
-            raise UserError(field, source.format, "digits_cnn takes images: give digits, or family: llama")
-    if isinstance(job.model, LlamaModel) and job.data.tokenizer == BYTES:
-        size = shape_of(job.model).vocab_size
+        if not isinstance(source, DigitsSource) and size is None:
+            hint = f"{job.model.family} takes images: give digits, or family: llama"
+            raise UserError(field, source.format, hint)
+    if size is not None and job.data.tokenizer == BYTES:
         has_text = any(isinstance(source, TextSource | JsonlSource) for source in job.data.sources)
         if has_text and size < _BYTE_VALUES:
             hint = f"bytes have {_BYTE_VALUES} values, the model's vocab_size is {size}: set it to {_BYTE_VALUES}"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from skein.config.aggregation import Walkers
-from skein.config.job import JobSpec, LlamaModel
+from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
@@ -253,8 +253,8 @@ class Builder:
         )
         match source.kind:
             case SourceKind.INITIAL:
-                if isinstance(job.model, LlamaModel) and job.model.init_from is not None:
-                    await self._on_torch(partial(load_huggingface, Path(job.model.init_from), chunk.module))
+                if job.model.begins_from is not None:
+                    await self._on_torch(partial(load_huggingface, Path(job.model.begins_from), chunk.module))
             case SourceKind.CHECKPOINT:
                 await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
             case SourceKind.KEEP:

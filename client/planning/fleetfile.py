@@ -18,8 +18,8 @@ from client.jobfile import prepare_job
 from skein.config.explain import Words, explain
 from skein.config.job import JobSpec
 from skein.config.load import Document, JobFileErrors, job_from_document, parse_document
-from skein.config.spec import Spec
 from skein.errors import UserError
+from skein.spec import Spec
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile, StageTime
 from skein.types import WORKER_NAME_PATTERN, SiteId, StageIndex, StageSpec, WorkerId
 from skein.units import parse_bytes, parse_seconds

@@ -170,11 +170,13 @@ class _Book:
             case "array":
                 return self._list(schema)
             case "object":
-                required = cast("Sequence[str]", schema.get("required", ()))
+                required, known = cast("Sequence[str]", schema.get("required", ())), _fields(schema)
+                if not known:
+                    return "a mapping"
                 return (
                     f"a mapping with {', '.join(required)}"
                     if required
-                    else f"a mapping of {', '.join(_fields(schema))}"
+                    else f"a mapping of {', '.join(known)}"
                 )
             case _:
                 return "another value"

@@ -12,8 +12,12 @@ from pydantic import Field, model_validator
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.agreement import check_aggregation
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
-from skein.config.spec import Spec
 from skein.errors import UserError
+from skein.model.families.digits_cnn import DigitsCnnModel as DigitsCnnModel
+from skein.model.families.llama import LlamaModel as LlamaModel
+from skein.model.families.llama import LlamaShape as LlamaShape
+from skein.model.table import ModelSpec as ModelSpec
+from skein.spec import Spec
 from skein.types import Layout, Precision
 
 Name = Annotated[
@@ -23,61 +27,6 @@ Name = Annotated[
         description="1 to 63 lower-case letters, digits and inner hyphens",
     ),
 ]
-
-
-class LlamaShape(Spec):
-    """Sizes of a Llama-family decoder, under the names of its Hugging Face configuration."""
-
-    vocab_size: Annotated[int, Field(ge=2, le=1_000_000)] = 256
-    hidden_size: Annotated[int, Field(ge=8, le=65_536)] = 256
-    intermediate_size: Annotated[int, Field(ge=8, le=262_144)] = 704
-    num_hidden_layers: Annotated[int, Field(ge=1, le=512)] = 4
-    num_attention_heads: Annotated[int, Field(ge=1, le=512)] = 4
-    num_key_value_heads: Annotated[int, Field(ge=1, le=512)] = 2
-    head_dim: Annotated[int, Field(ge=2, le=1024)] | None = None
-    max_position_embeddings: Annotated[int, Field(ge=2, le=1_048_576)] = 2048
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    tie_word_embeddings: bool = True
-    initializer_range: Annotated[float, Field(gt=0, lt=1)] = 0.02
-
-    @model_validator(mode="after")
-    def _check(self) -> "LlamaShape":
-        heads = self.num_attention_heads
-        if heads % self.num_key_value_heads:
-            hint = f"give a multiple of num_key_value_heads ({self.num_key_value_heads})"
-            raise UserError("num_attention_heads", heads, hint)
-        if self.head_dim is not None and self.head_dim % 2:
-            raise UserError("head_dim", self.head_dim, "give an even number (rotary embedding)")
-        if self.head_dim is None and self.hidden_size % (2 * heads):
-            hint = f"give an even multiple of num_attention_heads ({heads}), or set head_dim"
-            raise UserError("hidden_size", self.hidden_size, hint)
-        return self
-
-    @property
-    def attention_width(self) -> int:
-        """All query heads side by side, in features."""
-        return (self.head_dim or self.hidden_size // self.num_attention_heads) * self.num_attention_heads
-
-
-class LlamaModel(Spec):
-    """A Llama-family language model, by preset or by shape; `init_from` names a Hugging Face directory."""
-
-    family: Literal["llama"] = "llama"
-    preset: str | None = None
-    shape: LlamaShape | None = None
-    init_from: str | None = None
-
-
-class DigitsCnnModel(Spec):
-    """A small convolutional classifier for 8 x 8 grey images in 10 classes (scikit-learn's digits)."""
-
-    family: Literal["digits_cnn"]
-    channels: Annotated[int, Field(ge=1, le=1024)] = 16
-    num_blocks: Annotated[int, Field(ge=1, le=64)] = 3
-
-
-ModelSpec = Annotated[LlamaModel | DigitsCnnModel, Field(discriminator="family")]
 
 
 class TextSource(Spec):

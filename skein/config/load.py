@@ -45,10 +45,9 @@ def parse_job(text: str, *, origin: str, overrides: Sequence[str] = ()) -> JobSp
     Raises:
         JobFileErrors: all mistakes that could be found.
 
-    >>> parse_job("{name: a, budget: {}}", origin="job.yaml")
+    >>> parse_job("{name: a, model: {family: llama}, budget: {}}", origin="job.yaml")
     Traceback (most recent call last):
-    skein.config.load.JobFileErrors: model: missing: give a mapping whose family is digits_cnn or llama
-    data: missing: give a mapping with sources
+    skein.config.load.JobFileErrors: data: missing: give a mapping with sources
     budget.steps: missing: give a whole number from 1 to 100000000
     """
     return job_from_document(apply_overrides(parse_document(text, origin=origin), overrides))

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from skein.config.spec import Spec, told_by
 from skein.errors import UserError
+from skein.spec import Spec, told_by
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -1,4 +1,4 @@
-"""What every layer of a model costs, and what a stage of them costs together.
+"""What a model is to the rest of Skein: a list of layers, each with its tensors and what it costs.
 
 All figures but parameters are per sample. FLOPs count the matrix products and convolutions, as
 `torch.utils.flop_counter` does: 2 m n k each, and attention as if it were not causal. Activation bytes are those that
@@ -7,17 +7,19 @@ kernel that keeps no scores.
 """
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Self
 
-from skein.config.job import DigitsCnnModel, LlamaModel, LlamaShape, ModelSpec
 from skein.errors import UserError
-from skein.model.parameters import DIGITS_CLASSES, DIGITS_PIXELS, layer_parameters, num_groups
-from skein.model.presets import shape_of
+from skein.spec import Spec
 from skein.types import Precision, StageSpec
 
-_LABEL_BYTES = 8
+Shapes = Mapping[str, tuple[int, ...]]
+"""Tensors by the names that Hugging Face gives them."""
+
+LABEL_BYTES = 8
 """Tokens and labels are int64."""
 
 
@@ -54,7 +56,62 @@ class StageCost:
     output_bytes: int
 
 
-def layers_of(model: ModelSpec, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+class AnyModel(Spec):
+    """A model as a job asks for it. Each family derives from it; `skein.model.table` lists them."""
+
+    family: str
+
+    @property
+    def begins_from(self) -> str | None:
+        """The Hugging Face directory that the weights begin from; None: they are drawn."""
+        return None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """How many tokens the model knows; None: its samples are images."""
+
+    @abstractmethod
+    def layer_parameters(self) -> tuple[Shapes, ...]:
+        """The tensors of each layer: what takes raw samples first, then the blocks, the head and its loss last."""
+
+    @abstractmethod
+    def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+        """What each layer costs; see `layers_of`."""
+
+    def hugging_face(self) -> dict[str, object]:
+        """The `config.json` that lies beside exported weights."""
+        return {"model_type": self.family} | self.model_dump(mode="json", exclude={"family"})
+
+    def check_config(self, config: Mapping[str, object]) -> None:
+        """Refuses weights that their `config.json` says are of another model.
+
+        Raises:
+            UserError: the first difference that would change what the weights compute.
+        """
+        refuse_difference(self.hugging_face(), config)
+
+    def begun(self, config: Mapping[str, object]) -> Self:
+        """This model with what it leaves open taken from the `config.json` of what it begins from.
+
+        Raises:
+            UserError: the weights are of another model.
+        """
+        self.check_config(config)
+        return self
+
+
+def refuse_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> None:
+    """
+    Raises:
+        UserError: the first key of `ours` for which `theirs` has another value.
+    """
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            raise UserError(f"model.{key}", value, f"the weights to start from have {theirs.get(key)!r}")
+
+
+def layers_of(model: AnyModel, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
     """The layer list of `model`: what takes raw samples first, then the blocks, the head and its loss last.
 
     Args:
@@ -65,13 +122,7 @@ def layers_of(model: ModelSpec, *, sequence_tokens: int, precision: Precision) -
     Raises:
         UserError: the model's sizes do not fit together, or a sample is longer than the model's positions.
     """
-    match model:
-        case LlamaModel():
-            return _llama(model, sequence_tokens, precision)
-        case DigitsCnnModel():
-            return _digits_cnn(model, precision)
-        case _:
-            assert_never(model)
+    return model.layers(sequence_tokens=sequence_tokens, precision=precision)
 
 
 def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
@@ -87,108 +138,25 @@ def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
     )
 
 
-def tied_names(model: ModelSpec) -> frozenset[str]:
+def tied_names(model: AnyModel) -> frozenset[str]:
     """Names of the tensors that the first and the last layer share; a cut between them leaves two copies."""
-    first, *_, last = layer_parameters(model)
+    first, *_, last = model.layer_parameters()
     return frozenset(first.keys() & last.keys())
 
 
-def _word_bytes(precision: Precision) -> int:
+# --- for families ---
+
+
+def word_bytes(precision: Precision) -> int:
     """Bytes of one number in parameters, residuals and losses."""
     return 8 if precision is Precision.FP64 else 4
 
 
-def _product_bytes(precision: Precision) -> int:
+def product_bytes(precision: Precision) -> int:
     """Bytes of one number that enters or leaves a matrix product."""
-    return 2 if precision is Precision.BF16 else _word_bytes(precision)
+    return 2 if precision is Precision.BF16 else word_bytes(precision)
 
 
-def _sizes(model: ModelSpec) -> tuple[int, ...]:
-    return tuple(sum(math.prod(shape) for shape in layer.values()) for layer in layer_parameters(model))
-
-
-def _llama(model: LlamaModel, num_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-    shape = shape_of(model)
-    if num_tokens > shape.max_position_embeddings:
-        hint = f"the model has {shape.max_position_embeddings} positions (max_position_embeddings)"
-        raise UserError("data.sequence_tokens", num_tokens, hint)
-    word = _word_bytes(precision)
-    first, *blocks, last = _sizes(model)
-    hidden_bytes = num_tokens * shape.hidden_size * word
-    embedding = LayerSpec(
-        name="embedding",
-        num_parameters=first,
-        forward_flops=0,
-        activation_bytes=num_tokens * _LABEL_BYTES,
-        output_bytes=hidden_bytes,
-    )
-    scores_flops = 2 * num_tokens * num_tokens * shape.attention_width
-    middle = (
-        LayerSpec(
-            name=f"block.{i}",
-            num_parameters=size,
-            # Every weight but those of the two norms multiplies every token; scores and values are two more products.
-            forward_flops=2 * num_tokens * (size - 2 * shape.hidden_size) + 2 * scores_flops,
-            extra_backward_flops=scores_flops,
-            activation_bytes=num_tokens * _llama_block_bytes(shape, precision),
-            output_bytes=hidden_bytes,
-        )
-        for i, size in enumerate(blocks)
-    )
-    norm_bytes = shape.hidden_size * (word + _product_bytes(precision)) + word
-    head = LayerSpec(
-        name="head",
-        num_parameters=last,
-        num_tied_parameters=first if shape.tie_word_embeddings else 0,
-        forward_flops=2 * num_tokens * shape.hidden_size * shape.vocab_size,
-        activation_bytes=num_tokens * (norm_bytes + shape.vocab_size * word + _LABEL_BYTES),
-        output_bytes=0,
-    )
-    return (embedding, *middle, head)
-
-
-def _llama_block_bytes(shape: LlamaShape, precision: Precision) -> int:
-    """Per token: input, output and scale of both norms; queries, keys, values, their result and log-sum; the MLP."""
-    word, product = _word_bytes(precision), _product_bytes(precision)
-    norms = 2 * (shape.hidden_size * (word + product) + word)
-    key_width = shape.attention_width // shape.num_attention_heads * shape.num_key_value_heads
-    attention = 2 * (shape.attention_width + key_width) * product + shape.num_attention_heads * word
-    return norms + attention + 3 * shape.intermediate_size * product
-
-
-def _digits_cnn(model: DigitsCnnModel, precision: Precision) -> tuple[LayerSpec, ...]:
-    word, product = _word_bytes(precision), _product_bytes(precision)
-    num_pixels = DIGITS_PIXELS * DIGITS_PIXELS
-    num_features = num_pixels * model.channels
-    # Input and rectified output of the norm, its mean and scale per group; bfloat16 keeps a cast copy besides.
-    copy_bytes = num_features * product if precision is Precision.BF16 else 0
-    norm_bytes = 2 * num_features * word + 2 * num_groups(model.channels) * word + copy_bytes
-    first, *blocks, last = _sizes(model)
-    conv_flops = 2 * 9 * model.channels * num_features
-    stem_flops = conv_flops // model.channels
-    stem = LayerSpec(
-        name="stem",
-        num_parameters=first,
-        forward_flops=stem_flops,
-        extra_backward_flops=-stem_flops,
-        activation_bytes=num_pixels * product,
-        output_bytes=num_features * word,
-    )
-    middle = (
-        LayerSpec(
-            name=f"block.{i}",
-            num_parameters=size,
-            forward_flops=conv_flops,
-            activation_bytes=norm_bytes,
-            output_bytes=num_features * word,
-        )
-        for i, size in enumerate(blocks)
-    )
-    head = LayerSpec(
-        name="head",
-        num_parameters=last,
-        forward_flops=2 * num_features * DIGITS_CLASSES,
-        activation_bytes=norm_bytes + DIGITS_CLASSES * word + _LABEL_BYTES,
-        output_bytes=0,
-    )
-    return (stem, *middle, head)
+def num_elements(tensors: Shapes) -> int:
+    """Numbers in all tensors of a layer."""
+    return sum(math.prod(shape) for shape in tensors.values())

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from skein.config.job import ModelSpec
+from skein.model.layers import AnyModel
 from skein.model.parameters import layer_parameters
 from skein.types import StageSpec
 
 
-def counterparts(model: ModelSpec, stage: StageSpec, neighbour: StageSpec) -> Mapping[str, str] | None:
+def counterparts(model: AnyModel, stage: StageSpec, neighbour: StageSpec) -> Mapping[str, str] | None:
     """For every tensor of `stage` the one of `neighbour` at the same place, layer by layer; None if they are not alike.
 
     The model's first and last layer (embedding, head) do not count in `neighbour`, and a `stage` with one of them is
     like no other.
 
-    >>> from skein.config.job import DigitsCnnModel
+    >>> from skein.model.families.digits_cnn import DigitsCnnModel
     >>> from skein.types import StageIndex
     >>> ends = DigitsCnnModel(family="digits_cnn", num_blocks=4)
     >>> first, inner = (StageSpec(index=StageIndex(i), first=2 * i, stop=2 * i + 2) for i in range(2))

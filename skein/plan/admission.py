@@ -10,9 +10,10 @@ from typing import assert_never
 
 from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, NoRobust
 from skein.config.explain import Words
-from skein.config.job import JobSpec, LlamaModel
+from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.errors import UserError
+from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names
 from skein.plan.cut import check_job
 from skein.topology.stability import Stable, Verdict, verdict
@@ -99,7 +100,7 @@ def _check_ties(job: JobSpec) -> None:
     names = tied_names(job.model) if is_cut else frozenset()
     if not names or _sums_plainly(job.aggregation):
         return
-    assert isinstance(job.model, LlamaModel), "nothing else ties anything"
+    assert isinstance(job.model, DecoderModel), "nothing else ties anything"
     preset = job.model.preset
     is_loop = parallel.stages == 1
     field, value = ("layout", Words("loop")) if is_loop else ("stages", parallel.stages)

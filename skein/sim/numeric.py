@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skein import rng
-from skein.config.job import JobSpec, LlamaModel
+from skein.config.job import JobSpec
 from skein.model.layers import layers_of
 from skein.protocol.messages import Assign, ChunkAssignment, Decision, StepRecord
 from skein.protocol.ops import (
@@ -62,7 +62,7 @@ class NumericModel:
     def __init__(self, job: JobSpec) -> None:
         layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
         self.num_layers = len(layers)
-        self.is_tied = isinstance(job.model, LlamaModel) and bool(layers[-1].num_tied_parameters)
+        self.is_tied = bool(layers[-1].num_tied_parameters)
         self._seed = job.seed
         self._states: dict[tuple[str, str], State] = {}
 

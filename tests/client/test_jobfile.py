@@ -9,8 +9,7 @@ from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec, JsonlSource, LlamaModel, TextSource, TokenSource
 from skein.errors import UserError
-from skein.model.huggingface import config_of
-from skein.model.presets import shape_of
+from skein.model.decoder import shape_of
 from tests.client.scripted import GOOD
 
 SOURCES = """[{format: text, path: books}, {format: jsonl, path: ../more.jsonl},
@@ -94,7 +93,7 @@ def test_preparing_twice_changes_nothing() -> None:
 def hugging_face(directory: Path, change: dict[str, object] | None = None) -> LlamaModel:
     directory.mkdir()
     model = LlamaModel(preset="llama-3m")
-    (directory / "config.json").write_text(json.dumps({**config_of(model), **(change or {})}))
+    (directory / "config.json").write_text(json.dumps({**model.hugging_face(), **(change or {})}))
     return model
 
 

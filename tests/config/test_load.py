@@ -85,13 +85,14 @@ WRONG_VALUES = {
     "precision=fp8": "precision: 'fp8': give fp32, fp64 or bf16",
     "parallel.layout=ring": "parallel.layout: 'ring': give line or loop",
     "version=2": "version: 2: give 1",
-    "model=": "model: null: give a mapping whose family is digits_cnn or llama",
-    "model=llama-1m": "model: 'llama-1m': give a mapping whose family is digits_cnn or llama",
-    "model={preset: llama-1m}": "model.family: missing: give digits_cnn or llama",
-    "model.family=lama": "model.family: 'lama': give digits_cnn or llama; did you mean llama?",
+    "model=": "model: null: give a mapping whose family is digits_cnn, llama, mistral, qwen2 or qwen3",
+    "model=llama-1m": "model: 'llama-1m': give a mapping whose family is digits_cnn, llama, mistral, qwen2 or qwen3",
+    "model={preset: llama-1m}": "model.family: missing: give digits_cnn, llama, mistral, qwen2 or qwen3",
+    "model.family=lama": "model.family: 'lama': give digits_cnn, llama, mistral, qwen2 or qwen3; did you mean llama?",
     "model.preset=1": "model.preset: 1: give text, or null",
     "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: "
-    "it belongs to family: llama; with family: digits_cnn here are family, channels, num_blocks",
+    "it belongs to family: llama, mistral, qwen2 or qwen3; "
+    "with family: digits_cnn here are family, channels, num_blocks",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",
     "model.shape.hidden_size=130": "model.shape.hidden_size: 130: "
     "give an even multiple of num_attention_heads (4), or set head_dim",
@@ -226,7 +227,7 @@ def test_wrong_file_is_one_line_with_place_and_cure(text: str) -> None:
 def test_all_mistakes_are_told_together() -> None:
     assert mistakes("{name: A, budget: {steps: x}, seeed: 1, data: {sources: []}}") == [
         f"name: 'A': {NAME}",
-        "model: missing: give a mapping whose family is digits_cnn or llama",
+        "model: missing: give a mapping whose family is digits_cnn, llama, mistral, qwen2 or qwen3",
         f"data.sources: []: {SOURCES}",
         f"budget.steps: 'x': {STEPS}",
         f"seeed: 1: no such key: did you mean seed? here are {TOP}",

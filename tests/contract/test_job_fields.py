@@ -10,4 +10,5 @@ def test_fields_of_a_job_are_the_listed_ones() -> None:
 
 def test_every_part_of_a_job_says_what_it_is() -> None:
     schema = JobSpec.model_json_schema()
-    assert [name for name, part in schema["$defs"].items() if not part.get("description")] == []
+    parts = {name: part for name, part in schema["$defs"].items() if name != "JsonValue"}  # pydantic's own
+    assert [name for name, part in parts.items() if not part.get("description")] == []

@@ -3,17 +3,30 @@
 from collections.abc import Mapping
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
-from skein.config.job import DigitsCnnModel, LlamaModel, LlamaShape, ModelSpec
 from skein.errors import UserError
-from skein.model.huggingface import check_config, config_from_shape, config_of, shape_from_config
-from skein.model.presets import PRESETS
+from skein.model.decoder import DecoderModel
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import PRESETS, LlamaModel, LlamaShape
+from skein.model.families.mistral import MistralModel, MistralShape
+from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
+from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
+from skein.model.layers import layers_of
+from skein.model.shape import Llama3Rope
+from skein.types import Precision
 
-SHAPES = {
-    **PRESETS,
-    "wide_heads": LlamaShape(head_dim=128),
-    "one_group": LlamaShape(num_key_value_heads=1, rope_theta=123.5, rms_norm_eps=1e-6),
+KINDS: list[type[DecoderModel]] = [LlamaModel, MistralModel, Qwen2Model, Qwen3Model]
+MODELS: dict[str, DecoderModel] = {
+    **{name: LlamaModel(shape=shape) for name, shape in PRESETS.items()},
+    "wide_heads": LlamaModel(shape=LlamaShape(head_dim=128)),
+    "one_group": LlamaModel(shape=LlamaShape(num_key_value_heads=1, rope_theta=123.5, rms_norm_eps=1e-6)),
+    "stretched": LlamaModel(shape=LlamaShape(rope_scaling=Llama3Rope(factor=32.0))),
+    "mistral": MistralModel(shape=MistralShape(sliding_window=512)),
+    "mistral without window": MistralModel(shape=MistralShape()),
+    "qwen2": Qwen2Model(shape=Qwen2Shape()),
+    "qwen2 windowed": Qwen2Model(shape=Qwen2Shape(sliding_window=512)),
+    "qwen3": Qwen3Model(shape=Qwen3Shape(head_dim=128)),
 }
 # As transformers 4 wrote it for Llama 2.
 OLD: dict[str, object] = {
@@ -33,19 +46,28 @@ OLD: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MODELS)
 def test_shape_comes_back_from_what_we_write(name: str) -> None:
-    assert shape_from_config(config_from_shape(SHAPES[name])) == SHAPES[name]
+    model = MODELS[name]
+    assert model.shape_in(model.hugging_face()) == model.shape
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MODELS)
 def test_shape_comes_back_from_what_transformers_writes(name: str) -> None:
-    config = LlamaConfig.from_dict(config_from_shape(SHAPES[name])).to_dict()
-    assert shape_from_config(config) == SHAPES[name]
+    model = MODELS[name]
+    written = {key: value for key, value in model.hugging_face().items() if key != "model_type"}
+    assert model.shape_in(AutoConfig.for_model(model.family, **written).to_dict()) == model.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_configuration_is_read_with_the_defaults_of_transformers(kind: type[DecoderModel]) -> None:
+    family = kind.model_fields["family"].default
+    reference = AutoConfig.for_model(family).to_dict()
+    assert kind.shape_in({"model_type": family}) == kind.shape_in(reference)
 
 
 def test_old_configuration_is_read_with_the_defaults_of_transformers() -> None:
-    shape = shape_from_config(OLD)
+    shape = LlamaModel.shape_in(OLD)
     assert shape == LlamaShape(
         vocab_size=32_000,
         hidden_size=128,
@@ -56,9 +78,7 @@ def test_old_configuration_is_read_with_the_defaults_of_transformers() -> None:
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    assert shape_from_config(OLD | {"rope_theta": 5e5}).rope_theta == 5e5
-    reference = LlamaConfig.from_dict({"model_type": "llama"}).to_dict()
-    assert shape_from_config({"model_type": "llama"}) == shape_from_config(reference)
+    assert LlamaModel.shape_in(OLD | {"rope_theta": 5e5}).rope_theta == 5e5
 
 
 REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
@@ -71,9 +91,30 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "quantised": ({"quantization_config": {"bits": 4}}, r"config\.quantization_config: "),
     "scaled, old": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        r"config\.rope_scaling: .*only default",
+        r"config\.rope_scaling: .*only rope_type default and llama3",
     ),
-    "scaled, new": ({"rope_parameters": {"rope_type": "llama3"}}, r"config\.rope_parameters: .*only default"),
+    "scaled, new": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        r"config\.rope_parameters: .*only rope_type default and llama3",
+    ),
+    "scaled in part": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        r"config\.rope_scaling: .*lacks high_freq_factor, low_freq_factor",
+    ),
+    "scaled with more": (
+        {"rope_scaling": {"rope_type": "default", "attention_factor": 2.0}},
+        r"config\.rope_scaling: .*only rope_type default and llama3 are supported, whole",
+    ),
+    "unknown": ({"logit_scale": 0.1}, r"config\.logit_scale: 0\.1: is not known here and may change"),
+    "window": ({"sliding_window": 64}, r"config\.sliding_window: 64: is not known here"),
+    "sliding layers": (
+        {"layer_types": ["sliding_attention"] * 3},
+        r"config\.layer_types: .*sliding_attention needs a family with sliding_window",
+    ),
+    "other layers": (
+        {"layer_types": ["chunked_attention"] * 3},
+        r"config\.layer_types: .*only layers of full",
+    ),
     "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"config\.rope_parameters: "),
     "no mapping": ({"rope_parameters": "default"}, r"config\.rope_parameters: 'default'"),
     "not whole": ({"hidden_size": "wide"}, r"config\.hidden_size: 'wide': Input should be a valid integer"),
@@ -90,7 +131,7 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
 def test_what_our_decoder_does_not_compute_is_refused_by_name(case: str) -> None:
     change, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        shape_from_config({**OLD, **change})
+        LlamaModel.shape_in({**OLD, **change})
 
 
 def test_default_rotary_positions_are_accepted_in_both_spellings() -> None:
@@ -99,20 +140,72 @@ def test_default_rotary_positions_are_accepted_in_both_spellings() -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
         {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}, "rope_theta": None},
     ):
-        assert shape_from_config({**OLD, **options}).rope_theta == 7.0
+        assert LlamaModel.shape_in({**OLD, **options}).rope_theta == 7.0
+
+
+def test_llama_3_positions_are_read_in_both_spellings() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = Llama3Rope(factor=32.0)
+    old = {"rope_scaling": scaling, "rope_theta": 5e5}
+    for options in (old, {"rope_parameters": scaling | {"rope_theta": 5e5}}):
+        shape = LlamaModel.shape_in({**OLD, **options})
+        assert (shape.rope_scaling, shape.rope_theta) == (expected, 5e5)
+
+
+# As published, shortened to what is read: Qwen2.5 carries a window that it does not use, Mistral 0.1 uses its own.
+WINDOWS: dict[str, tuple[type[DecoderModel], dict[str, object], int | None]] = {
+    "mistral 0.1": (MistralModel, {"sliding_window": 4096}, 4096),
+    "mistral 0.3": (MistralModel, {"sliding_window": None}, None),
+    "qwen 2.5": (Qwen2Model, {"sliding_window": 131_072, "use_sliding_window": False}, None),
+    "qwen 2, on": (Qwen2Model, {"sliding_window": 64, "use_sliding_window": True}, 64),
+    "qwen 3, full layers": (
+        Qwen3Model,
+        {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_a_window_counts_where_a_layer_uses_it(case: str) -> None:
+    kind, config, window = WINDOWS[case]
+    assert kind.shape_in({"model_type": kind.model_fields["family"].default} | config).window == window
+
+
+def test_a_window_may_not_act() -> None:
+    model = MistralModel(shape=MistralShape(sliding_window=64))
+    layers_of(model, sequence_tokens=64, precision=Precision.FP32)
+    with pytest.raises(UserError, match=r"data\.sequence_tokens: 65: .*\(sliding_window\): give at most 64"):
+        layers_of(model, sequence_tokens=65, precision=Precision.FP32)
 
 
 def test_configuration_of_every_family_fits_its_own_model() -> None:
-    models: list[ModelSpec] = [LlamaModel(preset="llama-1m"), DigitsCnnModel(family="digits_cnn", channels=5)]
-    for model in models:
-        check_config(model, config_of(model))
+    for model in (*MODELS.values(), DigitsCnnModel(family="digits_cnn", channels=5)):
+        model.check_config(model.hugging_face())
 
 
 def test_limits_that_change_no_result_may_differ() -> None:
-    config = config_of(LlamaModel(preset="llama-1m"))
-    check_config(
-        LlamaModel(preset="llama-1m"), config | {"max_position_embeddings": 64, "initializer_range": 0.1}
-    )
+    model = LlamaModel(preset="llama-1m")
+    model.check_config(model.hugging_face() | {"max_position_embeddings": 64, "initializer_range": 0.1})
+
+
+def test_what_training_leaves_alone_is_kept() -> None:
+    source = OLD | {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 7],
+        "use_cache": True,
+        "id2label": {"0": "LABEL_0"},
+    }
+    model = LlamaModel(init_from="/llama", config={"eos_token_id": 9}).begun(source)
+    assert model.config == {"bos_token_id": 1, "eos_token_id": 9, "use_cache": True, "pretraining_tp": 1}
+    assert model.hugging_face().items() >= model.config.items()
+    assert model.shape == LlamaModel.shape_in(source)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +220,12 @@ def test_limits_that_change_no_result_may_differ() -> None:
 def test_weights_of_another_model_are_refused(key: str, value: object) -> None:
     model = LlamaModel(preset="llama-1m")
     with pytest.raises(UserError, match=rf"model\.{key}: .*: the weights to start from have {value}"):
-        check_config(model, config_of(model) | {key: value})
+        model.check_config(model.hugging_face() | {key: value})
 
 
 def test_weights_of_another_classifier_are_refused() -> None:
     model = DigitsCnnModel(family="digits_cnn", channels=5)
     with pytest.raises(UserError, match=r"model\.channels: 5: the weights to start from have 6"):
-        check_config(model, config_of(model) | {"channels": 6})
+        model.check_config(model.hugging_face() | {"channels": 6})
     with pytest.raises(UserError, match=r"model\.model_type: 'digits_cnn': .*'llama'"):
-        check_config(model, config_of(LlamaModel(preset="llama-1m")))
+        model.check_config(LlamaModel(preset="llama-1m").hugging_face())

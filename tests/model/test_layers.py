@@ -4,28 +4,29 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from skein.config.job import DigitsCnnModel, LlamaModel, LlamaShape, ModelSpec
 from skein.errors import UserError
-from skein.model.layers import LayerSpec, StageCost, layers_of, stage_cost, tied_names
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.layers import AnyModel, LayerSpec, StageCost, layers_of, stage_cost, tied_names
 from skein.model.parameters import layer_parameters, num_parameters
 from skein.types import Precision, StageIndex, StageSpec
 
 TIED = LlamaModel(shape=LlamaShape(num_hidden_layers=2, tie_word_embeddings=True))
 UNTIED = LlamaModel(shape=LlamaShape(num_hidden_layers=2, tie_word_embeddings=False))
 DIGITS = DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2)
-MODELS: list[ModelSpec] = [TIED, UNTIED, DIGITS]
+MODELS: list[AnyModel] = [TIED, UNTIED, DIGITS]
 
 
-def layers(model: ModelSpec, precision: Precision = Precision.FP32) -> tuple[LayerSpec, ...]:
+def layers(model: AnyModel, precision: Precision = Precision.FP32) -> tuple[LayerSpec, ...]:
     return layers_of(model, sequence_tokens=128, precision=precision)
 
 
-def cost(model: ModelSpec, first: int, stop: int) -> StageCost:
+def cost(model: AnyModel, first: int, stop: int) -> StageCost:
     return stage_cost(layers(model), StageSpec(index=StageIndex(0), first=first, stop=stop))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_list_begins_with_raw_samples_and_ends_with_the_head(model: ModelSpec) -> None:
+def test_list_begins_with_raw_samples_and_ends_with_the_head(model: AnyModel) -> None:
     names = [layer.name for layer in layers(model)]
     assert names == [names[0], "block.0", "block.1", "head"]
     assert names[0] == ("stem" if model is DIGITS else "embedding")
@@ -33,12 +34,12 @@ def test_list_begins_with_raw_samples_and_ends_with_the_head(model: ModelSpec) -
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_whole_model_as_one_stage_counts_every_parameter_once(model: ModelSpec) -> None:
+def test_whole_model_as_one_stage_counts_every_parameter_once(model: AnyModel) -> None:
     assert cost(model, 0, 4).num_parameters == num_parameters(model)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_cut_adds_up_but_for_the_matrix_that_both_ends_hold(model: ModelSpec) -> None:
+def test_cut_adds_up_but_for_the_matrix_that_both_ends_hold(model: AnyModel) -> None:
     whole = cost(model, 0, 4)
     copied = 256 * 256 if model is TIED else 0
     for num_cuts in (1, 2, 3):

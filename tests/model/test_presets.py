@@ -5,13 +5,24 @@ import re
 
 import pytest
 
-from skein.config.job import LlamaModel, LlamaShape
+from skein.config.load import parse_job
 from skein.errors import UserError
+from skein.model.decoder import DecoderModel, shape_of
+from skein.model.families.llama import PRESETS, LlamaModel, LlamaShape
+from skein.model.families.mistral import MistralModel
+from skein.model.families.qwen2 import Qwen2Model
+from skein.model.families.qwen3 import Qwen3Model
 from skein.model.parameters import num_parameters
-from skein.model.presets import PRESETS, shape_of
 
-# As their publisher counts them (model cards of Llama 3 8B, Llama 3.2 1B and 3B).
-PUBLISHED = {"llama-1b": 1_235_814_400, "llama-3b": 3_212_749_824, "llama-8b": 8_030_261_248}
+# As their publishers count them (model cards; of Llama those of Llama 3 8B, Llama 3.2 1B and 3B).
+PUBLISHED: list[tuple[DecoderModel, int]] = [
+    (LlamaModel(preset="llama-1b"), 1_235_814_400),
+    (LlamaModel(preset="llama-3b"), 3_212_749_824),
+    (LlamaModel(preset="llama-8b"), 8_030_261_248),
+    (MistralModel(preset="mistral-7b"), 7_248_023_552),
+    (Qwen2Model(preset="qwen2.5-0.5b"), 494_032_768),
+    (Qwen3Model(preset="qwen3-0.6b"), 596_049_920),
+]
 UNITS = {"m": 1e6, "b": 1e9}
 
 
@@ -25,9 +36,9 @@ def test_preset_has_about_the_parameters_in_its_name(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_large_presets_are_llama_3(name: str) -> None:
-    assert num_parameters(LlamaModel(preset=name)) == PUBLISHED[name]
+@pytest.mark.parametrize(("model", "published"), PUBLISHED)
+def test_large_presets_have_the_parameters_that_were_published(model: DecoderModel, published: int) -> None:
+    assert num_parameters(model) == published
 
 
 def test_presets_go_from_a_million_to_eight_billion_in_order() -> None:
@@ -53,12 +64,31 @@ def test_shape_is_the_preset_or_what_is_given() -> None:
         ),
         (LlamaModel(preset="llama-10M"), r"'llama-10M': did you mean llama-10m\? presets are llama-1m"),
         (LlamaModel(preset="gpt"), r"model\.preset: 'gpt': presets are llama-1m"),
-        (
-            LlamaModel(shape=LlamaShape(hidden_size=30, num_attention_heads=4, head_dim=8)),
-            r"model\.shape\.hidden_size: 30: give a multiple of num_attention_heads \(4\)",
-        ),
+        (Qwen3Model(preset="qwen3-0.5b"), r"'qwen3-0.5b': did you mean qwen3-0\.6b\? presets are qwen3"),
     ],
 )
-def test_unclear_or_unknown_shapes_are_refused_with_the_cure(model: LlamaModel, message: str) -> None:
+def test_unclear_or_unknown_shapes_are_refused_with_the_cure(model: DecoderModel, message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(model)
+
+
+REFUSED_SHAPES = {
+    "family: llama, shape: {hidden_size: 30, num_attention_heads: 4, head_dim: 8}": (
+        r"model\.shape\.hidden_size: 30: give a multiple of num_attention_heads \(4\): transformers opens no other"
+    ),
+    "family: qwen3, shape: {rope_scaling: {high_freq_factor: 1.0}}": (
+        r"model\.shape\.rope_scaling\.high_freq_factor: 1\.0: give more than low_freq_factor \(1\.0\)"
+    ),
+    "family: llama, shape: {sliding_window: 8}": r"model\.shape\.sliding_window: 8: no such key",
+    "family: qwen2, preset: qwen2.5-0.5b, config: {hidden_act: gelu}": (
+        r"model\.config\.hidden_act: 'gelu': follows from the model: leave it out here"
+    ),
+    "family: llama, preset: llama-1m, config: 3": r"model\.config: 3: give a mapping$",
+}
+
+
+@pytest.mark.parametrize("model", REFUSED_SHAPES)
+def test_shapes_that_fit_nothing_are_refused_where_they_stand_in_the_job(model: str) -> None:
+    text = f"{{name: a, model: {{{model}}}, data: {{sources: [{{format: digits}}]}}, budget: {{steps: 1}}}}"
+    with pytest.raises(UserError, match=REFUSED_SHAPES[model]):
+        parse_job(text, origin="job.yaml")

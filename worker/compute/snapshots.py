@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skein.config.job import ModelSpec
 from skein.errors import LocalError
-from skein.model.layers import tied_names
+from skein.model.layers import AnyModel, tied_names
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
 from skein.protocol.messages import ChunkVersion, Decision, StepRecord
@@ -232,7 +231,7 @@ def bring_forward(
     result_by_group: Mapping[GroupId, Tensor],
     *,
     stage: StageIndex,
-    model: ModelSpec,
+    model: AnyModel,
     rule: Rule,
 ) -> None:
     """Do to a chunk's copied state what `Chunk.apply` does to the chunk, to the last bit and in place.
@@ -255,7 +254,7 @@ def _gradients(
     result_by_group: Mapping[GroupId, Tensor],
     *,
     stage: StageIndex,
-    model: ModelSpec,
+    model: AnyModel,
 ) -> dict[str, Tensor]:
     is_shared = any(result.group == TIED for result in record.results)
     shared = tied_names(model) & params.keys() if is_shared else frozenset[str]()

@@ -11,17 +11,14 @@ from numpy.typing import NDArray
 from skein.config.job import (
     BatchSpec,
     DataSpec,
-    DigitsCnnModel,
     DigitsSource,
     JsonlSource,
-    LlamaModel,
-    ModelSpec,
     TextSource,
     TokenSource,
 )
 from skein.data.selection import Pick, Selection
 from skein.errors import UserError
-from skein.model.presets import shape_of
+from skein.model.layers import AnyModel
 from worker.data.digits import open_digits
 from worker.data.samples import Integers, Samples
 from worker.data.text import open_jsonl, open_text, open_tokens
@@ -73,7 +70,7 @@ class Dataset:
         return Batch(inputs=np.stack([s[0] for s in samples]), labels=np.stack([s[1] for s in samples]))
 
 
-def open_dataset(data: DataSpec, model: ModelSpec, *, seed: int, batch: BatchSpec | None = None) -> Dataset:
+def open_dataset(data: DataSpec, model: AnyModel, *, seed: int, batch: BatchSpec | None = None) -> Dataset:
     """The data of a job as this worker can read them. Reads every file once, to check and to fingerprint it.
 
     Args:
@@ -84,13 +81,8 @@ def open_dataset(data: DataSpec, model: ModelSpec, *, seed: int, batch: BatchSpe
         UserError: something about the data, the tokenizer or how they fit the model is wrong; the error names the
             field, its value and what would be right.
     """
-    match model:
-        case LlamaModel():
-            sources = _open_tokens(data, shape_of(model).vocab_size)
-        case DigitsCnnModel():
-            sources = _open_images(data)
-        case _:
-            assert_never(model)
+    size = model.vocab_size
+    sources = _open_images(data) if size is None else _open_tokens(data, size)
     selection = Selection.of(
         [source.num_samples for source in sources],
         [source.weight for source in data.sources],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.config.job import ModelSpec
+from skein.model.layers import AnyModel
 from skein.rng import key
 from skein.types import Precision, StageSpec
 
@@ -33,7 +33,7 @@ class Stage(nn.Module, ABC):
     is nothing but a head passes its input through `forward` unchanged.
     """
 
-    def __init__(self, model: ModelSpec, stage: StageSpec, *, num_layers: int, precision: Precision) -> None:
+    def __init__(self, model: AnyModel, stage: StageSpec, *, num_layers: int, precision: Precision) -> None:
         super().__init__()
         self.spec = model
         self.stage = stage

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.config.job import DigitsCnnModel
-from skein.model.parameters import DIGITS_CLASSES, DIGITS_PIXELS, num_groups
+from skein.model.families.digits_cnn import DIGITS_CLASSES, DIGITS_PIXELS, DigitsCnnModel, num_groups
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype
 

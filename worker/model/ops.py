@@ -3,6 +3,7 @@
 B batch, T tokens, H heads, F features.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
+
+from skein.model.shape import Llama3Rope
 
 
 class _Saved(FunctionCtx):
@@ -21,19 +24,20 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: _Saved, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        scale = torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
+        wide = x.to(weight.dtype)
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(dtype)
+        return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
     def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        grad = grad.to(x.dtype)
-        unit = x * scale
+        grad = grad.to(weight.dtype)
+        unit = x.to(weight.dtype) * scale
         grad_weight = (grad * unit).flatten(0, -2).sum(0)
         grad_unit = grad * weight
         along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1) / x.shape[-1]
-        return grad_unit.sub_(unit.mul_(along)).mul_(scale), grad_weight, None, None
+        return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype), grad_weight, None, None
 
 
 class _Swiglu(Function):
@@ -73,7 +77,7 @@ _cast_linear: Callable[[Tensor, Tensor], Tensor] = _CastLinear.apply
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, computed in the dtype of `x`, given in `dtype`.
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, computed in the dtype of `weight`, given in `dtype`.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, Eq. 4, with Llama's eps.
     """
@@ -93,7 +97,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotary_tables(
-    num_tokens: int, num_features: int, theta: float, dtype: torch.dtype
+    num_tokens: int,
+    num_features: int,
+    theta: float,
+    dtype: torch.dtype,
+    *,
+    scaling: Llama3Rope | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of every position, both (num_tokens, 1, num_features), for `rotate`.
 
@@ -102,9 +111,24 @@ def rotary_tables(
     Source: Su et al., RoFormer, 2021, Eq. 34, with the pairs (i, i + num_features / 2) of Hugging Face.
     """
     exponents = torch.arange(0, num_features, 2, dtype=dtype, device="cpu") / num_features
-    angles_TF = torch.outer(torch.arange(num_tokens, dtype=dtype, device="cpu"), 1.0 / theta**exponents)
+    frequencies_F = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies_F = _stretched(frequencies_F, scaling)
+    angles_TF = torch.outer(torch.arange(num_tokens, dtype=dtype, device="cpu"), frequencies_F)
     cos, sin = angles_TF.cos(), angles_TF.sin()
     return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def _stretched(frequencies_F: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Frequencies (radians per token) of which slow ones are divided by the factor, and those between in part.
+
+    Source: The Llama 3 Herd of Models, 2024, and its published code: the share kept rises linearly, from 0 to 1, in the
+    number of waves that the original positions hold, between the low and the high factor.
+    """
+    waves_F = scaling.original_max_position_embeddings * frequencies_F / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = ((waves_F - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies_F * kept_F + frequencies_F / scaling.factor * (1.0 - kept_F)
 
 
 def rotate(x_BTHF: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

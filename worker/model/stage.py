@@ -1,36 +1,38 @@
-"""The families of models, and how a stage of one is built."""
+"""How a stage of each family is built."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 
-from skein.config.job import DigitsCnnModel, LlamaModel, ModelSpec
+from skein.model.decoder import DecoderModel
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.layers import AnyModel
 from skein.types import Precision, StageSpec
 from worker.model.base import IGNORED_LABEL, Stage
+from worker.model.decoder import DecoderStage
 from worker.model.digits_cnn import DigitsCnnStage
-from worker.model.llama import LlamaStage
 
-__all__ = ["FAMILIES", "IGNORED_LABEL", "Stage", "build_stage"]
+__all__ = ["BUILDS", "IGNORED_LABEL", "Stage", "build_stage"]
 
-Build = Callable[[ModelSpec, StageSpec, int, Precision], Stage]
-
-
-def _llama(model: ModelSpec, stage: StageSpec, sequence_tokens: int, precision: Precision) -> Stage:
-    assert isinstance(model, LlamaModel)
-    return LlamaStage(model, stage, sequence_tokens=sequence_tokens, precision=precision)
+Build = Callable[[AnyModel, StageSpec, int, Precision], Stage]
 
 
-def _digits_cnn(model: ModelSpec, stage: StageSpec, _sequence_tokens: int, precision: Precision) -> Stage:
+def _decoder(model: AnyModel, stage: StageSpec, sequence_tokens: int, precision: Precision) -> Stage:
+    assert isinstance(model, DecoderModel)
+    return DecoderStage(model, stage, sequence_tokens=sequence_tokens, precision=precision)
+
+
+def _digits_cnn(model: AnyModel, stage: StageSpec, _sequence_tokens: int, precision: Precision) -> Stage:
     assert isinstance(model, DigitsCnnModel)
     return DigitsCnnStage(model, stage, precision=precision)
 
 
-FAMILIES: Mapping[str, Build] = {"llama": _llama, "digits_cnn": _digits_cnn}
-"""How to build an uninitialised stage of each family; its name is `ModelSpec.family`."""
+BUILDS: Mapping[type[AnyModel], Build] = {DecoderModel: _decoder, DigitsCnnModel: _digits_cnn}
+"""How to build an uninitialised stage, by what a model is; all decoders share one way."""
 
 
 def build_stage(
-    model: ModelSpec,
+    model: AnyModel,
     stage: StageSpec,
     *,
     sequence_tokens: int,
@@ -54,8 +56,9 @@ def build_stage(
         UserError: the model's sizes do not fit together.
         ValueError: the model has no such layers.
     """
+    build = next(build for kind, build in BUILDS.items() if isinstance(model, kind))
     with device:
-        built = FAMILIES[model.family](model, stage, sequence_tokens, precision)
+        built = build(model, stage, sequence_tokens, precision)
     if not 0 <= stage.first < stage.stop <= built.num_layers:
         raise ValueError(f"layers {stage.first} to {stage.stop} of a model with {built.num_layers}")
     built.to(device)

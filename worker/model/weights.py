@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skein.errors import UserError
-from skein.model.huggingface import check_config
+from skein.model.parameters import parameter_shapes
 from worker.model.base import Stage
 
 _FIELD = "model.init_from"
@@ -27,13 +27,14 @@ def load_huggingface(directory: Path, stage: Stage) -> None:
     Raises:
         UserError: something is missing, unreadable, of another shape, or of a model that computes differently.
     """
-    check_config(stage.spec, _read_object(directory / "config.json"))
+    stage.spec.check_config(_read_object(directory / "config.json"))
     parameter_by_name = dict(stage.named_parameters())
+    known = frozenset(parameter_shapes(stage.spec))
     file_by_name = _files(directory, parameter_by_name)
     for path, names in groupby(
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
-        _load_file(path, {name: parameter_by_name[name] for name in names})
+        _load_file(path, {name: parameter_by_name[name] for name in names}, known)
 
 
 def _files(directory: Path, names: Iterable[str]) -> dict[str, Path]:
@@ -58,10 +59,21 @@ def _indexed(directory: Path, name: str, file_name: object) -> Path:
     return directory / file_name
 
 
-def _load_file(path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter]) -> None:
+def _check_known(path: Path, held: Iterable[str], known: frozenset[str]) -> None:
+    """Refuses tensors that the model does not compute with: without them its numbers would be others."""
+    for name in sorted(held):
+        # Tables that old releases saved, and a head that is tied and so never used.
+        if name not in known and not name.endswith(".rotary_emb.inv_freq") and name != "lm_head.weight":
+            raise UserError(_FIELD, str(path), f"holds {name}, which the model does not have")
+
+
+def _load_file(
+    path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str]
+) -> None:
     try:
         with safe_open(path, framework="pt") as tensors:
             held = frozenset(tensors.keys())
+            _check_known(path, held, known)
             for name, parameter in parameter_by_name.items():
                 if name not in held:
                     raise UserError(_FIELD, str(path), f"does not hold {name}")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from skein.config.job import ModelSpec
+from skein.model.layers import AnyModel
 from skein.model.neighbours import counterparts
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import StepRecord
@@ -26,7 +26,7 @@ class Averaging:
     """What a job allows, and what its log says of averages; `made` has the version at which a stage was last made."""
 
     is_allowed: bool
-    model: ModelSpec
+    model: AnyModel
     last_commit: StepRecord | None
     made: Mapping[StageSpec, Step]
 

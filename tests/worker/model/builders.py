@@ -6,8 +6,15 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from skein.config.job import DigitsCnnModel, LlamaModel, LlamaShape, ModelSpec
+from skein.model.decoder import DecoderModel
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mistral import MistralModel, MistralShape
+from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
+from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
+from skein.model.layers import AnyModel
 from skein.model.parameters import layer_parameters
+from skein.model.shape import Llama3Rope
 from skein.types import Precision, StageIndex, StageSpec
 from worker.model.stage import IGNORED_LABEL, Stage, build_stage
 
@@ -15,38 +22,70 @@ NUM_TOKENS = 12
 VOCABULARY = 50
 
 
-def llama(*, key_value_heads: int = 2, head_dim: int | None = None, is_tied: bool = True) -> LlamaModel:
+_SIZES: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 500.0,
+    "initializer_range": 0.2,
+}
+# Waves of heads of 8 features at this theta are 6 to 590 tokens long: some fast, some slow, some between.
+_STRETCHED = Llama3Rope(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+def llama(
+    *,
+    key_value_heads: int = 2,
+    head_dim: int | None = None,
+    is_tied: bool = True,
+    rope_scaling: Llama3Rope | None = None,
+) -> LlamaModel:
     """Two blocks of 32 features and 4 heads."""
-    shape = LlamaShape(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        rope_theta=500.0,
-        tie_word_embeddings=is_tied,
-        initializer_range=0.2,
-    )
-    return LlamaModel(shape=shape)
+    changes: dict[str, object] = {
+        "num_key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": is_tied,
+        "rope_scaling": rope_scaling,
+    }
+    return LlamaModel(shape=LlamaShape.model_validate(_SIZES | changes))
 
 
-MODELS: dict[str, ModelSpec] = {
+# A row makes a model inherit every law of stages, costs, imports and exports.
+MODELS: dict[str, AnyModel] = {
     "tied": llama(),
     "untied": llama(is_tied=False),
     "one_group": llama(key_value_heads=1),
     "no_groups": llama(key_value_heads=4, is_tied=False),
     "wide_heads": llama(head_dim=14),
     "narrow_heads": llama(head_dim=6, is_tied=False),
+    "llama 3.1": llama(rope_scaling=_STRETCHED),
+    "mistral": MistralModel(
+        shape=MistralShape.model_validate(
+            _SIZES | {"sliding_window": NUM_TOKENS, "head_dim": 12, "tie_word_embeddings": False}
+        )
+    ),
+    "qwen2": Qwen2Model(shape=Qwen2Shape.model_validate(_SIZES | {"rms_norm_eps": 1e-6})),
+    "qwen2 windowed": Qwen2Model(
+        shape=Qwen2Shape.model_validate(
+            _SIZES | {"sliding_window": NUM_TOKENS + 1, "tie_word_embeddings": False}
+        )
+    ),
+    "qwen3": Qwen3Model(
+        shape=Qwen3Shape.model_validate(_SIZES | {"head_dim": 16, "tie_word_embeddings": False})
+    ),
     "digits": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2),
 }
-LLAMAS = [name for name, model in MODELS.items() if isinstance(model, LlamaModel)]
+DECODERS = [name for name, model in MODELS.items() if isinstance(model, DecoderModel)]
 
 
 def part(
-    model: ModelSpec, first: int, stop: int, *, precision: Precision = Precision.FP64, seed: int = 7
+    model: AnyModel, first: int, stop: int, *, precision: Precision = Precision.FP64, seed: int = 7
 ) -> Stage:
     return build_stage(
         model,
@@ -58,11 +97,11 @@ def part(
     )
 
 
-def whole(model: ModelSpec, *, precision: Precision = Precision.FP64, seed: int = 7) -> Stage:
+def whole(model: AnyModel, *, precision: Precision = Precision.FP64, seed: int = 7) -> Stage:
     return part(model, 0, len(layer_parameters(model)), precision=precision, seed=seed)
 
 
-def cuts(model: ModelSpec) -> Iterator[tuple[int, ...]]:
+def cuts(model: AnyModel) -> Iterator[tuple[int, ...]]:
     """Every way to cut the layer list, as the boundaries between stages, both ends included."""
     num_layers = len(layer_parameters(model))
     for num_cuts in range(num_layers):
@@ -70,7 +109,7 @@ def cuts(model: ModelSpec) -> Iterator[tuple[int, ...]]:
             yield (0, *inner, num_layers)
 
 
-def stages(model: ModelSpec, cut: Sequence[int]) -> list[Stage]:
+def stages(model: AnyModel, cut: Sequence[int]) -> list[Stage]:
     return [part(model, first, stop) for first, stop in pairwise(cut)]
 
 
@@ -82,7 +121,7 @@ def assert_near(actual: Tensor | None, expected: Tensor, *, tolerance: float, wh
     )
 
 
-def samples(model: ModelSpec, num_samples: int = 3) -> tuple[Tensor, Tensor]:
+def samples(model: AnyModel, num_samples: int = 3) -> tuple[Tensor, Tensor]:
     """Raw samples and their labels; of a text's, some are to be ignored."""
     draw = torch.Generator().manual_seed(num_samples)
     if isinstance(model, DigitsCnnModel):

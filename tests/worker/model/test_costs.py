@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from skein.config.job import DigitsCnnModel, LlamaModel, ModelSpec
-from skein.model.huggingface import config_from_shape
-from skein.model.layers import StageCost, layers_of, stage_cost
+from skein.model.decoder import DecoderModel
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel
+from skein.model.families.mistral import MistralModel
+from skein.model.families.qwen2 import Qwen2Model
+from skein.model.families.qwen3 import Qwen3Model
+from skein.model.layers import AnyModel, StageCost, layers_of, stage_cost
 from skein.model.parameters import num_parameters
-from skein.model.presets import PRESETS
 from skein.types import Precision, StageIndex, StageSpec
 from tests.worker.model.builders import MODELS, NUM_TOKENS, cuts, part, samples, whole
 from worker.model.stage import Stage
@@ -54,7 +57,7 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=dict(CPU_ATTENTION))
 
 
-def inputs(model: ModelSpec, first: int, precision: Precision) -> tuple[Tensor, Tensor]:
+def inputs(model: AnyModel, first: int, precision: Precision) -> tuple[Tensor, Tensor]:
     """What a stage that begins at layer `first` receives, and labels."""
     x, labels = samples(model, NUM_SAMPLES)
     if first > 0:
@@ -67,7 +70,7 @@ def run(stage: Stage, x: Tensor, labels: Tensor) -> Tensor:
     return stage.loss(x, labels)[0] if stage.has_head else stage(x).sum()
 
 
-def cost(model: ModelSpec, first: int, stop: int, precision: Precision) -> StageCost:
+def cost(model: AnyModel, first: int, stop: int, precision: Precision) -> StageCost:
     layers = layers_of(model, sequence_tokens=NUM_TOKENS, precision=precision)
     return stage_cost(layers, StageSpec(index=StageIndex(0), first=first, stop=stop))
 
@@ -145,9 +148,16 @@ def test_output_bytes_are_those_of_the_boundary_tensor(name: str, precision: Pre
         assert sent.nbytes == NUM_SAMPLES * cost(model, 0, stop, precision).output_bytes
 
 
+KINDS: list[type[DecoderModel]] = [LlamaModel, MistralModel, Qwen2Model, Qwen3Model]
+PRESETS = {preset: kind.model_validate({"preset": preset}) for kind in KINDS for preset in kind.presets}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_have_the_parameters_that_transformers_counts(preset: str) -> None:
-    config = LlamaConfig.from_dict(config_from_shape(PRESETS[preset]))
+    model = PRESETS[preset]
+    config = {key: value for key, value in model.hugging_face().items() if key != "model_type"}
     with torch.device("meta"):
-        reference = LlamaForCausalLM(config)
-    assert num_parameters(LlamaModel(preset=preset)) == reference.num_parameters()
+        reference = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(model.family, **config)
+        )
+    assert num_parameters(model) == reference.num_parameters()

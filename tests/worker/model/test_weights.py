@@ -9,31 +9,35 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from skein.config.job import DigitsCnnModel, LlamaModel
 from skein.errors import UserError
-from skein.model.huggingface import config_from_shape, config_of
-from skein.model.presets import shape_of
+from skein.model.decoder import DecoderModel
+from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.types import Precision
-from tests.worker.model.builders import LLAMAS, MODELS, assert_near, cuts, llama, part, samples, whole
+from tests.worker.model.builders import DECODERS, MODELS, assert_near, cuts, llama, part, samples, whole
 from worker.model.weights import load_huggingface
 
 # The promise to users: float32 logits of order 1 to 10 after a chain of products.
 SAME_LOGITS = 1e-5
 
 
-def reference(model: LlamaModel) -> LlamaForCausalLM:
+def reference(model: DecoderModel) -> PreTrainedModel:
     """transformers' own model, with numbers large enough for a difference to show."""
     torch.manual_seed(5)
-    built = LlamaForCausalLM(LlamaConfig.from_dict(config_from_shape(shape_of(model))))
+    config = {key: value for key, value in model.hugging_face().items() if key != "model_type"}
+    built = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(model.family, **config)
+    )
+    assert isinstance(built, PreTrainedModel)
     with torch.no_grad():
         for parameter in built.parameters():
-            parameter.mul_(torch.rand_like(parameter) + 0.5)
+            # Biases begin at 0.
+            parameter.mul_(torch.rand_like(parameter) + 0.5).add_(torch.rand_like(parameter), alpha=0.1)
     return built
 
 
-def written(model: LlamaModel, directory: Path, *, max_shard_size: str = "1GB") -> Tensor:
+def written(model: DecoderModel, directory: Path, *, max_shard_size: str = "1GB") -> Tensor:
     """Saves a reference of `model`; gives its logits for `samples`."""
     built = reference(model)
     built.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -44,12 +48,12 @@ def written(model: LlamaModel, directory: Path, *, max_shard_size: str = "1GB") 
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "8KB"])
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_any_cut_of_what_transformers_saved_gives_its_logits(
     name: str, max_shard_size: str, tmp_path: Path
 ) -> None:
     model = MODELS[name]
-    assert isinstance(model, LlamaModel)
+    assert isinstance(model, DecoderModel)
     expected = written(model, tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "8KB")
     for cut in cuts(model):
@@ -89,7 +93,7 @@ def test_classifier_weights_load_by_the_same_names(tmp_path: Path) -> None:
     model = DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2)
     original, copy = whole(model, seed=1), whole(model, seed=2)
     save_file(original.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
+    (tmp_path / "config.json").write_text(json.dumps(model.hugging_face()))
     load_huggingface(tmp_path, copy)
     x, _ = samples(model)
     assert torch.equal(original.logits(x), copy.logits(x))
@@ -157,6 +161,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other ties": (_set_config("tie_word_embeddings", False), r"model\.tie_word_embeddings: True: .*False"),
     "other family": (_set_config("model_type", "mamba"), r"config\.model_type: 'mamba': only 'llama'"),
+    "bias of another family": (
+        _change_tensor(lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})),
+        r"holds model\.layers\.0\.self_attn\.q_proj\.bias, which the model does not have",
+    ),
+    "window": (_set_config("sliding_window", 8), r"config\.sliding_window: 8: is not known here"),
     "index no map": (_index("{}"), r"index\.json': has no weight_map"),
     "index lacks one": (_index('{"weight_map": {}}'), r"index\.json': does not list"),
     "index leads out": (

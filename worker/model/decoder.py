@@ -1,4 +1,4 @@
-"""Llama-family decoder stages, with Hugging Face's parameter names.
+"""Decoder stages of every family, with Hugging Face's parameter names.
 
 B batch, T tokens, D hidden features, H heads, F features of a head.
 """
@@ -7,30 +7,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.config.job import LlamaModel, LlamaShape
-from skein.model.presets import shape_of
+from skein.model.decoder import DecoderModel, shape_of
+from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
 from worker.model.ops import attend, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
 
 
 class Linear(nn.Module):
-    """A matrix without bias."""
+    """A matrix, and in some families a bias."""
 
-    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, *, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
+        self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        y = linear(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class Norm(nn.Module):
     """Root mean square normalisation; its result is what matrix products take."""
 
-    def __init__(self, shape: LlamaShape, precision: Precision) -> None:
+    def __init__(self, num_features: int, shape: DecoderShape, precision: Precision) -> None:
         super().__init__()
-        self.weight = empty_parameter(shape.hidden_size, dtype=parameter_dtype(precision))
+        self.weight = empty_parameter(num_features, dtype=parameter_dtype(precision))
         self.eps = shape.rms_norm_eps
         self.dtype = product_dtype(precision)
 
@@ -41,7 +45,7 @@ class Norm(nn.Module):
 class Embedding(nn.Module):
     """One row per token. Where the head is tied to it in another stage, only the matrix is used."""
 
-    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = empty_parameter(shape.vocab_size, shape.hidden_size, dtype=dtype)
 
@@ -52,19 +56,23 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions; groups of query heads share a key and a value head."""
 
-    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, precision: Precision) -> None:
         super().__init__()
-        self.head_features = shape.attention_width // shape.num_attention_heads
-        key_width = self.head_features * shape.num_key_value_heads
-        self.q_proj = Linear(shape.hidden_size, shape.attention_width, dtype)
-        self.k_proj = Linear(shape.hidden_size, key_width, dtype)
-        self.v_proj = Linear(shape.hidden_size, key_width, dtype)
-        self.o_proj = Linear(shape.attention_width, shape.hidden_size, dtype)
+        dtype, hidden, has_bias = parameter_dtype(precision), shape.hidden_size, shape.has_input_biases
+        self.head_features = shape.head_features
+        self.q_proj = Linear(hidden, shape.attention_width, dtype, has_bias=has_bias)
+        self.k_proj = Linear(hidden, shape.key_width, dtype, has_bias=has_bias)
+        self.v_proj = Linear(hidden, shape.key_width, dtype, has_bias=has_bias)
+        self.o_proj = Linear(shape.attention_width, hidden, dtype)
+        self.q_norm = Norm(self.head_features, shape, precision) if shape.has_head_norms else None
+        self.k_norm = Norm(self.head_features, shape, precision) if shape.has_head_norms else None
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_features)
-        q_BHTF = rotate(self.q_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
-        k_BHTF = rotate(self.k_proj(x_BTD).view(heads), cos, sin).transpose(1, 2)
+        q_BTHF, k_BTHF = self.q_proj(x_BTD).view(heads), self.k_proj(x_BTD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHF, k_BTHF = self.q_norm(q_BTHF), self.k_norm(k_BTHF)
+        q_BHTF, k_BHTF = rotate(q_BTHF, cos, sin).transpose(1, 2), rotate(k_BTHF, cos, sin).transpose(1, 2)
         v_BHTF = self.v_proj(x_BTD).view(heads).transpose(1, 2)
         y_BHTF = attend(q_BHTF, k_BHTF, v_BHTF, takes_groups=takes_groups(q_BHTF))
         y: Tensor = self.o_proj(y_BHTF.transpose(1, 2).flatten(2))
@@ -74,7 +82,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, shape: LlamaShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
@@ -88,12 +96,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One decoder block: attention and feed-forward, each normalised before and added to what came in."""
 
-    def __init__(self, shape: LlamaShape, precision: Precision) -> None:
+    def __init__(self, shape: DecoderShape, precision: Precision) -> None:
         super().__init__()
         dtype = parameter_dtype(precision)
-        self.input_layernorm = Norm(shape, precision)
-        self.self_attn = Attention(shape, dtype)
-        self.post_attention_layernorm = Norm(shape, precision)
+        self.input_layernorm = Norm(shape.hidden_size, shape, precision)
+        self.self_attn = Attention(shape, precision)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision)
         self.mlp = Mlp(shape, dtype)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -112,11 +120,11 @@ class Decoder(nn.Module):
         self.norm: Norm | None = None
 
 
-class LlamaStage(Stage):
+class DecoderStage(Stage):
     """Layers: the embedding, one per decoder block, the head with the final norm."""
 
     def __init__(
-        self, model: LlamaModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
+        self, model: DecoderModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
     ) -> None:
         shape = shape_of(model)
         num_layers = shape.num_hidden_layers + 2
@@ -131,11 +139,12 @@ class LlamaStage(Stage):
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
             self.model.layers[str(layer - 1)] = Block(shape, precision)
         if self.has_head:
-            self.model.norm = Norm(shape, precision)
+            self.model.norm = Norm(shape.hidden_size, shape, precision)
             if not shape.tie_word_embeddings:
                 self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype)
-        features = shape.attention_width // shape.num_attention_heads
-        cos, sin = rotary_tables(sequence_tokens, features, shape.rope_theta, dtype)
+        cos, sin = rotary_tables(
+            sequence_tokens, shape.head_features, shape.rope_theta, dtype, scaling=shape.rope_scaling
+        )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -155,4 +164,6 @@ class LlamaStage(Stage):
         return linear(self.model.norm(x), matrix.weight)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
-        return (1.0, 0.0) if name.endswith("norm.weight") else (0.0, self.shape.initializer_range)
+        if name.endswith("norm.weight"):
+            return 1.0, 0.0
+        return 0.0, 0.0 if name.endswith(".bias") else self.shape.initializer_range

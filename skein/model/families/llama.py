@@ -1,11 +1,27 @@
-"""Named model sizes, and the one shape that a model specification means."""
+"""Llama 2 to 3.3, and what shares its architecture."""
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar, Literal
 
-from skein.config.job import LlamaModel, LlamaShape
+from pydantic import model_validator
+
 from skein.errors import UserError
+from skein.model.decoder import DecoderModel
+from skein.model.huggingface import Dialect
+from skein.model.shape import DecoderShape
+
+
+class LlamaShape(DecoderShape):
+    """Sizes of a Llama-family decoder, under the names of its Hugging Face configuration."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "LlamaShape":
+        if self.hidden_size % self.num_attention_heads:
+            hint = f"give a multiple of num_attention_heads ({self.num_attention_heads}): transformers opens no other"
+            raise UserError("hidden_size", self.hidden_size, hint)
+        return self
+
 
 # One entry of vocabulary per byte value: for text without a tokenizer.
 _BYTES = LlamaShape(vocab_size=256, tie_word_embeddings=True)
@@ -51,31 +67,16 @@ PRESETS: Mapping[str, LlamaShape] = MappingProxyType(
 """Sizes by name, smallest first; the number is that of the parameters, tied matrices counted once."""
 
 
-def shape_of(model: LlamaModel) -> LlamaShape:
-    """The sizes that `model` asks for, by preset or by shape.
+class LlamaModel(DecoderModel):
+    """A Llama-family language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
-    Raises:
-        UserError: both or neither are given, the preset is unknown, or transformers could not open the export.
-    """
-    if model.shape is not None:
-        if model.preset is not None:
-            raise UserError("model.preset", model.preset, "give either preset or shape, not both")
-        return _exportable(model.shape)
-    if model.preset is None:
-        raise UserError("model.preset", None, f"give a shape, or a preset: {', '.join(PRESETS)}")
-    if model.preset not in PRESETS:
-        raise UserError("model.preset", model.preset, _suggestion(model.preset))
-    return PRESETS[model.preset]
+    sizes: ClassVar[type[DecoderShape]] = LlamaShape
+    dialect: ClassVar[Dialect] = Dialect(
+        architecture="LlamaForCausalLM",
+        defaults={"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
+        required={"attention_bias": False, "mlp_bias": False},
+    )
+    presets: ClassVar[Mapping[str, DecoderShape]] = PRESETS
 
-
-def _exportable(shape: LlamaShape) -> LlamaShape:
-    if shape.hidden_size % shape.num_attention_heads:
-        hint = f"give a multiple of num_attention_heads ({shape.num_attention_heads}): transformers opens no other"
-        raise UserError("model.shape.hidden_size", shape.hidden_size, hint)
-    return shape
-
-
-def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name, PRESETS, n=1)
-    question = f"did you mean {close[0]}? " if close else ""
-    return f"{question}presets are {', '.join(PRESETS)}"
+    family: Literal["llama"] = "llama"
+    shape: LlamaShape | None = None

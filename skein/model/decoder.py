@@ -1,0 +1,210 @@
+"""Decoders of text: tensors and costs of their layers, whatever differs between families.
+
+A family gives its shape (sizes, biases, norms of heads), its dialect of `config.json` and its presets.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from pydantic import Field, JsonValue, field_validator
+
+from skein.errors import UserError
+from skein.model.huggingface import (
+    Dialect,
+    comparable,
+    config_from_shape,
+    kept_from_config,
+    shape_from_config,
+)
+from skein.model.layers import (
+    LABEL_BYTES,
+    AnyModel,
+    LayerSpec,
+    Shapes,
+    num_elements,
+    product_bytes,
+    refuse_difference,
+    word_bytes,
+)
+from skein.model.shape import DecoderShape
+from skein.types import Precision
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class DecoderModel(AnyModel):
+    """A language model, by preset or by shape; `init_from` names a Hugging Face directory."""
+
+    sizes: ClassVar[type[DecoderShape]]
+    dialect: ClassVar[Dialect]
+    presets: ClassVar[Mapping[str, DecoderShape]] = {}
+    """Shapes by name, smallest first."""
+
+    preset: str | None = None
+    shape: DecoderShape | None = None
+    init_from: str | None = None
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """What else the exported config.json says, such as eos_token_id. What `init_from` says there is kept by itself."""
+
+    @field_validator("config")
+    @classmethod
+    def _check_config_is_free(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for key in config:
+            if key not in kept_from_config({key: True}, cls.sizes, cls.dialect):
+                raise UserError(
+                    key, config[key], "follows from the model: leave it out here, and set it in shape"
+                )
+        return config
+
+    @property
+    def begins_from(self) -> str | None:
+        return self.init_from
+
+    @property
+    def vocab_size(self) -> int:
+        return shape_of(self).vocab_size
+
+    def layer_parameters(self) -> tuple[Shapes, ...]:
+        shape = shape_of(self)
+        matrix = (shape.vocab_size, shape.hidden_size)
+        head_matrix = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
+        blocks = (_block(shape, f"model.layers.{i}") for i in range(shape.num_hidden_layers))
+        return (
+            {EMBEDDING: matrix},
+            *blocks,
+            {"model.norm.weight": (shape.hidden_size,), head_matrix: matrix},
+        )
+
+    def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+        shape = shape_of(self)
+        _check_length(shape, sequence_tokens)
+        word = word_bytes(precision)
+        first, *blocks, last = self.layer_parameters()
+        hidden_bytes = sequence_tokens * shape.hidden_size * word
+        embedding = LayerSpec(
+            name="embedding",
+            num_parameters=num_elements(first),
+            forward_flops=0,
+            activation_bytes=sequence_tokens * LABEL_BYTES,
+            output_bytes=hidden_bytes,
+        )
+        scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
+        middle = (
+            LayerSpec(
+                name=f"block.{i}",
+                num_parameters=num_elements(tensors),
+                # Every matrix multiplies every token; scores and values are two more products.
+                forward_flops=2 * sequence_tokens * _matrix_elements(tensors) + 2 * scores_flops,
+                extra_backward_flops=scores_flops,
+                activation_bytes=sequence_tokens * _block_bytes(shape, precision),
+                output_bytes=hidden_bytes,
+            )
+            for i, tensors in enumerate(blocks)
+        )
+        norm_bytes = shape.hidden_size * (word + product_bytes(precision)) + word
+        head = LayerSpec(
+            name="head",
+            num_parameters=num_elements(last),
+            num_tied_parameters=num_elements(first) if shape.tie_word_embeddings else 0,
+            forward_flops=2 * sequence_tokens * shape.hidden_size * shape.vocab_size,
+            activation_bytes=sequence_tokens * (norm_bytes + shape.vocab_size * word + LABEL_BYTES),
+            output_bytes=0,
+        )
+        return (embedding, *middle, head)
+
+    def hugging_face(self) -> dict[str, object]:
+        return config_from_shape(shape_of(self), self.dialect, self.family) | self.config
+
+    def check_config(self, config: Mapping[str, object]) -> None:
+        refuse_difference(comparable(shape_of(self)), comparable(self.shape_in(config)))
+
+    def begun(self, config: Mapping[str, object]) -> Self:
+        kept = {"config": kept_from_config(config, self.sizes, self.dialect) | self.config}
+        if self.shape is None and self.preset is None:
+            return self.model_copy(update=kept | {"shape": self.shape_in(config)})
+        self.check_config(config)
+        return self.model_copy(update=kept)
+
+    @classmethod
+    def shape_in(cls, config: Mapping[str, object]) -> DecoderShape:
+        """The sizes that a Hugging Face configuration describes.
+
+        Raises:
+            UserError: it is of another family, or has what our decoder does not compute.
+        """
+        family = cls.model_fields["family"].default
+        if config.get("model_type") != family:
+            hint = f"only {family!r} models can be loaded with family: {family}"
+            raise UserError("config.model_type", config.get("model_type"), hint)
+        return shape_from_config(config, cls.sizes, cls.dialect)
+
+
+def shape_of(model: DecoderModel) -> DecoderShape:
+    """The sizes that `model` asks for, by preset or by shape.
+
+    Raises:
+        UserError: both or neither are given, or the preset is unknown.
+    """
+    presets = model.presets
+    if model.shape is not None:
+        if model.preset is not None:
+            raise UserError("model.preset", model.preset, "give either preset or shape, not both")
+        return model.shape
+    if model.preset is None:
+        raise UserError("model.preset", None, f"give a shape, or a preset: {', '.join(presets)}")
+    if model.preset not in presets:
+        close = difflib.get_close_matches(model.preset, presets, n=1)
+        question = f"did you mean {close[0]}? " if close else ""
+        raise UserError("model.preset", model.preset, f"{question}presets are {', '.join(presets)}")
+    return presets[model.preset]
+
+
+def _check_length(shape: DecoderShape, num_tokens: int) -> None:
+    if num_tokens > shape.max_position_embeddings:
+        hint = f"the model has {shape.max_position_embeddings} positions (max_position_embeddings)"
+        raise UserError("data.sequence_tokens", num_tokens, hint)
+    if shape.window is not None and num_tokens > shape.window:
+        hint = f"attention would reach over all of a sample, the model's only over {shape.window} tokens "
+        hint += f"(sliding_window): give at most {shape.window}"
+        raise UserError("data.sequence_tokens", num_tokens, hint)
+
+
+def _block(shape: DecoderShape, prefix: str) -> Shapes:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys, features = shape.attention_width, shape.key_width, shape.head_features
+    tensors = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if shape.has_input_biases:
+        tensors |= {f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", queries), ("k", keys), ("v", keys))}
+    if shape.has_head_norms:
+        tensors |= {f"self_attn.{x}_norm.weight": (features,) for x in ("q", "k")}
+    return {f"{prefix}.{name}": sizes for name, sizes in tensors.items()}
+
+
+def _matrix_elements(tensors: Shapes) -> int:
+    return sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+
+
+def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
+    """Per token: input, output and scale of both norms; queries, keys, values, their result and log-sum; the MLP.
+
+    Where heads are normalised, their queries and keys before that too, and a scale of each.
+    """
+    word, product = word_bytes(precision), product_bytes(precision)
+    norms = 2 * (shape.hidden_size * (word + product) + word)
+    attention = 2 * (shape.attention_width + shape.key_width) * product + shape.num_attention_heads * word
+    if shape.has_head_norms:
+        num_heads = shape.num_attention_heads + shape.num_key_value_heads
+        attention += (shape.attention_width + shape.key_width) * product + num_heads * word
+    return norms + attention + 3 * shape.intermediate_size * product
