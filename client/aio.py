@@ -18,10 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from client.card import model_card
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
 from client.download import OnBytes, fetch_weights, weight_prefixes
-from client.export import require_unused, write_huggingface
+from client.export import Dtype, require_unused, write_huggingface
 from client.jobfile import prepare_job, read_job, read_job_text
+from client.vocabulary import vocabulary_of
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import UserError
@@ -62,6 +64,8 @@ class Exported:
     version: Step
     out: Path
     files: tuple[Path, ...]
+    lacking: tuple[str, ...] = ()
+    """What should lie there and could not be had here, in a line each."""
 
 
 class AsyncClient:
@@ -177,15 +181,19 @@ class AsyncClient:
         *,
         version: int | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: Dtype = Dtype.FP32,
         on_bytes: OnBytes | None = None,
     ) -> Exported:
         """Writes a checkpoint's weights as a Hugging Face directory; see `client.export.write_huggingface`.
+
+        Beside them lie the tokenizer's files, as far as this machine has them, and a model card.
 
         Args:
             job: whose.
             out: a directory that does not exist, or is empty.
             version: after how many steps; by default the newest checkpoint.
             max_shard_bytes: size of the weight files.
+            dtype: of the weights.
             on_bytes: told how many bytes of how many were downloaded, whenever there are more.
 
         Raises:
@@ -195,7 +203,10 @@ class AsyncClient:
         """
         require_unused("out", out)  # not only after the download
         manifest = await self._connection.manifest(job, None if version is None else Step(version))
-        spec = job_from_json(manifest.spec)
+        spec, status = job_from_json(manifest.spec), await self.job(job).status()
+        vocabulary = await asyncio.to_thread(vocabulary_of, spec)
+        has_tokenizer = "tokenizer_config.json" in vocabulary.files
+        card = model_card(manifest, spec, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
@@ -207,10 +218,18 @@ class AsyncClient:
                     out,
                     max_shard_bytes=max_shard_bytes,
                     prefixes=weight_prefixes(manifest, spec),
+                    dtype=dtype,
+                    beside={"README.md": card.encode(), **vocabulary.files},
                 )
         except OSError as error:
             raise UserError("out", str(out), f"cannot be written: {error.strerror or error}") from error
-        return Exported(job=manifest.job, version=manifest.version, out=out, files=tuple(files))
+        return Exported(
+            job=manifest.job,
+            version=manifest.version,
+            out=out,
+            files=tuple(files),
+            lacking=tuple(vocabulary.lacking),
+        )
 
 
 class AsyncJob:

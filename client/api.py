@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 from client.aio import MAX_SHARD_BYTES, TIMEOUT_S, AsyncClient, AsyncJob, Exported, Metrics
 from client.connection import DEFAULT_TARGET, PATIENCE_S
 from client.download import OnBytes
+from client.export import Dtype
 from skein.config.job import JobSpec
 from skein.protocol.records import Incident
 from skein.topology.fleet import Link
@@ -109,11 +110,14 @@ class Client:
         *,
         version: int | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: Dtype = Dtype.FP32,
         on_bytes: OnBytes | None = None,
     ) -> Exported:
         """Writes a checkpoint's weights, by default the newest one's, as a Hugging Face directory."""
         return self._loop.run(
-            self._client.export(job, out, version=version, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes)
+            self._client.export(
+                job, out, version=version, max_shard_bytes=max_shard_bytes, dtype=dtype, on_bytes=on_bytes
+            )
         )
 
 

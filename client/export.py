@@ -12,10 +12,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skein.errors import UserError
 from skein.model.layers import AnyModel
@@ -25,7 +28,24 @@ _PIECE_ELEMENTS = 1 << 19
 _MAX_HEADER_BYTES = 100_000_000
 _NUM_BYTES = {"F32": 4, "F64": 8}
 _FORMATS = {"F32": "<f4", "F64": "<f8"}
-_FLOAT_BYTES = 4
+_NAMES = {"fp32": "F32", "bf16": "BF16"}
+
+
+class Dtype(StrEnum):
+    """In what numbers weights are written, in the words of a job's precision."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one number."""
+        return 4 if self is Dtype.FP32 else 2
+
+    @property
+    def in_torch(self) -> str:
+        """Its name in configurations."""
+        return "float32" if self is Dtype.FP32 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +70,10 @@ def write_huggingface(
     *,
     max_shard_bytes: int,
     prefixes: Sequence[str] = ("",),
+    dtype: Dtype = Dtype.FP32,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> list[Path]:
-    """Writes configuration and float32 weights to `out`; gives the files' paths.
+    """Writes configuration and weights to `out`; gives the files' paths.
 
     The weights are one `model.safetensors`, or where that would be above `max_shard_bytes`, shards of at most that size
     (or of one tensor) with an index. Memory stays at a few MiB. `out` appears at once, complete, or not at all.
@@ -63,6 +85,8 @@ def write_huggingface(
         out: a directory that does not exist, or is empty.
         max_shard_bytes: at least 1.
         prefixes: before a parameter's name, of the tensors whose mean is written, summed in float64 in this order.
+        dtype: of the written numbers, rounded to nearest, ties to even.
+        beside: further files by name; they take the place of what would be written under their names.
 
     Raises:
         UserError: `out` is in use or cannot be written; or the files lack a tensor, or hold one of another shape.
@@ -76,8 +100,11 @@ def write_huggingface(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as parent:
             directory = Path(parent) / "complete"
             directory.mkdir()
-            names = _write_weights(directory, sources_by_name, max_shard_bytes)
-            names += _write_configs(directory, model)
+            names = set(_write_weights(directory, sources_by_name, max_shard_bytes, dtype))
+            names |= _write_configs(directory, model, dtype)
+            for name, content in beside.items():
+                (directory / name).write_bytes(content)
+            names |= beside.keys()
             directory.replace(out)
     except OSError as error:
         raise UserError(
@@ -147,19 +174,19 @@ def _source(path: Path, entry: Mapping[str, object], start: int) -> _Source:
 
 
 def _write_weights(
-    directory: Path, sources_by_name: Mapping[str, _Sources], max_shard_bytes: int
+    directory: Path, sources_by_name: Mapping[str, _Sources], max_shard_bytes: int, dtype: Dtype
 ) -> list[str]:
-    shards = list(_shards(sources_by_name, max_shard_bytes))
+    shards = list(_shards(sources_by_name, max_shard_bytes, dtype))
     if len(shards) == 1:
-        _write_safetensors(directory / "model.safetensors", shards[0])
+        _write_safetensors(directory / "model.safetensors", shards[0], dtype)
         return ["model.safetensors"]
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(directory / file_name, shard)
+        _write_safetensors(directory / file_name, shard, dtype)
         weight_map |= dict.fromkeys(shard, file_name)
     num_parameters = sum(_num_elements(sources) for sources in sources_by_name.values())
-    metadata = {"total_parameters": num_parameters, "total_size": num_parameters * _FLOAT_BYTES}
+    metadata = {"total_parameters": num_parameters, "total_size": num_parameters * dtype.num_bytes}
     _write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
     return [*sorted(set(weight_map.values())), "model.safetensors.index.json"]
 
@@ -168,12 +195,14 @@ def _num_elements(sources: _Sources) -> int:
     return math.prod(sources[0].shape)
 
 
-def _shards(sources_by_name: Mapping[str, _Sources], max_shard_bytes: int) -> Iterator[dict[str, _Sources]]:
+def _shards(
+    sources_by_name: Mapping[str, _Sources], max_shard_bytes: int, dtype: Dtype
+) -> Iterator[dict[str, _Sources]]:
     """Tensors in order, as many together as fit; one that is too big by itself is alone."""
     shard: dict[str, _Sources] = {}
     shard_bytes = 0
     for name, sources in sources_by_name.items():
-        num_bytes = _num_elements(sources) * _FLOAT_BYTES
+        num_bytes = _num_elements(sources) * dtype.num_bytes
         if shard and shard_bytes + num_bytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = {}, 0
@@ -182,24 +211,25 @@ def _shards(sources_by_name: Mapping[str, _Sources], max_shard_bytes: int) -> It
     yield shard
 
 
-def _write_safetensors(path: Path, sources_by_name: Mapping[str, _Sources]) -> None:
+def _write_safetensors(path: Path, sources_by_name: Mapping[str, _Sources], dtype: Dtype) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, sources in sources_by_name.items():
-        begin, end = end, end + _num_elements(sources) * _FLOAT_BYTES
-        header[name] = {"dtype": "F32", "shape": list(sources[0].shape), "data_offsets": [begin, end]}
+        begin, end = end, end + _num_elements(sources) * dtype.num_bytes
+        shape = list(sources[0].shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for sources in sources_by_name.values():
-            _write_mean(sources, file)
+            _write_mean(sources, file, dtype)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_mean(sources: _Sources, target: BinaryIO) -> None:
-    """Appends the mean of `sources` to `target`, as little-endian float32; of one that is its own numbers."""
+def _write_mean(sources: _Sources, target: BinaryIO, dtype: Dtype) -> None:
+    """Appends the mean of `sources` to `target`, little-endian; of one that is its own numbers."""
     num_elements = _num_elements(sources)
     with ExitStack() as opened:
         files = [opened.enter_context(source.path.open("rb")) for source in sources]
@@ -210,17 +240,27 @@ def _write_mean(sources: _Sources, target: BinaryIO) -> None:
             total = np.zeros(count, np.float64)
             for source, file in zip(sources, files, strict=True):
                 total += np.frombuffer(file.read(count * _NUM_BYTES[source.dtype]), _FORMATS[source.dtype])
-            target.write((total / len(sources)).astype("<f4").tobytes())
+            mean = (total / len(sources)).astype("<f4")
+            target.write((mean if dtype is Dtype.FP32 else _bfloat16(mean)).tobytes())
 
 
-def _write_configs(directory: Path, model: AnyModel) -> list[str]:
+def _bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper halves of float32 numbers, rounded to nearest, ties to even; what is no number stays none."""
+    bits = numbers.view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(numbers), np.uint32(0x7FC0), rounded).astype("<u2")
+
+
+def _write_configs(directory: Path, model: AnyModel, dtype: Dtype) -> set[str]:
     config = model.hugging_face()
+    if "dtype" in config:
+        config["dtype"] = dtype.in_torch
     _write_json(directory / "config.json", config)
     if model.vocab_size is None:
-        return ["config.json"]
+        return {"config.json"}
     generation = {name: token for name, token in config.items() if name.endswith("_token_id")}
     _write_json(directory / "generation_config.json", generation)
-    return ["config.json", "generation_config.json"]
+    return {"config.json", "generation_config.json"}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -66,6 +66,7 @@ def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
         "job": checkpoint.job,
         "version": checkpoint.version,
         "spec": spec.canonical_json(),
+        "data_fingerprint": checkpoint.data_fingerprint,
         "files": files,
     }
     return json.dumps(manifest, indent=1).encode() + b"\n"

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
-from client.export import require_unused
+from client.export import Dtype, require_unused
 from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
@@ -59,11 +59,22 @@ def schema() -> int:
 @click.option(
     "--version", type=click.IntRange(min=0), help="After how many steps. Default: the newest checkpoint."
 )
+@click.option(
+    "--dtype",
+    type=click.Choice([dtype.value for dtype in Dtype]),
+    default=Dtype.FP32.value,
+    show_default=True,
+    help="Of the weights; bf16 takes half the room.",
+)
 @click.option("--max-shard-bytes", default="5 GB", show_default=True, help="Size of the weight files.")
 @json_option
 @connection_options
-def export(job: str, *, out: Path, version: int | None, max_shard_bytes: str, is_json: bool) -> int:
-    """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens."""
+def export(
+    job: str, *, out: Path, version: int | None, dtype: str, max_shard_bytes: str, is_json: bool
+) -> int:
+    """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens, with the
+    tokenizer's files and a model card.
+    """
     limit = size("--max-shard-bytes", max_shard_bytes)
     require_unused("--to", out)
     console = Console(stderr=True)
@@ -83,6 +94,7 @@ def export(job: str, *, out: Path, version: int | None, max_shard_bytes: str, is
             out,
             version=version,
             max_shard_bytes=limit,
+            dtype=Dtype(dtype),
             on_bytes=lambda num_bytes, total: bar.update(download, completed=num_bytes, total=total),
         )
     if is_json:
@@ -90,4 +102,6 @@ def export(job: str, *, out: Path, version: int | None, max_shard_bytes: str, is
     else:
         click.echo(str(done.out))
         click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
+        for line in done.lacking:
+            click.echo(f"warning: {line}", err=True)
     return DONE

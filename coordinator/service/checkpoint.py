@@ -99,6 +99,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             url=found.url,
             stages=found.stages,
             wall_s=found.wall_s,
+            data_fingerprint=found.data_fingerprint,
         )
         await self._driver.settled()
         return codec.MANIFEST_REPLY.encode(reply)

@@ -111,6 +111,8 @@ class CheckpointCommitted:
     url: str | None
     stages: tuple[StageFiles, ...]
     wall_s: float
+    data_fingerprint: str = ""
+    """Of the data that it was trained on; "": nobody had read any, or the log is older than that."""
 
 
 def checkpoint_folder(version: Step) -> str:

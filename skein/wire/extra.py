@@ -280,6 +280,7 @@ class ManifestReply:
     url: str | None
     stages: tuple[StageFiles, ...]
     wall_s: float
+    data_fingerprint: str = ""
 
 
 # --- probes ---

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from client.download import weight_files, weight_prefixes
-from client.export import write_huggingface
+from client.export import Dtype, write_huggingface
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd
 from skein.config.load import job_from_json
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel
 from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
 from skein.numeric.aggregate.diloco import GLOBAL
@@ -97,6 +98,48 @@ def test_export_of_float64_is_rounded_to_float32(tmp_path: Path) -> None:
     exported = load_file(tmp_path / "out" / "model.safetensors")
     for name, parameter in whole(model).named_parameters():
         assert torch.equal(exported[name], parameter.float())
+
+
+def test_export_in_bfloat16_is_rounded_as_torch_does(tmp_path: Path) -> None:
+    model = llama(is_tied=False)
+    files = stage_files(model, (0, 2, 4), tmp_path)
+    write_huggingface(files, model, tmp_path / "out", max_shard_bytes=4_000, dtype=Dtype.BF16)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    exported: dict[str, Tensor] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        exported |= load_file(path)
+    for name, parameter in whole(model, precision=Precision.FP32).named_parameters():
+        assert torch.equal(exported[name], parameter.bfloat16())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert opened.dtype == torch.bfloat16
+
+
+def test_bfloat16_of_numbers_at_the_edges_is_torchs(tmp_path: Path) -> None:
+    model = DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2)
+    state = whole(model, precision=Precision.FP32).state_dict()
+    # Halfway between two (to even, down and up), too large, none, tiny.
+    edges = torch.tensor([1.00390625, 1.01171875, 3.4e38, float("nan"), float("-inf"), 1e-45])
+    state["norm.weight"] = edges
+    save_file(state, tmp_path / "stage.safetensors")
+    write_huggingface(
+        [tmp_path / "stage.safetensors"], model, tmp_path / "out", max_shard_bytes=BIG, dtype=Dtype.BF16
+    )
+    exported = load_file(tmp_path / "out" / "model.safetensors")["norm.weight"]
+    assert torch.equal(exported.isnan(), edges.isnan())
+    assert torch.equal(exported.nan_to_num(), edges.bfloat16().nan_to_num())
+
+
+def test_what_training_leaves_alone_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    source = llama().hugging_face() | {"bos_token_id": 1, "eos_token_id": [2, 7], "use_cache": False}
+    model = LlamaModel(init_from="/begun").begun(source)
+    files, out = stage_files(model, (0, 4), tmp_path), tmp_path / "out"
+    beside = {"generation_config.json": b'{"temperature": 0.6}', "README.md": b"# card"}
+    paths = write_huggingface(files, model, out, max_shard_bytes=BIG, beside=beside)
+    assert sorted(paths) == sorted(out.iterdir())
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert (config.bos_token_id, config.eos_token_id, config.use_cache) == (1, [2, 7], False)
+    assert (out / "generation_config.json").read_bytes() == beside["generation_config.json"]
 
 
 def test_shards_are_numbered_listed_and_within_the_size(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The SDK against a scripted coordinator: what is sent, what comes back, and what survives a restart."""
 
 import asyncio
+import json
 import math
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save
 from client.aio import AsyncClient
 from client.api import Client, Job
 from client.errors import NotFound, NotReachable, Refused, VersionMismatch
+from client.export import Dtype
 from skein.config.load import parse_job
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
@@ -298,6 +300,24 @@ def test_export_is_what_was_saved(coordinator: Scripted, tmp_path: Path) -> None
     assert told[-1][0] == told[-1][1]
     assert len(coordinator.script.offsets) == 2, "the optimizer's state was downloaded"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_export_has_a_card_with_hashes_and_the_tokenizer(coordinator: Scripted, tmp_path: Path) -> None:
+    keep_checkpoint(coordinator.script)
+    assert coordinator.script.manifest is not None
+    coordinator.script.manifest = replace(coordinator.script.manifest, data_fingerprint="f1" * 32)
+    job = parse_job(GOOD, origin="job", overrides=[SMALL])
+    with client_of(coordinator) as client:
+        done = client.export("first-job-1", tmp_path / "out", dtype=Dtype.BF16)
+    assert done.lacking == ()
+    assert {path.name for path in done.files} == {path.name for path in done.out.iterdir()}
+    card = (done.out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"| job | first-job-1, hash `{job.content_hash()}` |" in card
+    assert f"| data hash | `{'f1' * 32}` |" in card
+    assert "3 of " in card
+    assert json.loads((done.out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert len(json.loads((done.out / "tokenizer.json").read_text())["model"]["vocab"]) == 256
 
 
 def test_broken_download_goes_on_where_it_stopped(coordinator: Scripted, tmp_path: Path) -> None:

@@ -93,6 +93,11 @@ def who_reads_other_data(
     return tuple(origin for origin in origins if ready[origin].data_fingerprint != usual)
 
 
+def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
+    """That of the data that a generation's members read; "" where none of them reads any."""
+    return max((report.data_fingerprint for report in ready.values()), default="")
+
+
 def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
     """Of those that read data, one for each fingerprint of it."""
     found: dict[str, WorkerId] = {}

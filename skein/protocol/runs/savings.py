@@ -18,6 +18,7 @@ from skein.protocol.messages import CheckpointFile, Save
 from skein.protocol.records import CheckpointCommitted, StageFiles
 from skein.protocol.reports import CheckpointWritten
 from skein.protocol.runs.members import Members
+from skein.protocol.runs.planning import fingerprint_of
 from skein.types import Generation, StageIndex, Step, WorkerId
 
 _Asking = tuple[Generation, Step]
@@ -130,6 +131,7 @@ class Savings:
             url=self._job.spec.checkpoint.url,
             stages=_by_stage(files),
             wall_s=wall_s,
+            data_fingerprint=fingerprint_of(self._members.ready),
         )
 
     def record(self, checkpoint: CheckpointCommitted) -> None:

@@ -361,11 +361,14 @@ class CheckpointCommitted(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    DATA_FINGERPRINT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     url: _builtins.str
     """Absent: at the coordinator."""
     wall_s: _builtins.float
+    data_fingerprint: _builtins.str
+    """Empty: nobody read data, or the record is older than the field."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.StageFiles]: ...
     def __init__(
@@ -376,10 +379,11 @@ class CheckpointCommitted(_message.Message):
         url: _builtins.str | None = ...,
         stages: _abc.Iterable[_ids_pb2.StageFiles] | None = ...,
         wall_s: _builtins.float = ...,
+        data_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "job", b"job", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "data_fingerprint", b"data_fingerprint", "job", b"job", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
     _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
