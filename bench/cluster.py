@@ -15,6 +15,9 @@ from client.local import free_port
 from client.tether import start_tethered
 from skein.wire.views import WorkerState
 
+ANY_ROOT = Path("/")
+"""Tests and benchmarks name files wherever they have made them."""
+ROOTS = ("--data-root", str(ANY_ROOT), "--checkpoint-root", str(ANY_ROOT))
 START_S = 90.0
 """Within which a coordinator must serve and workers must join, on a busy machine."""
 _POLL_S = 0.1
@@ -67,13 +70,17 @@ class Cluster:
 
     def start_coordinator(self) -> None:
         """Start it on the state directory of this cluster; at once, without waiting for it to serve."""
-        ports = ["--port", str(self.port), "--metrics-port", str(self.metrics_port)]
-        self._coordinator = self._start("coordinator", [*ports, "--state-dir", str(self.directory / "state")])
+        options = ["--port", str(self.port), "--metrics-port", str(self.metrics_port), *ROOTS]
+        self._coordinator = self._start(
+            "coordinator", [*options, "--state-dir", str(self.directory / "state")]
+        )
 
     def start_workers(self, names: Sequence[str]) -> None:
         """Start workers; they dial until the coordinator answers."""
         for name in names:
-            self.workers[name] = self._start("worker", ["--join", self.target, "--name", name], log=name)
+            self.workers[name] = self._start(
+                "worker", ["--join", self.target, "--name", name, *ROOTS], log=name
+            )
 
     def start(self, names: Sequence[str]) -> None:
         """Start everything and wait until the coordinator serves and all workers have joined."""

@@ -12,6 +12,7 @@ import torch
 
 from bench.chaosing.wires import ChaosWorker
 from bench.chaosing.worker import behind_wires
+from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST
 from skein.protocol.ops import Op, TensorKey
 from worker.compute.ops import Compute, Done
@@ -51,7 +52,13 @@ def main() -> int:
     told = Path(sys.argv[1])
     worker = ChaosWorker.model_validate_json(told.read_bytes())
     options = WorkerOptions(
-        join=worker.join, name=worker.name, listen=WORKER_HOST, port=worker.port, device="cpu"
+        join=worker.join,
+        name=worker.name,
+        listen=WORKER_HOST,
+        port=worker.port,
+        device="cpu",
+        data_roots=(ANY_ROOT,),
+        checkpoint_roots=(str(ANY_ROOT),),
     )
     return asyncio.run(run_worker(options, adapt=partial(sticky, told, worker)))
 

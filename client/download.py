@@ -122,16 +122,19 @@ def _append(target: BinaryIO, data: bytes, update: Callable[[bytes], None]) -> N
 def _from_url(
     url: str, manifest: ManifestReply, file: CheckpointFile, path: Path, told: Callable[[int], None]
 ) -> None:
-    files, root = ANYWHERE.open(url)
-    source = f"{root}/{manifest.job}/{checkpoint_folder(manifest.version)}/{path.name}"
+    version = checkpoint_folder(manifest.version)
+    source = f"{url.rstrip('/')}/{manifest.job}/{version}/{path.name}"
     digest, size = hashlib.sha256(), 0
     try:
-        with files.open(source, "rb") as file_there, path.open("wb") as target:
+        files = ANYWHERE.open(url, manifest.job, version)
+        with files.open(path.name) as file_there, path.open("wb") as target:
             while data := file_there.read(_READ_BYTES):
                 _append(target, data, digest.update)
                 size += len(data)
                 told(size)
-    except (OSError, ValueError, ImportError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         hint = f"{reason}; run this where the checkpoint's URL can be read"
         raise UserError(FIELD, source, hint) from error

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skein.config.job import (
+    BYTES,
     DataSpec,
     DigitsSource,
     JobSpec,
@@ -24,7 +25,6 @@ from skein.model.decoder import DecoderModel
 from skein.plan.admission import check_admissible, settled
 from skein.storage.places import FIELD
 
-BYTES = "bytes"
 _BYTE_VALUES = 256
 _STANDARD_INPUT = (Path("-"), Path("/dev/stdin"))
 

@@ -61,11 +61,13 @@ class LocalFleet:
     Args:
         directory: for their logs and the coordinator's state.
         num_workers: how many.
+        data_roots: where data, tokenizers and weights lie that jobs may read.
     """
 
-    def __init__(self, directory: Path, *, num_workers: int) -> None:
+    def __init__(self, directory: Path, *, num_workers: int, data_roots: Sequence[Path] = ()) -> None:
         self.directory = directory
         self.num_workers = num_workers
+        self._data_roots = tuple(data_roots)
         _, usual = split_address("coordinator", DEFAULT_TARGET)
         self.port, self.metrics_port = free_port(usual), free_port(usual + 1)
         self.services: list[Service] = []
@@ -106,11 +108,13 @@ class LocalFleet:
             NotStarted: something ended, or took longer than `READY_S`.
         """
         options = ["--host", HOST, "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
-        self._run("coordinator", "coordinator", [*options, "--state-dir", str(self.state)])
+        roots = ["--checkpoint-root", str(self.directory / "checkpoints")]
+        self._run("coordinator", "coordinator", [*options, "--state-dir", str(self.state), *roots])
         self._wait(lambda: _answers(client), "the coordinator does not answer")
+        roots += [part for root in self._data_roots for part in ("--data-root", str(root))]
         for number in range(1, self.num_workers + 1):
             name = f"worker-{number}"
-            self._run(name, "worker", ["--join", self.target, "--name", name, "--listen", HOST])
+            self._run(name, "worker", ["--join", self.target, "--name", name, "--listen", HOST, *roots])
         self._wait(lambda: _num_idle(client) == self.num_workers, "not all workers have joined")
 
     def check(self) -> None:

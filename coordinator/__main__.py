@@ -54,6 +54,22 @@ def default_state_dir() -> Path:
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
 @click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
+@click.option(
+    "--data-root",
+    "data_roots",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    show_default="left to the workers",
+    help="Refuse jobs that name data elsewhere. May be given again.",
+)
+@click.option(
+    "--checkpoint-root",
+    "checkpoint_roots",
+    multiple=True,
+    metavar="FOLDER|URL",
+    show_default="~/.local/share/skein/checkpoints",
+    help="Where a checkpoint.url may lead. May be given again.",
+)
 @click.option("--lease", "lease_s", default=LEASE_S, help="Seconds of silence after which a worker is lost.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def main(
@@ -72,6 +88,8 @@ def main(
     metrics_host: str,
     metrics_port: int,
     lease_s: float,
+    data_roots: tuple[Path, ...],
+    checkpoint_roots: tuple[str, ...],
     log_format: LogFormat,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C. It hosts itself on Ray and owns its state directory."""
@@ -94,6 +112,8 @@ def main(
         lease_s=lease_s,
         ray_address=ray_address,
         num_cpus=num_cpus,
+        data_roots=data_roots,
+        checkpoint_roots=checkpoint_roots,
         log_format=log_format,
     )
     code = run_coordinator(options)

@@ -17,20 +17,19 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from typing import BinaryIO, Self
 
 from coordinator.logfile import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import CheckpointCommitted, checkpoint_folder
+from skein.storage.folders import Folder, RootedFolder
 from skein.storage.places import ANYWHERE, FIELD, Places
+from skein.storage.roots import Inside
 from skein.types import JobId, Step
 
 MANIFEST = "manifest.json"
@@ -70,86 +69,6 @@ def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
         "files": files,
     }
     return json.dumps(manifest, indent=1).encode() + b"\n"
-
-
-class Folder(Protocol):
-    """One job's checkpoints, wherever they lie. Paths are relative, with one slash at most."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None if there is none."""
-        ...
-
-    def list(self, path: str) -> Sequence[str]:
-        """Names in a folder, sorted; none if there is no such folder."""
-        ...
-
-    def put(self, path: str, data: bytes) -> None:
-        """A small file, whole or not at all."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """A file or an empty folder; none there is no error."""
-        ...
-
-
-class LocalFolder:
-    """On this machine's disk; what is written survives a power cut."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def size(self, path: str) -> int | None:
-        target = self.root / path
-        return target.stat().st_size if target.is_file() else None
-
-    def list(self, path: str) -> Sequence[str]:
-        target = self.root / path
-        return sorted(entry.name for entry in target.iterdir()) if target.is_dir() else ()
-
-    def put(self, path: str, data: bytes) -> None:
-        with Upload(self.root / path, MAX_FILE_BYTES) as upload:
-            upload.write(data)
-            upload.finish()
-
-    def delete(self, path: str) -> None:
-        target = self.root / path
-        with suppress(FileNotFoundError):
-            if target.is_dir():
-                target.rmdir()
-            else:
-                target.unlink()
-
-
-class RemoteFolder:
-    """Behind an fsspec file system whose objects appear whole."""
-
-    def __init__(self, files: fsspec.AbstractFileSystem, root: str) -> None:
-        self._files = files
-        self._root = root.rstrip("/")
-
-    def size(self, path: str) -> int | None:
-        self._files.invalidate_cache()
-        try:
-            return int(self._files.info(f"{self._root}/{path}")["size"])
-        except FileNotFoundError:
-            return None
-
-    def list(self, path: str) -> Sequence[str]:
-        self._files.invalidate_cache()
-        try:
-            found = self._files.ls(f"{self._root}/{path}", detail=False)
-        except FileNotFoundError:
-            return ()
-        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
-
-    def put(self, path: str, data: bytes) -> None:
-        target = f"{self._root}/{path}"
-        self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._files.pipe_file(target, data)
-
-    def delete(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{path}", recursive=True)
 
 
 class Upload:
@@ -290,11 +209,8 @@ class CheckpointStore:
     def _folder(self, job: JobId, url: str | None) -> Folder:
         name = _checked(_JOB, job)
         if url is None:
-            return LocalFolder(self._directory / name)
-        files, root = self.places.open(url)
-        if isinstance(files, LocalFileSystem):
-            return LocalFolder(Path(root) / name)
-        return RemoteFolder(files, f"{root.rstrip('/')}/{name}")
+            return RootedFolder(Inside(root=self._directory, parts=(name,)))
+        return self.places.open(url, name)
 
     def _require(self, files: Folder, path: str, file: CheckpointFile, url: str | None) -> None:
         size = files.size(path)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +28,8 @@ from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.protocol.membership import LEASE_S
+from skein.storage.places import Places
+from skein.storage.roots import EVERYTHING
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
@@ -73,6 +75,10 @@ class CoordinatorOptions:
     object_store_bytes: int = 80 << 20
     """Of our own cluster; nothing large goes through it. Ray takes no less than 75 MiB."""
     log_format: LogFormat = "text"
+    data_roots: tuple[Path, ...] = ()
+    """Folders: jobs whose data lie elsewhere are refused. None: that is left to the workers."""
+    checkpoint_roots: tuple[str, ...] = ()
+    """Folders, or URLs of buckets, outside of which no `checkpoint.url` leads. None: one of our own."""
 
 
 FAILED, USAGE = 1, 2
@@ -120,6 +126,14 @@ def _check(options: CoordinatorOptions) -> None:
     if options.accepts_lost_log and options.is_standby:
         raise UserError("accept_lost_log", "with standby", "give it to the coordinator that is to lead now")
     _ = advertised(options)
+    _ = places_of(options)
+
+
+def places_of(options: CoordinatorOptions) -> Places:
+    """What jobs may name."""
+    places = Places.of(options.data_roots, options.checkpoint_roots)
+    # The coordinator reads no data itself, so where nobody says otherwise the roots of the workers are what counts.
+    return places if options.data_roots else replace(places, data=EVERYTHING)
 
 
 class _Signals:
@@ -320,6 +334,7 @@ def _host(
         name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         takeover_s=options.takeover_s,
         accepts_lost_log=options.accepts_lost_log,
+        places=places_of(options),
     )
     host = HostActor.bring_up(
         HostOptions(

@@ -29,6 +29,7 @@ from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.membership import LEASE_S
 from skein.protocol.records import EpochOpened, Record
+from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 
 LOCK_WAIT_S = 5.0
@@ -54,6 +55,7 @@ class ServingOptions:
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
     `accepts_lost_log`: go on with a log that has lost its end.
+    `places`: what jobs may name.
     """
 
     state_dir: Path
@@ -67,6 +69,7 @@ class ServingOptions:
     name: str = SOMEBODY.name
     takeover_s: float = 3.0
     accepts_lost_log: bool = False
+    places: Places = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +201,7 @@ class Serving:
             memory.replay(rest)
             _refuse_crash_loop(memory.openings, now=clock())
             patient = PatientLog(wrap(log))
-            store = CheckpointStore(options.state_dir / CHECKPOINTS)
+            store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
             driver = memory.drive(patient, store, plan, clock)
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)

@@ -52,6 +52,22 @@ def _memory(text: str | None) -> int | None:
 @click.option(
     "--metrics-port", type=_PORT, show_default="none", help="Port of /metrics; beats carry the same numbers."
 )
+@click.option(
+    "--data-root",
+    "data_roots",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    show_default="~/.local/share/skein/data",
+    help="Folder of data, tokenizers and weights; jobs read nothing else. May be given again.",
+)
+@click.option(
+    "--checkpoint-root",
+    "checkpoint_roots",
+    multiple=True,
+    metavar="FOLDER|URL",
+    show_default="~/.local/share/skein/checkpoints",
+    help="Where a checkpoint.url may lead. May be given again.",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
 def up(
     *,
@@ -67,6 +83,8 @@ def up(
     insecure: bool,
     metrics_host: str,
     metrics_port: int | None,
+    data_roots: tuple[Path, ...],
+    checkpoint_roots: tuple[str, ...],
     log_format: LogFormat,
 ) -> int:
     """Run a worker until SIGTERM or Ctrl-C, which give its work back first."""
@@ -83,6 +101,8 @@ def up(
         insecure=insecure,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        data_roots=data_roots,
+        checkpoint_roots=checkpoint_roots,
         log_format=log_format,
     )
     return daemon.main(options)

@@ -126,7 +126,7 @@ class Builder:
 
     Args:
         memory_bytes: what chunks and their activations may take together.
-        places: where checkpoints with a URL may lie.
+        places: what a job may name.
     """
 
     def __init__(
@@ -226,7 +226,12 @@ class Builder:
     async def _dataset(self, job: JobSpec) -> Dataset:
         if self._opened is None or self._opened[0] != job:
             opened = await asyncio.to_thread(
-                open_dataset, job.data, job.model, seed=job.seed, batch=job.batch
+                open_dataset,
+                job.data,
+                job.model,
+                seed=job.seed,
+                batch=job.batch,
+                roots=self.places.data,
             )
             self._opened = (job, opened)
         return self._opened[1]
@@ -254,7 +259,8 @@ class Builder:
         match source.kind:
             case SourceKind.INITIAL:
                 if job.model.begins_from is not None:
-                    await self._on_torch(partial(load_huggingface, Path(job.model.begins_from), chunk.module))
+                    begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
+                    await self._on_torch(partial(begin, chunk.module))
             case SourceKind.CHECKPOINT:
                 await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
             case SourceKind.KEEP:

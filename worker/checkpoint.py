@@ -9,15 +9,14 @@ Rules of this file
 """
 
 import hashlib
-import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles, checkpoint_folder, walker_prefix
+from skein.storage.folders import RootedFolder
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.types import Generation, JobId, StageIndex, Step
 
@@ -67,27 +67,18 @@ class UrlArchive:
     """Files of one checkpoint under a URL that `places` takes."""
 
     def __init__(self, url: str, job: JobId, version: Step, *, places: Places = ANYWHERE) -> None:
-        self._files, root = places.open(url)
-        self._folder = f"{root}/{job}/{checkpoint_folder(version)}"
+        with _as_os_error():
+            self._files = places.open(url, job, checkpoint_folder(version))
 
     def put(self, path: Path, name: str) -> None:
-        target = f"{self._folder}/{name}"
-        draft = f"{target}.{secrets.token_hex(4)}.part"
         with _as_os_error():
-            self._files.makedirs(self._folder, exist_ok=True)
-            self._files.put_file(str(path), draft)
-            if isinstance(self._files, LocalFileSystem):
-                _sync(draft)
-            self._files.mv(draft, target)
-            if isinstance(self._files, LocalFileSystem):
-                _sync(self._folder)
+            self._files.put_file(name, path)
 
     def get(self, file: CheckpointFile, folder: Path) -> Path:
-        source = f"{self._folder}/{file.name}"
-        if isinstance(self._files, LocalFileSystem):
-            return Path(source)
-        with _as_os_error():
-            self._files.get_file(source, str(folder / file.name))
+        if isinstance(self._files, RootedFolder):
+            return self._files.path_of(file.name)
+        with _as_os_error(), self._files.open(file.name) as source, (folder / file.name).open("xb") as target:
+            shutil.copyfileobj(source, target, _READ_BYTES)
         return folder / file.name
 
 
@@ -97,13 +88,12 @@ def check_url(url: str, *, places: Places = ANYWHERE) -> None:
     Raises:
         UserError: they could not.
     """
-    files, root = places.open(url)
-    probe = f"{root}/.{secrets.token_hex(4)}.part"
+    probe = f".{secrets.token_hex(4)}.part"
     try:
         with _as_os_error():
-            files.makedirs(root, exist_ok=True)
-            files.pipe_file(probe, b"")
-            files.rm_file(probe)
+            files = places.open(url)
+            files.put(probe, b"")
+            files.delete(probe)
     except OSError as error:
         raise UserError(FIELD, url, f"cannot be written to: {error.strerror or error}") from error
 
@@ -113,18 +103,10 @@ def _as_os_error() -> Iterator[None]:
     """Makes one kind of error of all that file systems raise; without credentials, for instance, each has its own."""
     try:
         yield
-    except OSError:
+    except (OSError, UserError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- writing ---

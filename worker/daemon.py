@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from skein.errors import UserError
 from skein.protocol.worker_io import StopRequested, WorkerEvent
+from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.leader import split_addresses
@@ -51,6 +52,8 @@ class WorkerOptions:
         port: 0 takes a free one.
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         memory_bytes: that a job may use; by default most of what is free.
+        data_roots: folders outside of which no data, tokenizer or weights are read; by default one of our own.
+        checkpoint_roots: folders, or URLs of buckets, outside of which no `checkpoint.url` leads; likewise.
         metrics_port: where Prometheus metrics are served, at `metrics_host`; None: they go up with the beats only.
     """
 
@@ -67,6 +70,8 @@ class WorkerOptions:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     log_format: LogFormat = "text"
+    data_roots: tuple[Path, ...] = ()
+    checkpoint_roots: tuple[str, ...] = ()
 
 
 def main(options: WorkerOptions) -> int:
@@ -182,6 +187,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         take_log_lines=log_lines.take,
+        places=Places.of(options.data_roots, options.checkpoint_roots),
     )
 
 

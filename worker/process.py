@@ -48,7 +48,7 @@ class Setting:
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
     `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
-    `places` says where checkpoints with a URL may lie.
+    `places` are what jobs may name.
     """
 
     worker: WorkerId

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.cluster import ANY_ROOT
 from client.lab.control import Ask, LabStatus, LinkStatus, ask
 from client.lab.preset import COORDINATOR
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
@@ -104,7 +105,7 @@ def shaped(preset: str, num_workers: int) -> Iterator[RunningLab]:
     with TemporaryDirectory() as path:
         folder = Folder(Path(path) / "lab")
         try:
-            yield _started(folder, LabOptions(preset=preset, num_workers=num_workers))
+            yield _started(folder, LabOptions(preset=preset, num_workers=num_workers, data_roots=(ANY_ROOT,)))
         finally:
             stop_lab(folder)
 

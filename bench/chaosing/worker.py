@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.chaosing.wires import ChaosWorker
+from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST
 from worker.daemon import WorkerOptions, run_worker
 from worker.process import Setting
@@ -21,7 +22,13 @@ def main() -> int:
     """Be the worker that the file describes."""
     worker = ChaosWorker.model_validate_json(Path(sys.argv[1]).read_bytes())
     options = WorkerOptions(
-        join=worker.join, name=worker.name, listen=WORKER_HOST, port=worker.port, device="cpu"
+        join=worker.join,
+        name=worker.name,
+        listen=WORKER_HOST,
+        port=worker.port,
+        device="cpu",
+        data_roots=(ANY_ROOT,),
+        checkpoint_roots=(str(ANY_ROOT),),
     )
     return asyncio.run(run_worker(options, adapt=partial(behind_wires, worker)))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, OpTimes
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.topology.fleet import Profile
@@ -101,6 +102,8 @@ def main() -> int:
         listen=WORKER_HOST,
         port=worker.port,
         device="cpu",
+        data_roots=(ANY_ROOT,),
+        checkpoint_roots=(str(ANY_ROOT),),
     )
     return asyncio.run(run_worker(options, adapt=partial(adapted, worker)))
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
 from skein.protocol.ops import HopKey, TensorKey
 from skein.types import Step
@@ -91,7 +92,9 @@ def told(folder: Path, name: str, setting: Setting) -> Setting:
 def main() -> int:
     """Be that worker."""
     join, name, folder = sys.argv[1:]
-    options = WorkerOptions(join=join, name=name, device="cpu")
+    options = WorkerOptions(
+        join=join, name=name, device="cpu", data_roots=(ANY_ROOT,), checkpoint_roots=(str(ANY_ROOT),)
+    )
     return asyncio.run(run_worker(options, adapt=partial(told, Path(folder), name)))
 
 

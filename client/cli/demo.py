@@ -28,6 +28,7 @@ from client.cli.show import print_json
 from client.export import require_unused
 from client.jobfile import read_job
 from client.local import LocalFleet, NotStarted
+from skein.config.job import JobSpec
 from skein.config.load import apply_overrides, parse_document
 from skein.types import JobState
 from skein.wire.views import EvaluationFinished, JobEvent
@@ -74,7 +75,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
     try:
         with (
             _terminable(),
-            LocalFleet(folder, num_workers=NUM_WORKERS) as fleet,
+            LocalFleet(folder, num_workers=NUM_WORKERS, data_roots=_roots(spec)) as fleet,
             Client(fleet.target) as client,
         ):
             say.print(f"starting a coordinator on {fleet.target} and {NUM_WORKERS} workers ...")
@@ -124,6 +125,12 @@ def _write_job(folder: Path, overrides: tuple[str, ...]) -> Path:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     return path
+
+
+def _roots(spec: JobSpec) -> list[Path]:
+    """The folders that the demo's job reads, and no other."""
+    paths = [Path(path) for _, path in spec.paths()]
+    return [path if path.is_dir() else path.parent for path in paths]
 
 
 def _watch(job: Job, total_steps: int, say: Console, losses: list[float]) -> Progressed:

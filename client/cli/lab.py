@@ -49,6 +49,14 @@ _one_way_option = click.option("--one-way", "is_one_way", is_flag=True, help="On
 )
 @click.option("--seed", default=0, show_default=True, help="Of jitter and loss.")
 @click.option("--no-services", is_flag=True, help="The network alone, without a coordinator and workers.")
+@click.option(
+    "--data-root",
+    "data_roots",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    show_default="the working directory",
+    help="Folder that workers read data from. May be given again.",
+)
 @click.option("--closed-homes", is_flag=True, help="Behind NAT no port is forwarded: nobody can dial in.")
 @_directory_option
 @json_option
@@ -60,6 +68,7 @@ def up(
     seed: int,
     no_services: bool,
     closed_homes: bool,
+    data_roots: tuple[Path, ...],
     directory: Path,
     is_json: bool,
 ) -> int:
@@ -71,6 +80,7 @@ def up(
         seed=seed,
         has_services=not no_services,
         has_closed_homes=closed_homes,
+        data_roots=data_roots,
     )
     folder = Folder(directory)
     lab = start_lab(folder, options)

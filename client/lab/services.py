@@ -44,6 +44,7 @@ def _coordinator(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
         *("--host", endpoint.listen, "--port", str(endpoint.port)),
         *("--metrics-host", HOST, "--metrics-port", str(metrics_port)),
         *("--state-dir", str(folder.coordinator_state), "--token-file", str(folder.token)),
+        *("--checkpoint-root", str(folder.checkpoints)),
     )
     return _placed(folder, lab, endpoint, "coordinator", arguments)
 
@@ -56,6 +57,8 @@ def _worker(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
         *("--listen", endpoint.listen, "--port", str(endpoint.port)),
         *("--advertise", join_address(endpoint.address, endpoint.port)),
         *("--token-file", str(folder.token)),
+        *(part for root in lab.data_roots for part in ("--data-root", root)),
+        *("--checkpoint-root", str(folder.checkpoints)),
     )
     return _placed(folder, lab, endpoint, "worker", arguments)
 

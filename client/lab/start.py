@@ -46,6 +46,7 @@ class LabOptions:
         seed: of jitter and loss.
         has_services: a coordinator and workers are started; otherwise the network alone.
         has_closed_homes: nothing gets into an endpoint behind NAT.
+        data_roots: folders that workers read data from; by default the working directory.
     """
 
     preset: str = "ten-cities"
@@ -54,6 +55,7 @@ class LabOptions:
     seed: int = 0
     has_services: bool = True
     has_closed_homes: bool = False
+    data_roots: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ def start_lab(folder: Folder, options: LabOptions) -> RunningLab:
         endpoints=endpoints,
         has_services=options.has_services,
         has_closed_homes=options.has_closed_homes,
+        data_roots=tuple(str(root.absolute()) for root in options.data_roots or (Path(),)),
         door=join_address(HOST, port),
         metrics_door=join_address(HOST, free_port(port + 1)),
     )

@@ -29,6 +29,7 @@ class LabFile(BaseModel):
     Args:
         preset_name: as it was asked for.
         reason: why this mode.
+        data_roots: folders that workers read data from.
         door: host:port of the coordinator for commands on this machine.
         metrics_door: likewise of its metrics.
     """
@@ -43,6 +44,7 @@ class LabFile(BaseModel):
     endpoints: tuple[Endpoint, ...]
     has_services: bool
     has_closed_homes: bool
+    data_roots: tuple[str, ...] = ()
     door: str
     metrics_door: str
 
@@ -67,6 +69,11 @@ class Folder:
     def coordinator_state(self) -> Path:
         """The coordinator's state directory."""
         return self.path / "coordinator"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where a `checkpoint.url` may lead."""
+        return self.path / "checkpoints"
 
     @property
     def prefix(self) -> str:

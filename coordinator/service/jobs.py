@@ -164,8 +164,7 @@ def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
 def _check(spec: JobSpec, places: Places) -> None:
     """Refuse what no fleet could run, before it is a job."""
     check_admissible(spec)
-    if spec.checkpoint.url is not None:
-        places.admit(spec.checkpoint.url)
+    places.admit_job(spec)
 
 
 def _check_key(key: str) -> None:

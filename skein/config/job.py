@@ -5,6 +5,7 @@ Everything is in SI base units inside; sizes and durations may be written with u
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -19,6 +20,9 @@ from skein.model.families.llama import LlamaShape as LlamaShape
 from skein.model.table import ModelSpec as ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
+
+BYTES = "bytes"
+"""The tokenizer that needs no file: a token is a byte."""
 
 Name = Annotated[
     str,
@@ -70,7 +74,7 @@ class DataSpec(Spec):
     """Where samples come from, read by the workers that hold the first stage."""
 
     sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
-    tokenizer: str = "bytes"
+    tokenizer: str = BYTES
     """`bytes` (256 byte values), or the path of a `tokenizers` JSON file."""
     sequence_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 256
     validation_ratio: Annotated[float, Field(ge=0, le=0.5)] = 0.02
@@ -221,6 +225,16 @@ class JobSpec(Spec):
         if self.plan.method == "full":
             return self.parallel.stages
         return max(self.num_fixed_stages, round(self.parallel.stages * (1 - self.skip.ratio)))
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """Field and path of everything that workers read for this job."""
+        for index, source in enumerate(self.data.sources):
+            if not isinstance(source, DigitsSource):
+                yield f"data.sources[{index}].path", source.path
+        if self.data.tokenizer != BYTES:
+            yield "data.tokenizer", self.data.tokenizer
+        if self.model.begins_from is not None:
+            yield "model.init_from", self.model.begins_from
 
     def canonical_json(self) -> str:
         """The one JSON text of this job: every field, sorted keys, no spaces."""

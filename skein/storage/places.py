@@ -1,55 +1,110 @@
-"""Checkpoint URLs opened: by scheme, from a short list, with nothing but a path taken from the URL.
+"""What a job may name: data below a root, and checkpoints below a root or in a store that an operator named.
 
 fsspec is never given a URL. Its file systems are made by name, without options, so that what is chained, cached or
 rendered by one of its others cannot be reached from a job file.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
+from skein.config.job import JobSpec
 from skein.config.location import SCHEMES, Location, parse_location
 from skein.errors import UserError
+from skein.storage.folders import Folder, ObjectFolder, RootedFolder
+from skein.storage.roots import EVERYTHING, Roots
 
 FIELD = "checkpoint.url"
+OPTION, DATA_OPTION = "--checkpoint-root", "--data-root"
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where one process finds the checkpoints of jobs that name a URL. `schemes`: those that it takes."""
+    """What one process lets jobs name.
 
+    `data`: where everything that is read lies. `checkpoints`: folders below which a `checkpoint.url` may lead;
+    `stores`: buckets, or keys in buckets, likewise, None being any.
+    """
+
+    data: Roots
+    checkpoints: Roots
+    stores: tuple[Location, ...] | None = ()
     schemes: tuple[str, ...] = SCHEMES
 
-    def admit(self, url: str) -> Location:
-        """What `url` names, if checkpoints may lie there; nothing is opened.
+    @staticmethod
+    def of(data_roots: Sequence[Path], checkpoint_roots: Sequence[str]) -> "Places":
+        """As an operator names them; where no folder is named it is the usual one. Checkpoint roots may be URLs.
 
         Raises:
-            UserError: it is no URL that is taken.
+            UserError: one is neither a folder nor a URL that is taken.
         """
-        return parse_location(url, field=FIELD, schemes=self.schemes)
+        found = [parse_location(x, field=OPTION) for x in checkpoint_roots if "://" in x]
+        folders = [Path(root) for root in checkpoint_roots if "://" not in root]
+        folders += [Path(location.path) for location in found if location.scheme == "file"]
+        stores = tuple(location for location in found if location.scheme != "file")
+        return Places(
+            data=Roots.of(DATA_OPTION, data_roots, usual="data"),
+            checkpoints=Roots.of(OPTION, folders, usual="checkpoints"),
+            stores=stores,
+        )
 
-    def open(self, url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-        """The file system behind `url`, and the path in it.
+    def admit_job(self, job: JobSpec) -> None:
+        """Returns if all that the job names may be there, going by its text; nothing is opened.
 
         Raises:
-            UserError: see `admit`; or the package that opens it is not installed here.
+            UserError: something lies out of all roots, or is no place.
+        """
+        for field, path in job.paths():
+            if not self.data.may_hold(path):
+                raise self.data.outside(path, field=field)
+        if job.checkpoint.url is not None:
+            self.admit(job.checkpoint.url)
+
+    def admit(self, url: str) -> Location:
+        """What `url` names, if checkpoints may lie there by its text; nothing is opened.
+
+        Raises:
+            UserError: it is no URL that is taken, or lies out of all roots.
+        """
+        location = parse_location(url, field=FIELD, schemes=self.schemes)
+        if location.scheme == "file":
+            is_below = self.checkpoints.may_hold(location.path)
+        else:
+            is_below = self.stores is None or any(location.is_below(store) for store in self.stores)
+        if not is_below:
+            raise self._outside(url)
+        return location
+
+    def open(self, url: str, *below: str) -> Folder:
+        """The folder that is called `below` under `url`; nothing is read or written yet.
+
+        Raises:
+            UserError: see `admit`; or a link leads out of all roots, or the package that opens it is not here.
+            OSError: its links cannot be followed.
         """
         location = self.admit(url)
-        return _files_of(location.scheme, url), location.path
+        if location.scheme == "file":
+            return RootedFolder(self.checkpoints.find(location.path, field=FIELD).child(*below))
+        return ObjectFolder(_files_of(location.scheme, url), "/".join((location.path, *below)))
 
-
-ANYWHERE = Places()
-"""For a process whose own user names the place."""
+    def _outside(self, url: str) -> UserError:
+        stores = "".join(f" or {store}" for store in self.stores or ())
+        hint = f"lies out of the checkpoint root {self.checkpoints}{stores}"
+        where = "the coordinator and all workers"
+        return UserError(FIELD, url, f"{hint}: name a place in it, or start {where} with {OPTION} {url}")
 
 
 def _files_of(scheme: str, url: str) -> fsspec.AbstractFileSystem:
-    if scheme == "file":
-        return LocalFileSystem()
     try:
         return fsspec.filesystem(scheme)
     except ImportError as error:
         package = _PACKAGES.get(scheme, scheme)
         hint = f"this process lacks what opens {scheme}:// ({error}): pip install {package}"
         raise UserError(FIELD, url, hint) from error
+
+
+ANYWHERE = Places(data=EVERYTHING, checkpoints=replace(EVERYTHING, option=OPTION), stores=None)
+"""For a process whose own user names the place."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -14,7 +15,7 @@ from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
-from skein.storage.places import Places
+from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
 from worker.checkpoint import file_names
@@ -39,7 +40,7 @@ def put(store: CheckpointStore, version: int, data: bytes = DATA, name: str = NA
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    places = Places(schemes=(*SCHEMES, "memory", "locked"))
+    places = replace(ANYWHERE, schemes=(*SCHEMES, "memory", "locked"))
     return CheckpointStore(tmp_path / "checkpoints", places=places, reserved_bytes=0)
 
 

@@ -28,6 +28,7 @@ from skein.protocol.coordinator import MAX_REFUSED
 from skein.protocol.messages import CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
 from skein.protocol.records import Record
 from skein.protocol.reports import Beat
+from skein.storage.places import Places
 from skein.types import WorkerId
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
@@ -52,6 +53,7 @@ from tests.coordinator.builders import (
     submitted,
 )
 from tests.support.incidents import incident
+from tests.support.jobs import small_job
 
 TOKEN = "correct-horse-battery"
 DATA = bytes(range(256)) * 10
@@ -300,6 +302,27 @@ async def test_a_job_that_nobody_can_run_is_refused_with_the_field(
         assert error.field == field
         assert caught.value.code() is StatusCode.INVALID_ARGUMENT
         assert running.driver.machine.history.jobs == {}
+
+
+async def test_a_job_that_names_what_lies_out_of_the_roots_is_refused_at_submit(tmp_path: Path) -> None:
+    places = Places.of([tmp_path / "data"], [str(tmp_path / "kept")])
+    running = await Serving.start(ServingOptions(state_dir=tmp_path / "state", places=places), plan_at_once)
+    outside = {
+        "checkpoint.url": stored_at("/etc/cron.d"),
+        "data.sources[0].path": small_job().canonical_json().replace('"/corpus"', '"/etc/passwd"'),
+    }
+    try:
+        async with connected(running) as channel:
+            for field, spec in outside.items():
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await submit(channel, spec=spec)
+                error = error_of(caught.value, "here")
+                assert isinstance(error, UserError)
+                assert error.field == field
+                assert str(tmp_path) in error.hint
+            assert running.driver.machine.history.jobs == {}
+    finally:
+        await running.stop()
 
 
 async def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:

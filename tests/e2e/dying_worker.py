@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
 from skein.protocol.messages import StepRecord
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op, TensorKey
@@ -87,7 +88,13 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--orders", required=True, type=Path)
     args = parser.parse_args()
-    options = WorkerOptions(join=args.join, name=args.name, device="cpu")
+    options = WorkerOptions(
+        join=args.join,
+        name=args.name,
+        device="cpu",
+        data_roots=(ANY_ROOT,),
+        checkpoint_roots=(str(ANY_ROOT),),
+    )
     return asyncio.run(run_worker(options, adapt=partial(mortal, Fate(args.orders))))
 
 

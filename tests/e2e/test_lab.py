@@ -29,7 +29,7 @@ LATENCY_S = 0.020
 def two_sites(path: Path, mode: Mode) -> Iterator[RunningLab]:
     folder = Folder(path / mode)
     try:
-        lab = start_lab(folder, LabOptions(preset="two-sites", mode=mode))
+        lab = start_lab(folder, LabOptions(preset="two-sites", mode=mode, data_roots=(path,)))
         wait_for_workers(lab, lambda _joined, _of: None)
         yield lab
     finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.cluster import ROOTS
 from client.api import Client, Job
 from client.local import free_port
 from client.tether import start_tethered
@@ -63,7 +64,7 @@ class Pair:
         self.standby.until_said("stands by on")
         self.target = f"127.0.0.1:{self.leader.port},127.0.0.1:{self.standby.port}"
         for index in range(4):
-            self._start("worker", ["--join", self.target, "--name", f"w{index}"], f"w{index}")
+            self._start("worker", ["--join", self.target, "--name", f"w{index}", *ROOTS], f"w{index}")
 
     def client(self) -> Client:
         return Client(self.target, patience_s=START_S)

@@ -131,6 +131,7 @@ def test_workers_behind_proxies_advertise_them(tmp_path: Path) -> None:
         "--port": "9000",
         "--advertise": "127.0.0.2:9000",
         "--token-file": str(tmp_path / "token"),
+        "--checkpoint-root": str(tmp_path / "checkpoints"),
     }
 
 

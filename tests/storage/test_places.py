@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from skein.errors import UserError
-from skein.storage.places import Places
+from skein.storage.places import ANYWHERE
 
 OPENED: list[str] = []
 
@@ -29,6 +30,7 @@ def watched() -> Iterator[None]:
     fsspec.register_implementation("watched", Watched, clobber=True)
     yield
     OPENED.clear()
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.mark.parametrize(
@@ -43,21 +45,22 @@ def watched() -> Iterator[None]:
     ],
 )
 def test_a_url_that_is_refused_opens_nothing(url: str) -> None:
-    for use in (Places().admit, Places().open):
+    for use in (ANYWHERE.admit, ANYWHERE.open):
         with pytest.raises(UserError, match=r"checkpoint\.url"):
             use(url)
     assert OPENED == []
 
 
 def test_a_url_is_admitted_without_opening_it() -> None:
-    places = Places(schemes=("watched",))
+    places = replace(ANYWHERE, schemes=("watched",))
     assert places.admit("watched://bucket/runs").path == "bucket/runs"
     assert OPENED == []
-    _, path = places.open("watched://bucket/runs")
-    assert (path, OPENED) == ("bucket/runs", ["made"])
+    places.open("watched://bucket/runs", "small-1").put("a/b", b"1")
+    assert OPENED == ["made"]
+    assert fsspec.filesystem("memory").cat("/bucket/runs/small-1/a/b") == b"1"
 
 
 def test_what_opens_a_place_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)
     with pytest.raises(UserError, match="pip install adlfs"):
-        Places().open("abfs://bucket")
+        ANYWHERE.open("abfs://bucket")

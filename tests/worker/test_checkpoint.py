@@ -14,7 +14,7 @@ from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.ops import SaveOp
 from skein.protocol.records import StageFiles, checkpoint_folder
-from skein.storage.places import Places
+from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, Precision, StageIndex, Step
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
@@ -74,7 +74,7 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
 
 def test_whatever_a_store_raises_is_one_kind_of_error(tmp_path: Path) -> None:
     fsspec.register_implementation("locked", Locked, clobber=True)
-    places = Places(schemes=(*SCHEMES, "locked"))
+    places = replace(ANYWHERE, schemes=(*SCHEMES, "locked"))
     with pytest.raises(UserError, match="no credentials"):
         check_url("locked://bucket", places=places)
     (tmp_path / "file").touch()

@@ -35,6 +35,7 @@ from skein.protocol.reports import (
     Trouble,
 )
 from skein.protocol.worker_io import DirectiveArrived, StopRequested
+from skein.storage.places import Places
 from skein.types import (
     ChunkRef,
     Generation,
@@ -272,6 +273,39 @@ async def test_what_no_worker_could_do_fails_the_job_with_its_cause(
         assert trouble.is_fatal
         assert "nowhere" in trouble.reason
         assert "\n" not in trouble.reason
+
+
+def secret_data(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"data": DataSpec(sources=(TextSource(path="/proc/self/environ"),))})
+
+
+def secret_tokenizer(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": "/etc/passwd"})})
+
+
+def secret_weights(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"model": job.model.model_copy(update={"init_from": "/root"})})
+
+
+def system_folder(job: JobSpec) -> JobSpec:
+    return job.model_copy(update={"checkpoint": CheckpointSpec(url="/etc/cron.d")})
+
+
+@pytest.mark.parametrize("lead_out", [secret_data, secret_tokenizer, secret_weights, system_folder])
+async def test_a_job_that_leads_out_of_a_root_is_refused_with_its_name(
+    tmp_path: Path, lead_out: Callable[[JobSpec], JobSpec]
+) -> None:
+    (tmp_path / "root").mkdir()
+    text = write_text(tmp_path / "root")
+    places = Places.of([tmp_path / "root"], [str(tmp_path / "root")])
+    async with puppet() as (coordinator, port), running(replace(setting(port), places=places)):
+        session = await coordinator.session()
+        session.say(WELCOME, new_generation(session, 1))
+        await session.heard(Ack)
+        session.say(assignment(text, 1, job=lead_out(tiny_job(text, stages=1))))
+        reason = (await session.heard(Trouble)).reason
+        assert "out of the" in reason
+        assert f"{tmp_path}/root" in reason
 
 
 async def test_what_was_logged_about_trouble_is_told_before_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from skein.config.job import (
 from skein.data.selection import Pick, Selection
 from skein.errors import UserError
 from skein.model.layers import AnyModel
+from skein.storage.roots import EVERYTHING, Roots
 from worker.data.digits import open_digits
 from worker.data.samples import Integers, Samples
 from worker.data.text import open_jsonl, open_text, open_tokens
@@ -70,19 +71,27 @@ class Dataset:
         return Batch(inputs=np.stack([s[0] for s in samples]), labels=np.stack([s[1] for s in samples]))
 
 
-def open_dataset(data: DataSpec, model: AnyModel, *, seed: int, batch: BatchSpec | None = None) -> Dataset:
+def open_dataset(
+    data: DataSpec,
+    model: AnyModel,
+    *,
+    seed: int,
+    batch: BatchSpec | None = None,
+    roots: Roots = EVERYTHING,
+) -> Dataset:
     """The data of a job as this worker can read them. Reads every file once, to check and to fingerprint it.
 
     Args:
         seed: of the job; decides split and order.
         batch: if given, there must be samples enough for one step.
+        roots: where files may lie.
 
     Raises:
         UserError: something about the data, the tokenizer or how they fit the model is wrong; the error names the
             field, its value and what would be right.
     """
     size = model.vocab_size
-    sources = _open_images(data) if size is None else _open_tokens(data, size)
+    sources = _open_images(data) if size is None else _open_tokens(data, size, roots)
     selection = Selection.of(
         [source.num_samples for source in sources],
         [source.weight for source in data.sources],
@@ -96,21 +105,25 @@ def open_dataset(data: DataSpec, model: AnyModel, *, seed: int, batch: BatchSpec
     return Dataset(sources=sources, selection=selection, fingerprint=_fingerprint(sources, selection))
 
 
-def _open_tokens(data: DataSpec, vocab_size: int) -> tuple[Samples, ...]:
+def _open_tokens(data: DataSpec, vocab_size: int, roots: Roots) -> tuple[Samples, ...]:
     has_text = any(isinstance(source, TextSource | JsonlSource) for source in data.sources)
-    tokenizer = load_tokenizer(data.tokenizer, vocab_size=vocab_size) if has_text else None
+    tokenizer = load_tokenizer(data.tokenizer, vocab_size=vocab_size, roots=roots) if has_text else None
     opened: list[Samples] = []
     for index, source in enumerate(data.sources):
         field, length = f"data.sources[{index}]", data.sequence_tokens
         match source:
             case TextSource():
                 assert tokenizer is not None
-                opened.append(open_text(source, tokenizer, sequence_tokens=length, field=field))
+                opened.append(open_text(source, tokenizer, sequence_tokens=length, field=field, roots=roots))
             case JsonlSource():
                 assert tokenizer is not None
-                opened.append(open_jsonl(source, tokenizer, sequence_tokens=length, field=field))
+                opened.append(open_jsonl(source, tokenizer, sequence_tokens=length, field=field, roots=roots))
             case TokenSource():
-                opened.append(open_tokens(source, sequence_tokens=length, vocab_size=vocab_size, field=field))
+                opened.append(
+                    open_tokens(
+                        source, sequence_tokens=length, vocab_size=vocab_size, field=field, roots=roots
+                    )
+                )
             case DigitsSource():
                 hint = "are images, and a language model reads text: use text, jsonl or tokens, or family: digits_cnn"
                 raise UserError(f"{field}.format", source.format, hint)

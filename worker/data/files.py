@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skein.errors import UserError
+from skein.storage.roots import Inside, Roots
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -15,7 +16,7 @@ _CHUNK_BYTES = 4 * 2**20
 class DataFile:
     """One file of a source, what it held when it was opened, and its name relative to the source's path."""
 
-    path: Path
+    place: Inside
     name: str
     size: int
     sha256: str
@@ -33,30 +34,33 @@ def readable(field: str, path: Path | str) -> Iterator[None]:
         raise UserError(field, str(path), hint) from error
 
 
-def open_files(path: str, pattern: str, *, field: str) -> tuple[DataFile, ...]:
+def open_files(path: str, pattern: str, *, field: str, roots: Roots) -> tuple[DataFile, ...]:
     """The file at `path`, or those in the folder `path` that match `pattern`, sorted by relative path.
 
     Reads each once from end to end.
 
     Args:
         field: the source in the job file, such as `data.sources[0]`, for error messages.
+        roots: what lies elsewhere is not read.
 
     Raises:
         UserError: nothing there, nothing that matches, or something that cannot be read.
     """
     with readable(f"{field}.path", path):
-        root = Path(path)
-        if root.is_file():
-            return (_examined(root, root.name, field),)
-        if not root.is_dir():
-            what = "not a regular file" if root.exists() else "no such file or folder on this worker"
-            raise UserError(
-                f"{field}.path", path, f"{what}: give a path that every worker of the first stage can read"
-            )
-        names = _matches(root, pattern, field)
+        found = roots.find(path, field=f"{field}.path")
+        try:
+            is_folder = found.is_folder()
+        except FileNotFoundError as error:
+            hint = "no such file or folder on this worker: give a path that every worker of the first stage can read"
+            raise UserError(f"{field}.path", path, hint) from error
+        if not is_folder:
+            return (_examined(found, Path(path).name, field),)
+        names = _matches(found.path, pattern, field)
         if not names:
-            raise _nothing_found(root, pattern, field)
-    return tuple(_examined(root / name, name, field) for name in names)
+            raise _nothing_found(found.path, pattern, field)
+        # A name below the folder may be a link.
+        places = [roots.find(str(found.path / name), field=f"{field}.path") for name in names]
+    return tuple(_examined(place, name, field) for place, name in zip(places, names, strict=True))
 
 
 def digest_of(files: Iterable[DataFile]) -> str:
@@ -68,6 +72,8 @@ def digest_of(files: Iterable[DataFile]) -> str:
 
 
 def _matches(root: Path, pattern: str, field: str) -> list[str]:
+    if ".." in Path(pattern).parts:
+        raise UserError(f"{field}.glob", pattern, "leads upwards: give a pattern of names below the folder")
     try:
         found = [path for path in root.glob(pattern) if path.is_file()]
     except (ValueError, NotImplementedError) as error:
@@ -82,10 +88,10 @@ def _nothing_found(root: Path, pattern: str, field: str) -> UserError:
     return UserError(f"{field}.glob", pattern, f"matches no file in {root}: '**/*' matches every file")
 
 
-def _examined(path: Path, name: str, field: str) -> DataFile:
+def _examined(place: Inside, name: str, field: str) -> DataFile:
     content, size = hashlib.sha256(), 0
-    with readable(f"{field}.path", path), path.open("rb") as file:
+    with readable(f"{field}.path", place.path), place.open() as file:
         while chunk := file.read(_CHUNK_BYTES):
             content.update(chunk)
             size += len(chunk)
-    return DataFile(path=path, name=name, size=size, sha256=content.hexdigest())
+    return DataFile(place=place, name=name, size=size, sha256=content.hexdigest())

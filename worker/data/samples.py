@@ -121,9 +121,10 @@ class FileBytes:
         return out
 
     def _bytes_of(self, file: DataFile, offset: int, count: int) -> Integers:
-        with readable(self.field, file.path):
-            found = np.fromfile(file.path, np.uint8, count, offset=offset)
+        with readable(self.field, file.place.path), file.place.open() as opened:
+            opened.seek(offset)
+            found = np.frombuffer(opened.read(count), np.uint8)
         if len(found) < count:
             hint = f"the file had {file.size} bytes when the job began and is shorter now: restore it"
-            raise UserError(self.field, str(file.path), hint)
+            raise UserError(self.field, str(file.place), hint)
         return found

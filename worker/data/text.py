@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from skein.config.job import JsonlSource, TextSource, TokenSource
 from skein.errors import UserError
+from skein.storage.roots import Roots
 from worker.data.files import DataFile, digest_of, open_files, readable
 from worker.data.samples import ArrayTokens, FileBytes, TokenStream, Windows
 from worker.data.tokenizer import ByteTokenizer, Document, Tokenizer
@@ -16,13 +18,15 @@ from worker.data.tokenizer import ByteTokenizer, Document, Tokenizer
 _SCAN_TOKENS = 2**22
 
 
-def open_text(source: TextSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str) -> Windows:
+def open_text(
+    source: TextSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str, roots: Roots
+) -> Windows:
     """Windows over text files. Bytes stay in their files; other tokens are kept in memory.
 
     Raises:
         UserError: the files are absent, unreadable, empty or not what the tokenizer reads.
     """
-    files = open_files(source.path, source.glob, field=field)
+    files = open_files(source.path, source.glob, field=field, roots=roots)
     stream: TokenStream
     if isinstance(tokenizer, ByteTokenizer):
         stream = FileBytes.of(files, field=f"{field}.path")
@@ -34,19 +38,23 @@ def open_text(source: TextSource, tokenizer: Tokenizer, *, sequence_tokens: int,
     )
 
 
-def open_jsonl(source: JsonlSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str) -> Windows:
+def open_jsonl(
+    source: JsonlSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str, roots: Roots
+) -> Windows:
     """Windows over the texts in a file, or folder, of JSON lines; tokens are kept in memory, one to four bytes each.
 
     Raises:
         UserError: the files are absent or unreadable, or a line is not an object with text under `source.field`.
     """
-    files = open_files(source.path, "**/*.jsonl", field=field)
+    files = open_files(source.path, "**/*.jsonl", field=field, roots=roots)
     documents = (document for file in files for document in _lines(file, source.field, field))
     stream = ArrayTokens(tokens=tokenizer.flatten(documents))
     return _windows(stream, files, tokenizer, sequence_tokens, f"{field}.path", source.path)
 
 
-def open_tokens(source: TokenSource, *, sequence_tokens: int, vocab_size: int, field: str) -> Windows:
+def open_tokens(
+    source: TokenSource, *, sequence_tokens: int, vocab_size: int, field: str, roots: Roots
+) -> Windows:
     """Windows over a mapped array of token ids, which is read once to check and to hash it.
 
     Raises:
@@ -55,12 +63,13 @@ def open_tokens(source: TokenSource, *, sequence_tokens: int, vocab_size: int, f
     """
     dtype = np.dtype(source.dtype).newbyteorder("<")
     with readable(f"{field}.path", source.path):
-        path = Path(source.path)
-        if not path.is_file():
-            raise UserError(
-                f"{field}.path", source.path, "no such file on this worker: give one flat array of token ids"
-            )
-        size = path.stat().st_size
+        place = roots.find(source.path, field=f"{field}.path")
+        try:
+            opened = place.open()
+        except (FileNotFoundError, IsADirectoryError) as error:
+            hint = "no such file on this worker: give one flat array of token ids"
+            raise UserError(f"{field}.path", source.path, hint) from error
+        size = os.fstat(opened.fileno()).st_size
         if size % dtype.itemsize:
             hint = f"{size} bytes are not a whole number of {source.dtype} ids: give the dtype it was written with"
             raise UserError(f"{field}.dtype", source.dtype, hint)
@@ -68,13 +77,14 @@ def open_tokens(source: TokenSource, *, sequence_tokens: int, vocab_size: int, f
             raise UserError(
                 f"{field}.path", source.path, "holds fewer than two token ids: there is nothing to predict"
             )
-        tokens = np.memmap(path, dtype, mode="r")
+        tokens = np.memmap(opened, dtype, mode="r")
+        opened.close()
     content = hashlib.sha256()
     for start in range(0, len(tokens), _SCAN_TOKENS):
         part = tokens[start : start + _SCAN_TOKENS]
         content.update(part.data)
         _check_ids(part, start, vocab_size, source, field)
-    file = DataFile(path=path, name=path.name, size=size, sha256=content.hexdigest())
+    file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=content.hexdigest())
     digest = f"{source.dtype} {digest_of([file])}"
     return Windows(stream=ArrayTokens(tokens=tokens), sequence_tokens=sequence_tokens, digest=digest)
 
@@ -106,16 +116,16 @@ def _windows(
 
 def _whole_files(files: Iterable[DataFile], field: str) -> Iterator[Document]:
     for file in files:
-        with readable(f"{field}.path", file.path):
-            text = file.path.read_bytes()
-        yield Document(where=str(file.path), text=text)
+        with readable(f"{field}.path", file.place.path), file.place.open() as opened:
+            text = opened.read()
+        yield Document(where=str(file.place), text=text)
 
 
 def _lines(file: DataFile, key: str, field: str) -> Iterator[Document]:
-    with readable(f"{field}.path", file.path), file.path.open("rb") as lines:
+    with readable(f"{field}.path", file.place.path), file.place.open() as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{file.path} line {number}"
+                where = f"{file.place} line {number}"
                 yield Document(where=where, text=_text_of(line, key, where, field))
 
 

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from skein.errors import UserError
+from skein.storage.roots import EVERYTHING, Roots
 from worker.data.files import readable
 from worker.data.samples import BYTE_SEPARATOR, Integers
 
@@ -92,11 +92,12 @@ class FileTokenizer:
             raise UserError(_FIELD, self.path, hint) from error
 
 
-def load_tokenizer(name: str, *, vocab_size: int) -> Tokenizer:
+def load_tokenizer(name: str, *, vocab_size: int, roots: Roots = EVERYTHING) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a JSON file.
 
     Args:
         vocab_size: entries in the model's vocabulary.
+        roots: where the file may lie.
 
     Raises:
         UserError: the file is absent or no tokenizer, the package is not installed, or the model's vocabulary is
@@ -105,7 +106,7 @@ def load_tokenizer(name: str, *, vocab_size: int) -> Tokenizer:
     if name == "bytes":
         _check_vocabulary(name, 256, vocab_size)
         return ByteTokenizer()
-    raw = _raw_file(name)
+    raw = _raw_file(name, roots)
     try:
         import tokenizers
     except ImportError as error:
@@ -124,16 +125,17 @@ def load_tokenizer(name: str, *, vocab_size: int) -> Tokenizer:
     return FileTokenizer(path=name, digest=digest, tokenizer=tokenizer, vocab_size=largest + 1)
 
 
-def _raw_file(name: str) -> bytes:
-    path = Path(name)
+def _raw_file(name: str, roots: Roots) -> bytes:
     with readable(_FIELD, name):
-        if path.is_dir():
-            raise UserError(_FIELD, name, "is a folder: give the tokenizer.json file in it")
-        if not path.exists():
-            raise UserError(
-                _FIELD, name, "no such file on this worker: give 'bytes' or a path to a tokenizer.json"
-            )
-        return path.read_bytes()
+        place = roots.find(name, field=_FIELD)
+        try:
+            if place.is_folder():
+                raise UserError(_FIELD, name, "is a folder: give the tokenizer.json file in it")
+        except FileNotFoundError as error:
+            hint = "no such file on this worker: give 'bytes' or a path to a tokenizer.json"
+            raise UserError(_FIELD, name, hint) from error
+        with place.open() as file:
+            return file.read()
 
 
 def _check_vocabulary(name: str, needed: int, vocab_size: int) -> None:

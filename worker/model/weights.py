@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
+from skein.storage.roots import EVERYTHING, Roots
 from worker.model.base import Stage
 
 _FIELD = "model.init_from"
@@ -18,33 +19,33 @@ _INDEX = "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def load_huggingface(directory: Path, stage: Stage) -> None:
+def load_huggingface(directory: Path, stage: Stage, roots: Roots = EVERYTHING) -> None:
     """Fills the parameters of `stage` from safetensors in `directory`, one file or several with an index.
 
     Only the tensors of the stage are read, one at a time, and cast to the dtype of its parameters. After an error the
-    stage holds a mixture and must be thrown away.
+    stage holds a mixture and must be thrown away. All of them lie in `roots`.
 
     Raises:
         UserError: something is missing, unreadable, of another shape, or of a model that computes differently.
     """
-    stage.spec.check_config(_read_object(directory / "config.json"))
+    stage.spec.check_config(_read_object(directory / "config.json", roots))
     parameter_by_name = dict(stage.named_parameters())
     known = frozenset(parameter_shapes(stage.spec))
-    file_by_name = _files(directory, parameter_by_name)
+    file_by_name = _files(directory, parameter_by_name, roots)
     for path, names in groupby(
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
-        _load_file(path, {name: parameter_by_name[name] for name in names}, known)
+        _load_file(path, {name: parameter_by_name[name] for name in names}, known, roots)
 
 
-def _files(directory: Path, names: Iterable[str]) -> dict[str, Path]:
+def _files(directory: Path, names: Iterable[str], roots: Roots) -> dict[str, Path]:
     """Which file holds each of `names`."""
     if (directory / _SINGLE).is_file():
         return dict.fromkeys(names, directory / _SINGLE)
     if not (directory / _INDEX).is_file():
         hint = f"has neither {_SINGLE} nor {_INDEX}; save_pretrained of transformers writes them"
         raise UserError(_FIELD, str(directory), hint)
-    weight_map = _read_object(directory / _INDEX).get("weight_map")
+    weight_map = _read_object(directory / _INDEX, roots).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise UserError(_FIELD, str(directory / _INDEX), "has no weight_map")
     return {name: _indexed(directory, name, weight_map.get(name)) for name in names}
@@ -68,10 +69,13 @@ def _check_known(path: Path, held: Iterable[str], known: frozenset[str]) -> None
 
 
 def _load_file(
-    path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str]
+    path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str], roots: Roots
 ) -> None:
     try:
-        with safe_open(path, framework="pt") as tensors:
+        with (
+            roots.find(str(path), field=_FIELD).open() as file,
+            safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as tensors,
+        ):
             held = frozenset(tensors.keys())
             _check_known(path, held, known)
             for name, parameter in parameter_by_name.items():
@@ -92,9 +96,10 @@ def _check(path: Path, name: str, theirs: tuple[int, ...], dtype: str, ours: tup
         raise UserError(_FIELD, str(path), f"{name} is {dtype}; floating-point numbers are needed")
 
 
-def _read_object(path: Path) -> Mapping[str, object]:
+def _read_object(path: Path, roots: Roots) -> Mapping[str, object]:
     try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
+        with roots.find(str(path), field=_FIELD).open() as file:
+            value: object = json.loads(file.read().decode())
     except OSError as error:
         raise UserError(_FIELD, str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -22,6 +22,7 @@ from skein.config.job import (
     TokenSource,
 )
 from skein.errors import UserError
+from skein.storage.roots import Roots
 from worker.data import open_dataset
 from worker.data.files import readable
 
@@ -36,6 +37,25 @@ def refusal(source: SourceSpec, *, model: ModelSpec = LANGUAGE, batch: BatchSpec
         open_dataset(data, model, seed=0, batch=batch)
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+@pytest.mark.parametrize("name", ["link.txt", "out/secret.txt"])
+def test_a_link_among_the_files_leads_nowhere_outside_of_the_root(tmp_path: Path, name: str) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "secret.txt").write_text("not for jobs")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link.txt").symlink_to("../beside/secret.txt")
+    (tmp_path / "root" / "out").symlink_to("../beside")
+    source = TextSource(path=str(tmp_path / "root"), glob=name)
+    roots = Roots.of("--data-root", [tmp_path / "root"], usual="data")
+    with pytest.raises(UserError, match=r"leads out of the data root .*root: "):
+        open_dataset(DataSpec(sources=(source,)), LANGUAGE, seed=0, roots=roots)
+
+
+def test_a_pattern_does_not_lead_upwards(tmp_path: Path) -> None:
+    error = refusal(TextSource(path=str(text_beside(tmp_path, "a.txt")), glob="../*/a.txt"))
+    assert error.field == f"{FIRST}.glob"
+    assert "upwards" in error.hint
 
 
 def text(path: Path, glob: str = "**/*.txt") -> TextSource:

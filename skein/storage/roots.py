@@ -1,0 +1,164 @@
+"""Folders of this machine outside of which nothing that a job names is opened.
+
+Rules of this file
+- A path is judged after every symlink in it was followed, and opened from its root on, one part at a time, following
+  none: what changes between the two opens nothing else.
+- Only ordinary files are read: no device, no pipe that never answers.
+- What lies outside is not looked at, so that errors tell nothing of it.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from skein.errors import UserError
+
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """A path in a root, or the root itself, without a symlink in it when it was looked at."""
+
+    root: Path
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """For messages, and for looking; what is opened by it may have changed."""
+        return self.root.joinpath(*self.parts)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def child(self, *parts: str) -> "Inside":
+        """What is called so in this folder, or in a folder of it."""
+        assert not any(part in ("", ".", "..") or "/" in part for part in parts), parts
+        return Inside(root=self.root, parts=(*self.parts, *parts))
+
+    def open(self) -> BinaryIO:
+        """The ordinary file there, to be read.
+
+        Raises:
+            OSError: it is not there, cannot be read, or is something else.
+        """
+        with self._parent() as (folder, name):
+            descriptor = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(number, "not a regular file", str(self))
+        return open(descriptor, "rb")
+
+    def is_folder(self) -> bool:
+        """Whether a folder is there.
+
+        Raises:
+            OSError: something is there, or on the way there, that cannot be looked at; or nothing at all.
+        """
+        with self._parent() as (folder, name):
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return stat.S_ISDIR(found.st_mode)
+
+    @contextmanager
+    def folder(self, *, makes: bool = False) -> Iterator[int]:
+        """A descriptor of the folder there, for as long as it is wanted.
+
+        Args:
+            makes: have folders made that are not there, the root included.
+
+        Raises:
+            OSError: it is no folder, or cannot be opened.
+        """
+        if makes:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        current = os.open(self.root, _FOLDER if self.parts else os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for number, part in enumerate(self.parts, start=1):
+                if makes:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=current)
+                is_last = number == len(self.parts)
+                inner = os.open(part, _FOLDER | (os.O_RDONLY if is_last else os.O_PATH), dir_fd=current)
+                os.close(current)
+                current = inner
+            yield current
+        finally:
+            os.close(current)
+
+    @contextmanager
+    def _parent(self) -> Iterator[tuple[int, str]]:
+        """The folder that it lies in, and its name there."""
+        with Inside(root=self.root, parts=self.parts[:-1]).folder() as descriptor:
+            yield descriptor, self.parts[-1] if self.parts else "."
+
+
+def usual_folder(name: str) -> Path:
+    """A folder of Skein's own: below XDG_DATA_HOME, or the place it stands for."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "skein" / name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """Some folders, and the option that names them."""
+
+    option: str
+    folders: tuple[Path, ...]
+
+    @staticmethod
+    def of(option: str, folders: Sequence[Path], *, usual: str) -> "Roots":
+        """Roots as an operator names them, or the usual one; links in their own names are followed.
+
+        Args:
+            option: that names them, such as `--data-root`.
+            usual: name of the folder, below the user's data, that is the root where the operator names none.
+        """
+        found = tuple(Path(os.path.abspath(folder.expanduser())) for folder in folders)
+        return Roots(option=option, folders=found or (usual_folder(usual),))
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.folders)) or "nothing"
+
+    def may_hold(self, path: str) -> bool:
+        """Whether `path`, absolute, lies in a root by its text alone: nothing is looked at."""
+        given = Path(os.path.normpath(path))
+        return any(given.is_relative_to(folder) for folder in self.folders)
+
+    def find(self, path: str, *, field: str) -> Inside:
+        """Where `path` leads; whether something is there is not asked.
+
+        Args:
+            field: of the job file, for the error.
+
+        Raises:
+            UserError: it leads out of all roots.
+            OSError: its links cannot be followed.
+        """
+        real = Path(os.path.realpath(path))
+        for folder in self.folders:
+            root = Path(os.path.realpath(folder))
+            if real.is_relative_to(root):
+                return Inside(root=root, parts=real.relative_to(root).parts)
+        raise self.outside(path, field=field)
+
+    def outside(self, path: str, *, field: str) -> UserError:
+        """The error about a path that leads out of all roots."""
+        place = f"the {self.option[2:].replace('-', ' ')} {self}"
+        hint = f"leads out of {place}: put it there, or start the process with {self.option} FOLDER"
+        return UserError(field, path, hint)
+
+
+EVERYTHING = Roots(option="--data-root", folders=(Path("/"),))
+"""For a process whose own user names the files."""
