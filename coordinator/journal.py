@@ -17,6 +17,7 @@ from typing import assert_never
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
+    Diverged,
     Drained,
     EpochOpened,
     Evaluated,
@@ -81,7 +82,9 @@ class Fold:
 
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
-            case EpochOpened() | PlanAdopted() | Drained() | Averaged():  # An incident tells of the last.
+            case (
+                EpochOpened() | PlanAdopted() | Drained() | Averaged() | Diverged()
+            ):  # Others tell of the last two.
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s

@@ -37,6 +37,7 @@ from skein.protocol.messages import Decision
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
+    Diverged,
     Drained,
     EpochOpened,
     Evaluated,
@@ -228,6 +229,7 @@ class Metrics:
         self._checkpoints = self._counter("skein_checkpoints_total", "Checkpoints completed")
         self._rollbacks = self._counter("skein_rollbacks_total", "Returns to an older version")
         self._lost_steps = self._counter("skein_rolled_back_steps_total", "Steps given up by rollbacks")
+        self._divergences = self._counter("skein_divergences_total", "Times that training learned no more")
         self._step_seconds = Histogram(
             "skein_step_seconds",
             "From one commit to the next",
@@ -339,6 +341,8 @@ class Metrics:
                 self._rollbacks.labels(job).inc()
                 self._lost_steps.labels(job).inc(record.from_version - record.to_version)
                 self._version.labels(job).set(record.to_version)
+            case Diverged():
+                self._divergences.labels(job).inc()
             case Incident():
                 self._incidents.ended(record)
             case JobEnded():
@@ -364,7 +368,14 @@ class Metrics:
     def _kept(self, job: JobId) -> _Job:
         if job not in self._jobs:
             self._jobs[job] = _Job()
-            for counter in (self._steps, self._tokens, self._checkpoints, self._rollbacks, self._generations):
+            for counter in (
+                self._steps,
+                self._tokens,
+                self._checkpoints,
+                self._rollbacks,
+                self._generations,
+                self._divergences,
+            ):
                 counter.labels(job)
             if len(self._jobs) > MAX_JOBS:
                 oldest, _ = self._jobs.popitem(last=False)

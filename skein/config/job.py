@@ -185,6 +185,9 @@ class JobSpec(Spec):
     recovery: Literal["exact", "best_effort"] = "exact"
     """`exact` computes again whatever a death has taken; `best_effort` goes on without it, and says what it was."""
     backup: BackupSpec = BackupSpec()
+    on_divergence: Literal["stop", "rewind", "ignore"] = "stop"
+    """When losses are not finite, or far above what was learned: `stop` fails and keeps the last good checkpoint;
+    `rewind` goes back to it, up to three times, with half the learning rate each time; `ignore` goes on."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")

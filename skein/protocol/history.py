@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import inf, isfinite, prod
 from typing import assert_never
 
 from skein.config.aggregation import Walkers
@@ -10,10 +11,12 @@ from skein.plan.plan import Plan
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
+from skein.protocol.divergence import LossWatch
 from skein.protocol.messages import Decision, LogPosition, StepRecord
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
+    Diverged,
     Drained,
     EpochOpened,
     Evaluated,
@@ -44,6 +47,11 @@ class JobHistory:
     last_commit: StepRecord | None = None
     num_tokens: int = 0
     last_evaluation: Evaluated | None = None
+    losses: LossWatch = field(default_factory=LossWatch)
+    diverged: Diverged | None = None
+    """What is wrong with the losses, until a step learns again."""
+    scores: dict[Step, float] = field(default_factory=dict)
+    """Validation losses of checkpoints and of versions after them; infinite if not finite."""
     checkpoints: list[CheckpointCommitted] = field(default_factory=list)
     members: tuple[GenerationMember, ...] = ()
     followers: set[Incarnation] = field(default_factory=set)
@@ -71,6 +79,21 @@ class JobHistory:
     @property
     def newest_checkpoint(self) -> CheckpointCommitted | None:
         return max(self.checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps after which the budget is spent."""
+        return self.spec.budget.steps
+
+    @property
+    def rewinds(self) -> list[RolledBack]:
+        """Roll-backs because training had diverged."""
+        return [back for back in self.rollbacks if back.learning_rate_ratio is not None]
+
+    @property
+    def learning_rate_ratio(self) -> float:
+        """What is left of the learning rate that the job asks for."""
+        return prod(back.learning_rate_ratio or 1.0 for back in self.rewinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +159,7 @@ class History:
         | Evaluated
         | CheckpointCommitted
         | RolledBack
+        | Diverged
         | Averaged
         | Incident
         | JobEnded,
@@ -156,6 +180,8 @@ class History:
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
+                job.losses.stepped(record.record)
+                job.diverged = None if job.losses.doubt() is None else job.diverged
                 job.num_tokens += record.record.num_tokens
                 job.learned = _learned(job, record.record)
                 job.worked, job.worked_by = job.plan, job.members
@@ -166,10 +192,15 @@ class History:
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
             case Evaluated():
                 job.last_evaluation = record
+                job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case CheckpointCommitted():
                 job.checkpoints = [c for c in job.checkpoints if c.version != record.version]
                 job.checkpoints.append(record)
-                job.checkpoints = job.checkpoints[-job.spec.checkpoint.keep :]
+                keeps = record.keeps or [c.version for c in job.checkpoints[-job.spec.checkpoint.keep :]]
+                job.checkpoints = [c for c in job.checkpoints if c.version in keeps]
+                job.scores = {v: x for v, x in job.scores.items() if v in keeps or v > record.version}
+            case Diverged():
+                job.diverged = record
             case RolledBack():
                 assert record.from_version == job.version >= record.to_version
                 job.version = record.to_version
@@ -182,9 +213,13 @@ class History:
                 if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
                     job.last_evaluation = None
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
+                job.scores = {v: x for v, x in job.scores.items() if v <= record.to_version}
+                job.losses.went_back(record.to_version)
+                job.diverged = None
             case Averaged():
                 assert record.version == job.version
                 job.turned_at = job.version
+                job.losses.changed()
                 job.averaged.update(dict.fromkeys(record.stages, record.version))
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():

@@ -113,6 +113,8 @@ class CheckpointCommitted:
     wall_s: float
     data_fingerprint: str = ""
     """Of the data that it was trained on; "": nobody had read any, or the log is older than that."""
+    keeps: tuple[Step, ...] = ()
+    """Versions of the checkpoints that are kept from here on, this one included; older releases wrote none."""
 
 
 def checkpoint_folder(version: Step) -> str:
@@ -151,11 +153,29 @@ def num_walkers(stages: Iterable[StageFiles]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
-    """No holder of some stage had the newest version: the job goes on from `to_version`, at a stated cost in steps."""
+    """The job goes on from `to_version`, at a stated cost in steps: no holder of some stage had the newest version.
+
+    `learning_rate_ratio`: or training had diverged, and is tried again with this share of the learning rate.
+    """
 
     job: JobId
     from_version: Step
     to_version: Step
+    reason: str
+    wall_s: float
+    learning_rate_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged:
+    """Training learns nothing any more since `step`; `last_good` is the newest version whose loss was as it should be.
+
+    What is done about it is the job's to say.
+    """
+
+    job: JobId
+    step: Step
+    last_good: Step
     reason: str
     wall_s: float
 
@@ -183,21 +203,22 @@ class Drained:
 
 
 class IncidentKind(StrEnum):
-    """What failed: a process, a link between two, an op, progress itself, or the coordinator."""
+    """What failed: a process, a link between two, an op, progress itself, the coordinator, or training."""
 
     WORKER_LOST = "worker_lost"
     LINK_FAILED = "link_failed"
     WORKER_FAILED = "worker_failed"
     STALLED = "stalled"
     COORDINATOR_LOST = "coordinator_lost"
+    DIVERGED = "diverged"
 
 
 class Remedy(StrEnum):
     """What became of the step in progress.
 
     RESUMED: it went on, only what was lost was computed again. RETRIED: it began anew. ROLLED_BACK: committed steps
-    were lost with the last holder of a stage. AVERAGED: it began anew, on a stage that was made of its neighbours
-    because its last holder was lost. UNTOUCHED: no step was in progress.
+    were lost with the last holder of a stage, or given up because training had diverged. AVERAGED: it began anew, on
+    a stage that was made of its neighbours because its last holder was lost. UNTOUCHED: no step was in progress.
     """
 
     RESUMED = "resumed"
@@ -264,6 +285,7 @@ Record = (
     | Evaluated
     | CheckpointCommitted
     | RolledBack
+    | Diverged
     | Averaged
     | Incident
     | JobEnded

@@ -27,7 +27,7 @@ budget: {steps: 3}
 """
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
-    "checkpoint, recovery, backup, seed"
+    "checkpoint, recovery, backup, on_divergence, seed"
 )
 STEPS = "give a whole number from 1 to 100000000"
 RATE = "give a number above 0 and at most 10"

@@ -16,7 +16,7 @@ from skein.plan.plan import Infeasible
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import ReportArrived, TimePassed
 from skein.protocol.messages import Count
-from skein.protocol.records import IncidentKind, Record, Remedy, RolledBack
+from skein.protocol.records import Diverged, IncidentKind, Record, Remedy, RolledBack
 from skein.protocol.reports import Beat, EvaluationDone
 from skein.protocol.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
@@ -96,6 +96,17 @@ def test_steps_that_are_rolled_back_are_counted_as_lost() -> None:
     assert found["skein_rollbacks_total", (JOB,)] == 1
     assert found["skein_rolled_back_steps_total", (JOB,)] == 3
     assert found["skein_version_steps", (JOB,)] == 2
+
+
+def test_divergences_are_counted_from_none_on() -> None:
+    metrics = Metrics()
+    metrics.recorded(LOG)
+    assert samples(metrics)["skein_divergences_total", (JOB,)] == 0
+    diverged = Diverged(
+        job=JobId(JOB), step=Step(3), last_good=Step(2), reason="loss not finite", wall_s=60.0
+    )
+    metrics.recorded([diverged])
+    assert samples(metrics)["skein_divergences_total", (JOB,)] == 1
 
 
 def test_incidents_are_counted_with_what_they_cost() -> None:

@@ -39,7 +39,7 @@ class Evaluation:
         if (last is not None and last.version == version) or not self._available():
             return False
         every = spec.evaluation.every_steps
-        return version >= spec.budget.steps or (bool(every) and version % every == 0)
+        return version >= self._job.total_steps or (bool(every) and version % every == 0)
 
     def begin(self) -> None:
         """Have the job's version evaluated."""

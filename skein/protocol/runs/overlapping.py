@@ -61,7 +61,7 @@ class Overlapping:
             return
         for due_step in range(max(0, step - self._rule.overlap_steps), step):
             ends_with = Step(due_step + self._rule.overlap_steps)
-            if ends_with + 1 >= self._job.spec.budget.steps:
+            if ends_with + 1 >= self._job.total_steps:
                 continue
             for due in self._rule.due(due_step):
                 for group in plan.groups:

@@ -17,6 +17,7 @@ from skein.protocol.messages import Resumption, SourceKind
 from skein.protocol.records import Averaged, PlanAdopted, RolledBack
 from skein.protocol.reports import ChunksReady
 from skein.protocol.runs.averaging import averaging_of
+from skein.protocol.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.planning import (
@@ -127,7 +128,7 @@ class Placement:
             job=self._job.spec,
             fleet=fleet,
             previous=previous,
-            steps_left=self._job.spec.budget.steps - self._job.version,
+            steps_left=self._job.total_steps - self._job.version,
         )
         self._out.commands.append(asked)
 
@@ -152,6 +153,8 @@ class Placement:
     def held(self) -> Plan | None:
         """What members hold at the job's version, if together that is the whole model; of walkers, whole ones."""
         parallel = self._job.spec.parallel
+        if rewind_of(self._job) is not None:
+            return None  # Nobody wants it.
         if self._job.spec.aggregation.walkers is Walkers.MANY:
             before, acks = self._walked(), self._members.acks
             if before is None:
@@ -167,7 +170,7 @@ class Placement:
     def resume(self, entries: Iterable[Entry]) -> Resumed | None:
         """The step in progress, if these members can go on with it by the plan that it was begun with."""
         members = [entry for entry in entries if self._members.is_this(entry)]
-        if self._job.version >= self._job.spec.budget.steps:
+        if self._job.version >= self._job.total_steps or rewind_of(self._job) is not None:
             return None
         if self._job.spec.aggregation.walkers is Walkers.MANY:
             # Nobody else has the lost one's parameters, so nobody can take over its part of this step.
@@ -269,6 +272,11 @@ class Placement:
     def _sources(self, plan: Plan) -> Sources:
         job, acks = self._job, self._members.acks
         version, checkpoint = job.version, job.newest_checkpoint
+        rewind = rewind_of(job)
+        if rewind is not None:
+            # Whatever is held has seen what is to be forgotten.
+            version, acks = rewind.version, {}
+            checkpoint = next((x for x in job.checkpoints if x.version == version), None)
         if job.spec.aggregation.walkers is Walkers.MANY:
             before, given = self._walked(), self._changed()
             return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
@@ -308,11 +316,22 @@ class Placement:
             return
         self._savings.rolled_back()
         stages = ", ".join(str(stage.index) for stage in sources.unheld)
-        reason = f"no worker holds stage {stages} at version {version}"
-        self._out.record(
-            RolledBack(job=job, from_version=version, to_version=sources.version, reason=reason, wall_s=now)
+        rewind = rewind_of(self._job)
+        back = RolledBack(
+            job=job,
+            from_version=version,
+            to_version=sources.version,
+            reason=f"no worker holds stage {stages} at version {version}"
+            if rewind is None
+            else rewind.reason,
+            wall_s=now,
+            learning_rate_ratio=None if rewind is None else LEARNING_RATE_RATIO,
         )
-        self._out.log(f"job={job} rolled back from={version} to={sources.version}: {reason}")
+        self._out.record(back)
+        rate = (
+            "" if rewind is None else f"; on with {self._job.learning_rate_ratio:g} times the learning rate"
+        )
+        self._out.log(f"job={job} rolled back from={version} to={sources.version}: {back.reason}{rate}")
 
     def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
         """A worker has its chunks: whether all have."""

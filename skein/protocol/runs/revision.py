@@ -103,7 +103,7 @@ class Revision:
         """The plan that was asked for beside the present one."""
         present = self._placement.plan
         assert present is not None
-        steps_left = self._job.spec.budget.steps - self._job.version
+        steps_left = self._job.total_steps - self._job.version
         verdict = self.policy.verdict(made, present, steps_left=steps_left)
         if (
             isinstance(made.result, Plan)

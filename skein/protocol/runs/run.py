@@ -43,6 +43,7 @@ from skein.protocol.reports import (
     Vote,
 )
 from skein.protocol.round import GraceOver, LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.runs.ending import Ending, rewind_of
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.improving import Improving
@@ -59,7 +60,7 @@ from skein.protocol.runs.strikes import Strikes
 from skein.protocol.runs.vigil import Vigil
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
-from skein.types import Epoch, JobState, WorkerId
+from skein.types import JobState, WorkerId
 
 RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | TimesMeasured | Suspected | Trouble
 """What belongs to one generation."""
@@ -111,6 +112,7 @@ class Run:
         self._leading = Leading(job, self._members, outbox)
         self._stepping = Stepping(job, self._placement, self._members, self._leading, outbox)
         self._incidents = Incidents(job, outbox)
+        self._ending = Ending(job, outbox)
         self._may_go_on = False
         """The plan was computed with, and nobody wants another."""
         self._paused_for: str | None = None
@@ -211,8 +213,8 @@ class Run:
             self._build(event.result, now=now)
         self.tick(now=now)
 
-    def _failed(self, kind: IncidentKind, worker: WorkerId, reason: str, *, now: float) -> None:
-        self._incidents.noticed(kind, (worker,), reason, silent_s=0.0, now=now)
+    def _failed(self, kind: IncidentKind, worker: WorkerId | None, reason: str, *, now: float) -> None:
+        self._incidents.noticed(kind, () if worker is None else (worker,), reason, silent_s=0.0, now=now)
         self._bump(reason, now=now)
 
     def saved(self, report: CheckpointWritten, *, now: float) -> None:
@@ -313,10 +315,6 @@ class Run:
     def plan(self) -> Plan | None:
         """The plan that is in place, or was the last."""
         return self._placement.plan
-
-    @property
-    def _epoch(self) -> Epoch:
-        return self._out.history.epoch
 
     # --- who is here, and who is to blame ---
 
@@ -526,21 +524,22 @@ class Run:
 
     def _go_on(self, *, now: float) -> None:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
-        version = self.job.version
-        is_last = version >= self.job.spec.budget.steps
         self._watchdog.moved(now=now)
-        change = self._change_wanted(now=now)
+        self._ending.look(is_evaluated=not self._evaluation.is_due(), now=now)
+        stop, change, rewind = self._ending.due(), self._change_wanted(now=now), rewind_of(self.job)
         assert self.plan is not None
-        if self._evaluation.is_due():
+        if rewind is not None:
+            self._failed(IncidentKind.DIVERGED, None, rewind.reason, now=now)
+        elif self._evaluation.is_due() and (stop is None or stop.evaluates):
             self.phase = RunPhase.EVALUATING
             self._stepping.round = None
             self._evaluation.begin()
-        elif is_last or (change is not None and not self._candidates()):
+        elif stop is not None and not (stop.saves and self._savings.is_behind()):
+            self.end(stop.state, stop.reason, now=now)
+        elif stop is not None or (change is not None and not self._candidates()):
             if self._savings.is_behind():
                 self.phase = RunPhase.SAVING
                 self._save(self.plan)
-            elif is_last:
-                self.end(JobState.FINISHED, f"{version} steps done", now=now)
             else:
                 self._give_up_or_wait(change or "", now=now)
         elif change is not None:
@@ -610,9 +609,10 @@ class Run:
         self._strikes.committed()
         self._vigil.committed(now=now)
         self._stepping.round = None
+        self._ending.look(is_evaluated=False, now=now)
         self._revision.step_ended(now=now)
-        is_interrupted = self._evaluation.is_due() or self._is_probe_due()
-        is_over = is_interrupted or self.job.version >= self.job.spec.budget.steps
+        is_interrupted = self._evaluation.is_due() or self._is_probe_due() or rewind_of(self.job) is not None
+        is_over = is_interrupted or self._ending.due() is not None
         goes_on = not is_over and self._change_wanted(now=now) is None
         self._improving.committed(record)
         if goes_on:

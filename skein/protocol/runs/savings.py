@@ -8,6 +8,7 @@ Rules of this file
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
@@ -17,6 +18,7 @@ from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile, Save
 from skein.protocol.records import CheckpointCommitted, StageFiles
 from skein.protocol.reports import CheckpointWritten
+from skein.protocol.runs.keeping import kept_with
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.planning import fingerprint_of
 from skein.types import Generation, StageIndex, Step, WorkerId
@@ -50,7 +52,7 @@ class Savings:
     def is_due(self) -> bool:
         """Whether the newest checkpoint is older than it should be, and none was asked for under this generation."""
         every, version = self._job.spec.checkpoint.every_steps, self._job.version
-        if not every or version >= self._job.spec.budget.steps:
+        if not every or version >= self._job.total_steps:
             return False
         return version // every * every > max(self.newest, self._asked)
 
@@ -139,7 +141,7 @@ class Savings:
         job = self._job
         if not self.newest < checkpoint.version <= job.version:
             return
-        self._out.record(checkpoint)
+        self._out.record(replace(checkpoint, keeps=kept_with(job, checkpoint.version)))
         self._out.log(f"job={job.job} checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in job.checkpoints)
         self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))

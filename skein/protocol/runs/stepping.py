@@ -64,7 +64,8 @@ class Stepping:
         assert plan is not None
         terms = StepTerms(
             step=version,
-            learning_rate=learning_rate(spec.optimizer, version, spec.budget.steps),
+            learning_rate=learning_rate(spec.optimizer, version, self._job.total_steps)
+            * self._job.learning_rate_ratio,
             clip_norm=spec.optimizer.clip_norm,
             batch_samples=spec.batch.samples,
         )
@@ -73,7 +74,7 @@ class Stepping:
             plan,
             spec.aggregation,
             version,
-            num_steps=spec.budget.steps,
+            num_steps=self._job.total_steps,
             seed=spec.seed,
             num_tokens=self._job.learned,
             leaders=self._leading.leaders(plan, self._members.sites),

@@ -25,45 +25,47 @@ _sym_db = _symbol_database.Default()
 from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17skein/wire/v1/log.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\xfc\x04\n\x06Record\x12\x32\n\x0c\x65poch_opened\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.EpochOpenedH\x00\x12\x34\n\rjob_submitted\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.JobSubmittedH\x00\x12<\n\x11generation_opened\x18\x03 \x01(\x0b\x32\x1f.skein.wire.v1.GenerationOpenedH\x00\x12\x32\n\x0cplan_adopted\x18\x04 \x01(\x0b\x32\x1a.skein.wire.v1.PlanAdoptedH\x00\x12\x36\n\x0estep_committed\x18\x05 \x01(\x0b\x32\x1c.skein.wire.v1.StepCommittedH\x00\x12-\n\tevaluated\x18\x06 \x01(\x0b\x32\x18.skein.wire.v1.EvaluatedH\x00\x12\x42\n\x14\x63heckpoint_committed\x18\x07 \x01(\x0b\x32\".skein.wire.v1.CheckpointCommittedH\x00\x12\x30\n\x0brolled_back\x18\x08 \x01(\x0b\x32\x19.skein.wire.v1.RolledBackH\x00\x12,\n\tjob_ended\x18\t \x01(\x0b\x32\x17.skein.wire.v1.JobEndedH\x00\x12+\n\x08incident\x18\n \x01(\x0b\x32\x17.skein.wire.v1.IncidentH\x00\x12)\n\x07\x64rained\x18\x0b \x01(\x0b\x32\x16.skein.wire.v1.DrainedH\x00\x12+\n\x08\x61veraged\x18\x0c \x01(\x0b\x32\x17.skein.wire.v1.AveragedH\x00\x42\x06\n\x04\x62ody\"B\n\x0b\x45pochOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x61\x63\x63\x65pts_loss\x18\x03 \x01(\x08\"F\n\x0cJobSubmitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0c\n\x04spec\x18\x03 \x01(\t\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01\"7\n\x10GenerationMember\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x85\x01\n\x10GenerationOpened\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x30\n\x07members\x18\x03 \x03(\x0b\x32\x1f.skein.wire.v1.GenerationMember\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"W\n\x0bPlanAdopted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12!\n\x04plan\x18\x07 \x01(\x0b\x32\x13.skein.wire.v1.PlanJ\x04\x08\x03\x10\x07\"W\n\rStepCommitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12)\n\x06record\x18\x02 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"[\n\tEvaluated\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"\xa2\x01\n\x13\x43heckpointCommitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x10\n\x03url\x18\x03 \x01(\tH\x00\x88\x01\x01\x12)\n\x06stages\x18\x04 \x03(\x0b\x32\x19.skein.wire.v1.StageFiles\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\x12\x18\n\x10\x64\x61ta_fingerprint\x18\x06 \x01(\tB\x06\n\x04_url\"c\n\nRolledBack\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x04\x12\x12\n\nto_version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"b\n\x08\x41veraged\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x06stages\x18\x03 \x03(\x0b\x32\x18.skein.wire.v1.StageSpec\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01\">\n\x07\x44rained\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"/\n\x08Replayed\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x14\n\x0cmicrobatches\x18\x02 \x03(\r\"\x92\x03\n\x08Incident\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.skein.wire.v1.IncidentKind\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12%\n\x06remedy\x18\x07 \x01(\x0e\x32\x15.skein.wire.v1.Remedy\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\x12\x10\n\x08\x66\x65nced_s\x18\t \x01(\x01\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x14\n\x0cnum_rerouted\x18\x0b \x01(\r\x12)\n\x08replayed\x18\x0c \x03(\x0b\x32\x17.skein.wire.v1.Replayed\x12\x13\n\x0bnum_retried\x18\r \x01(\r\x12\x16\n\x0enum_steps_lost\x18\x0e \x01(\r\x12\x1c\n\x14num_samples_repeated\x18\x0f \x01(\r\x12\x0e\n\x06wall_s\x18\x10 \x01(\x01\x12\x13\n\x0bnum_dropped\x18\x11 \x01(\r\"_\n\x08JobEnded\x12\x0b\n\x03job\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01*\xcb\x01\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19INCIDENT_KIND_WORKER_LOST\x10\x01\x12\x1d\n\x19INCIDENT_KIND_LINK_FAILED\x10\x02\x12\x1f\n\x1bINCIDENT_KIND_WORKER_FAILED\x10\x03\x12\x19\n\x15INCIDENT_KIND_STALLED\x10\x04\x12\"\n\x1eINCIDENT_KIND_COORDINATOR_LOST\x10\x05*\x8b\x01\n\x06Remedy\x12\x16\n\x12REMEDY_UNSPECIFIED\x10\x00\x12\x12\n\x0eREMEDY_RESUMED\x10\x01\x12\x12\n\x0eREMEDY_RETRIED\x10\x02\x12\x16\n\x12REMEDY_ROLLED_BACK\x10\x03\x12\x14\n\x10REMEDY_UNTOUCHED\x10\x04\x12\x13\n\x0fREMEDY_AVERAGED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17skein/wire/v1/log.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\xa9\x05\n\x06Record\x12\x32\n\x0c\x65poch_opened\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.EpochOpenedH\x00\x12\x34\n\rjob_submitted\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.JobSubmittedH\x00\x12<\n\x11generation_opened\x18\x03 \x01(\x0b\x32\x1f.skein.wire.v1.GenerationOpenedH\x00\x12\x32\n\x0cplan_adopted\x18\x04 \x01(\x0b\x32\x1a.skein.wire.v1.PlanAdoptedH\x00\x12\x36\n\x0estep_committed\x18\x05 \x01(\x0b\x32\x1c.skein.wire.v1.StepCommittedH\x00\x12-\n\tevaluated\x18\x06 \x01(\x0b\x32\x18.skein.wire.v1.EvaluatedH\x00\x12\x42\n\x14\x63heckpoint_committed\x18\x07 \x01(\x0b\x32\".skein.wire.v1.CheckpointCommittedH\x00\x12\x30\n\x0brolled_back\x18\x08 \x01(\x0b\x32\x19.skein.wire.v1.RolledBackH\x00\x12,\n\tjob_ended\x18\t \x01(\x0b\x32\x17.skein.wire.v1.JobEndedH\x00\x12+\n\x08incident\x18\n \x01(\x0b\x32\x17.skein.wire.v1.IncidentH\x00\x12)\n\x07\x64rained\x18\x0b \x01(\x0b\x32\x16.skein.wire.v1.DrainedH\x00\x12+\n\x08\x61veraged\x18\x0c \x01(\x0b\x32\x17.skein.wire.v1.AveragedH\x00\x12+\n\x08\x64iverged\x18\r \x01(\x0b\x32\x17.skein.wire.v1.DivergedH\x00\x42\x06\n\x04\x62ody\"B\n\x0b\x45pochOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x61\x63\x63\x65pts_loss\x18\x03 \x01(\x08\"F\n\x0cJobSubmitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0c\n\x04spec\x18\x03 \x01(\t\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01\"7\n\x10GenerationMember\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x85\x01\n\x10GenerationOpened\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x30\n\x07members\x18\x03 \x03(\x0b\x32\x1f.skein.wire.v1.GenerationMember\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"W\n\x0bPlanAdopted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12!\n\x04plan\x18\x07 \x01(\x0b\x32\x13.skein.wire.v1.PlanJ\x04\x08\x03\x10\x07\"W\n\rStepCommitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12)\n\x06record\x18\x02 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"[\n\tEvaluated\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"\xb1\x01\n\x13\x43heckpointCommitted\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x10\n\x03url\x18\x03 \x01(\tH\x00\x88\x01\x01\x12)\n\x06stages\x18\x04 \x03(\x0b\x32\x19.skein.wire.v1.StageFiles\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\x12\x18\n\x10\x64\x61ta_fingerprint\x18\x06 \x01(\t\x12\r\n\x05keeps\x18\x07 \x03(\x04\x42\x06\n\x04_url\"\x9d\x01\n\nRolledBack\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x04\x12\x12\n\nto_version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\x12 \n\x13learning_rate_ratio\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_learning_rate_ratio\"X\n\x08\x44iverged\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tlast_good\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"b\n\x08\x41veraged\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x06stages\x18\x03 \x03(\x0b\x32\x18.skein.wire.v1.StageSpec\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01\">\n\x07\x44rained\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"/\n\x08Replayed\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x14\n\x0cmicrobatches\x18\x02 \x03(\r\"\x92\x03\n\x08Incident\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.skein.wire.v1.IncidentKind\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12%\n\x06remedy\x18\x07 \x01(\x0e\x32\x15.skein.wire.v1.Remedy\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\x12\x10\n\x08\x66\x65nced_s\x18\t \x01(\x01\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x14\n\x0cnum_rerouted\x18\x0b \x01(\r\x12)\n\x08replayed\x18\x0c \x03(\x0b\x32\x17.skein.wire.v1.Replayed\x12\x13\n\x0bnum_retried\x18\r \x01(\r\x12\x16\n\x0enum_steps_lost\x18\x0e \x01(\r\x12\x1c\n\x14num_samples_repeated\x18\x0f \x01(\r\x12\x0e\n\x06wall_s\x18\x10 \x01(\x01\x12\x13\n\x0bnum_dropped\x18\x11 \x01(\r\"_\n\x08JobEnded\x12\x0b\n\x03job\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01*\xe7\x01\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19INCIDENT_KIND_WORKER_LOST\x10\x01\x12\x1d\n\x19INCIDENT_KIND_LINK_FAILED\x10\x02\x12\x1f\n\x1bINCIDENT_KIND_WORKER_FAILED\x10\x03\x12\x19\n\x15INCIDENT_KIND_STALLED\x10\x04\x12\"\n\x1eINCIDENT_KIND_COORDINATOR_LOST\x10\x05\x12\x1a\n\x16INCIDENT_KIND_DIVERGED\x10\x06*\x8b\x01\n\x06Remedy\x12\x16\n\x12REMEDY_UNSPECIFIED\x10\x00\x12\x12\n\x0eREMEDY_RESUMED\x10\x01\x12\x12\n\x0eREMEDY_RETRIED\x10\x02\x12\x16\n\x12REMEDY_ROLLED_BACK\x10\x03\x12\x14\n\x10REMEDY_UNTOUCHED\x10\x04\x12\x13\n\x0fREMEDY_AVERAGED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.log_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INCIDENTKIND']._serialized_start=2292
-  _globals['_INCIDENTKIND']._serialized_end=2495
-  _globals['_REMEDY']._serialized_start=2498
-  _globals['_REMEDY']._serialized_end=2637
+  _globals['_INCIDENTKIND']._serialized_start=2501
+  _globals['_INCIDENTKIND']._serialized_end=2732
+  _globals['_REMEDY']._serialized_start=2735
+  _globals['_REMEDY']._serialized_end=2874
   _globals['_RECORD']._serialized_start=68
-  _globals['_RECORD']._serialized_end=704
-  _globals['_EPOCHOPENED']._serialized_start=706
-  _globals['_EPOCHOPENED']._serialized_end=772
-  _globals['_JOBSUBMITTED']._serialized_start=774
-  _globals['_JOBSUBMITTED']._serialized_end=844
-  _globals['_GENERATIONMEMBER']._serialized_start=846
-  _globals['_GENERATIONMEMBER']._serialized_end=901
-  _globals['_GENERATIONOPENED']._serialized_start=904
-  _globals['_GENERATIONOPENED']._serialized_end=1037
-  _globals['_PLANADOPTED']._serialized_start=1039
-  _globals['_PLANADOPTED']._serialized_end=1126
-  _globals['_STEPCOMMITTED']._serialized_start=1128
-  _globals['_STEPCOMMITTED']._serialized_end=1215
-  _globals['_EVALUATED']._serialized_start=1217
-  _globals['_EVALUATED']._serialized_end=1308
-  _globals['_CHECKPOINTCOMMITTED']._serialized_start=1311
-  _globals['_CHECKPOINTCOMMITTED']._serialized_end=1473
-  _globals['_ROLLEDBACK']._serialized_start=1475
-  _globals['_ROLLEDBACK']._serialized_end=1574
-  _globals['_AVERAGED']._serialized_start=1576
-  _globals['_AVERAGED']._serialized_end=1674
-  _globals['_DRAINED']._serialized_start=1676
-  _globals['_DRAINED']._serialized_end=1738
-  _globals['_REPLAYED']._serialized_start=1740
-  _globals['_REPLAYED']._serialized_end=1787
-  _globals['_INCIDENT']._serialized_start=1790
-  _globals['_INCIDENT']._serialized_end=2192
-  _globals['_JOBENDED']._serialized_start=2194
-  _globals['_JOBENDED']._serialized_end=2289
+  _globals['_RECORD']._serialized_end=749
+  _globals['_EPOCHOPENED']._serialized_start=751
+  _globals['_EPOCHOPENED']._serialized_end=817
+  _globals['_JOBSUBMITTED']._serialized_start=819
+  _globals['_JOBSUBMITTED']._serialized_end=889
+  _globals['_GENERATIONMEMBER']._serialized_start=891
+  _globals['_GENERATIONMEMBER']._serialized_end=946
+  _globals['_GENERATIONOPENED']._serialized_start=949
+  _globals['_GENERATIONOPENED']._serialized_end=1082
+  _globals['_PLANADOPTED']._serialized_start=1084
+  _globals['_PLANADOPTED']._serialized_end=1171
+  _globals['_STEPCOMMITTED']._serialized_start=1173
+  _globals['_STEPCOMMITTED']._serialized_end=1260
+  _globals['_EVALUATED']._serialized_start=1262
+  _globals['_EVALUATED']._serialized_end=1353
+  _globals['_CHECKPOINTCOMMITTED']._serialized_start=1356
+  _globals['_CHECKPOINTCOMMITTED']._serialized_end=1533
+  _globals['_ROLLEDBACK']._serialized_start=1536
+  _globals['_ROLLEDBACK']._serialized_end=1693
+  _globals['_DIVERGED']._serialized_start=1695
+  _globals['_DIVERGED']._serialized_end=1783
+  _globals['_AVERAGED']._serialized_start=1785
+  _globals['_AVERAGED']._serialized_end=1883
+  _globals['_DRAINED']._serialized_start=1885
+  _globals['_DRAINED']._serialized_end=1947
+  _globals['_REPLAYED']._serialized_start=1949
+  _globals['_REPLAYED']._serialized_end=1996
+  _globals['_INCIDENT']._serialized_start=1999
+  _globals['_INCIDENT']._serialized_end=2401
+  _globals['_JOBENDED']._serialized_start=2403
+  _globals['_JOBENDED']._serialized_end=2498
 # @@protoc_insertion_point(module_scope)

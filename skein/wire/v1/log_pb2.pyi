@@ -40,6 +40,8 @@ class _IncidentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Incident
     """Nothing moved any more."""
     INCIDENT_KIND_COORDINATOR_LOST: _IncidentKind.ValueType  # 5
     """The coordinator itself."""
+    INCIDENT_KIND_DIVERGED: _IncidentKind.ValueType  # 6
+    """Training: it learned nothing any more."""
 
 class IncidentKind(_IncidentKind, metaclass=_IncidentKindEnumTypeWrapper):
     """What failed."""
@@ -56,6 +58,8 @@ INCIDENT_KIND_STALLED: IncidentKind.ValueType  # 4
 """Nothing moved any more."""
 INCIDENT_KIND_COORDINATOR_LOST: IncidentKind.ValueType  # 5
 """The coordinator itself."""
+INCIDENT_KIND_DIVERGED: IncidentKind.ValueType  # 6
+"""Training: it learned nothing any more."""
 Global___IncidentKind: _TypeAlias = IncidentKind  # noqa: Y015
 
 class _Remedy:
@@ -110,6 +114,7 @@ class Record(_message.Message):
     INCIDENT_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
     AVERAGED_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -134,6 +139,8 @@ class Record(_message.Message):
     def drained(self) -> Global___Drained: ...
     @_builtins.property
     def averaged(self) -> Global___Averaged: ...
+    @_builtins.property
+    def diverged(self) -> Global___Diverged: ...
     def __init__(
         self,
         *,
@@ -149,12 +156,13 @@ class Record(_message.Message):
         incident: Global___Incident | None = ...,
         drained: Global___Drained | None = ...,
         averaged: Global___Averaged | None = ...,
+        diverged: Global___Diverged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -362,6 +370,7 @@ class CheckpointCommitted(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     DATA_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KEEPS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     url: _builtins.str
@@ -371,6 +380,10 @@ class CheckpointCommitted(_message.Message):
     """Empty: nobody read data, or the record is older than the field."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.StageFiles]: ...
+    @_builtins.property
+    def keeps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that are kept from here on; none: as many as the job says, the newest."""
+
     def __init__(
         self,
         *,
@@ -380,10 +393,11 @@ class CheckpointCommitted(_message.Message):
         stages: _abc.Iterable[_ids_pb2.StageFiles] | None = ...,
         wall_s: _builtins.float = ...,
         data_fingerprint: _builtins.str = ...,
+        keeps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "data_fingerprint", b"data_fingerprint", "job", b"job", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "data_fingerprint", b"data_fingerprint", "job", b"job", "keeps", b"keeps", "stages", b"stages", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
     _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
@@ -400,11 +414,14 @@ class RolledBack(_message.Message):
     TO_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_RATIO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     from_version: _builtins.int
     to_version: _builtins.int
     reason: _builtins.str
     wall_s: _builtins.float
+    learning_rate_ratio: _builtins.float
+    """Present: training had diverged, and is tried again at this share."""
     def __init__(
         self,
         *,
@@ -413,14 +430,48 @@ class RolledBack(_message.Message):
         to_version: _builtins.int = ...,
         reason: _builtins.str = ...,
         wall_s: _builtins.float = ...,
+        learning_rate_ratio: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate_ratio", b"_learning_rate_ratio", "learning_rate_ratio", b"learning_rate_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate_ratio", b"_learning_rate_ratio", "from_version", b"from_version", "job", b"job", "learning_rate_ratio", b"learning_rate_ratio", "reason", b"reason", "to_version", b"to_version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__learning_rate_ratio: _TypeAlias = _typing.Literal["learning_rate_ratio"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate_ratio: _TypeAlias = _typing.Literal["_learning_rate_ratio", b"_learning_rate_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate_ratio) -> _WhichOneofReturnType__learning_rate_ratio | None: ...
+
+Global___RolledBack: _TypeAlias = RolledBack  # noqa: Y015
+
+@_typing.final
+class Diverged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LAST_GOOD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    step: _builtins.int
+    last_good: _builtins.int
+    reason: _builtins.str
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        step: _builtins.int = ...,
+        last_good: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_version", b"from_version", "job", b"job", "reason", b"reason", "to_version", b"to_version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "last_good", b"last_good", "reason", b"reason", "step", b"step", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RolledBack: _TypeAlias = RolledBack  # noqa: Y015
+Global___Diverged: _TypeAlias = Diverged  # noqa: Y015
 
 @_typing.final
 class Averaged(_message.Message):

@@ -1,0 +1,70 @@
+"""Which checkpoints outlive newer ones: what a job could go back to."""
+
+from dataclasses import replace
+from math import nan
+
+from skein.protocol.history import JobHistory
+from skein.protocol.messages import Decision
+from skein.protocol.records import CheckpointCommitted, Evaluated, JobSubmitted, Record, StepCommitted
+from skein.protocol.runs.keeping import kept_with, newest_sound
+from skein.types import JobId, Step
+from tests.protocol.test_history import JOB, history_of
+from tests.support.desk import checkpoint
+from tests.support.hands import record
+from tests.support.jobs import small_job
+
+
+def steps(*losses: float) -> list[Record]:
+    return [
+        StepCommitted(
+            job=JOB,
+            record=replace(
+                record(step, decision=Decision.APPLY if loss == loss else Decision.SKIP), loss=loss
+            ),
+            wall_s=1.0,
+        )
+        for step, loss in enumerate(losses)
+    ]
+
+
+def evaluated(version: int, loss: float) -> Evaluated:
+    return Evaluated(job=JOB, version=Step(version), loss=loss, num_tokens=1, wall_s=1.0)
+
+
+def saved(version: int, *keeps: int) -> CheckpointCommitted:
+    return replace(checkpoint(JobId(JOB), version), keeps=tuple(map(Step, keeps)))
+
+
+def job_of(*records: Record) -> JobHistory:
+    return history_of(*records).jobs[JOB]
+
+
+def test_the_best_one_is_kept_however_old() -> None:
+    scores = [evaluated(1, 2.0), evaluated(2, 1.5), evaluated(3, 1.9), evaluated(4, 1.8)]
+    job = job_of(*steps(3.0, 3.0, 3.0, 3.0), *scores, saved(1, 1), saved(2, 1, 2), saved(3, 2, 3))
+    assert kept_with(job, Step(4)) == (2, 3, 4)
+
+
+def test_the_newest_that_was_finite_is_kept_beside_those_that_are_not() -> None:
+    scores = [evaluated(1, 2.0), evaluated(2, 2.1), evaluated(3, nan), evaluated(4, nan)]
+    job = job_of(*steps(3.0, 3.0, 3.0, nan, nan), *scores, saved(1, 1), saved(2, 1, 2), saved(3, 1, 2, 3))
+    assert kept_with(job, Step(4)) == (1, 2, 3, 4)
+    assert newest_sound(job) == 2
+
+
+def test_without_evaluations_the_newest_with_a_good_loss_is_kept() -> None:
+    job = job_of(*steps(3.0, 3.0, 3.0, nan, nan, nan), saved(1, 1), saved(2, 1, 2), saved(4, 2, 4))
+    assert kept_with(job, Step(5)) == (2, 4, 5)
+    assert kept_with(job, Step(6)) == (2, 4, 6)
+
+
+def test_a_checkpoint_says_what_is_kept_with_it() -> None:
+    job = job_of(*steps(3.0, 3.0, 3.0, 3.0), saved(1, 1), saved(2, 1, 2), saved(3, 1, 3))
+    assert [kept.version for kept in job.checkpoints] == [1, 3]
+
+
+def test_scores_are_known_of_what_is_kept_and_of_what_may_come() -> None:
+    submitted = JobSubmitted(job=JOB, key="k", spec=small_job(keep=1).canonical_json(), wall_s=1.0)
+    scores = [evaluated(1, 2.0), evaluated(2, 2.5), evaluated(4, 2.2)]
+    job = job_of(submitted, *steps(3.0, 3.0, 3.0, 3.0), *scores, saved(3, 3))
+    assert job.scores == {4: 2.2}
