@@ -13,22 +13,20 @@ Rules of this file
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from skein.config.aggregation import Gossip, Walkers
+from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
 from skein.plan.check import too_few, violations
 from skein.plan.cut import cut, cut_costs
-from skein.plan.exchange import Row
+from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
     job_layers,
     layer_bytes,
-    num_shards,
     slots_within,
     stage_loads,
     tied_bytes,
@@ -36,15 +34,13 @@ from skein.plan.load import (
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, reseat, seat
-from skein.plan.plan import Alternates, ChunkPlan, Group, Infeasible, Path, Plan
-from skein.plan.rounds import rows_of
+from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan
 from skein.plan.times import with_times
-from skein.plan.timing import Traffic, depths, lower_bound_s, pattern_of, predict_s, reduction_s, traffic
+from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
 from skein.plan.walkers import lines_of, paths_within, walkers_of
-from skein.topology.consensus import choose
 from skein.topology.fleet import Fleet
-from skein.topology.links import F64, LinkMatrices, link_cost_s
-from skein.types import ChunkRef, GroupId, Layout, StageSpec, WorkerId
+from skein.topology.links import F64, link_cost_s
+from skein.types import ChunkRef, Layout, StageSpec, WorkerId
 from skein.units import format_bytes
 
 
@@ -103,10 +99,6 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     slots = {placed.chunk: placed.slots for placed in plan.chunks}
     return predict_s(traffic(plan.paths, loads, pool), slots, reductions_s)
-
-
-_MAX_ALTERNATES = 8
-"""Of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,64 +272,6 @@ def _slots(
             depth = [wanted.get(chunk, 1) for chunk in own]
             slots.update(zip(own, slots_within(needs, depth, int(memory_bytes)), strict=True))
     return slots
-
-
-def alternates_of(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
-    """For each chunk the nearest others of its stage, by the round trip of a boundary tensor."""
-    position = {worker: i for i, worker in enumerate(pool.workers)}
-    holders: defaultdict[int, list[ChunkRef]] = defaultdict(list)
-    for chunk in sorted(chunks):
-        holders[chunk.stage].append(chunk)
-    for chunk in chunks:
-        held = holders[chunk.stage]
-        away_s = pool.round_trip_s[position[chunk.worker], [position[x.worker] for x in held]]
-        nearest = (held[i] for i in np.argsort(away_s, kind="stable") if held[i] != chunk)
-        yield Alternates(chunk=chunk, others=tuple(islice(nearest, _MAX_ALTERNATES)))
-
-
-def groups_of(
-    job: JobSpec,
-    stages: Sequence[StageSpec],
-    chunks: Sequence[ChunkRef],
-    loads: Sequence[StageLoad],
-    shared_bytes: int,
-    pool: Pool,
-) -> Iterator[tuple[Group, int]]:
-    """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
-
-    def group(name: str, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
-        workers = tuple(dict.fromkeys(member.worker for member in members))
-        shards = num_shards(num_bytes, len(workers))
-        pattern = pattern_of(job.aggregation, workers, shards, num_bytes, pool)
-        weights = _measured_weights(job, workers, num_bytes, pool)
-        return Group(
-            group=GroupId(name), members=members, num_shards=shards, pattern=pattern, weights=weights
-        )
-
-    for stage, load in zip(stages, loads, strict=True):
-        members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
-        yield group(f"s{stage.index}", members, load.own_bytes), load.own_bytes
-    if shared_bytes:
-        ends = tuple(
-            chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
-        )
-        yield group("tied", ends, shared_bytes), shared_bytes
-
-
-def _measured_weights(
-    job: JobSpec, workers: Sequence[WorkerId], num_bytes: int, pool: Pool
-) -> tuple[Row, ...]:
-    """Who takes what from whom in gossip over a graph that the links choose; nothing for any other job."""
-    rule = job.aggregation
-    if not isinstance(rule, Gossip) or rule.graph != "measured":
-        return ()
-    at = np.ix_(*([pool.workers.index(worker) for worker in workers],) * 2)
-    links = LinkMatrices(
-        latency_s=pool.links.latency_s[at],
-        bytes_per_s=pool.links.bytes_per_s[at],
-        crosses_sites=pool.links.crosses_sites[at],
-    )
-    return rows_of(choose(links, num_bytes=num_bytes).mixing)
 
 
 def _reasons(

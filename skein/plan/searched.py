@@ -13,9 +13,10 @@ import numpy as np
 
 from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
-from skein.plan.balanced import alternates_of, and_more, counted, groups_of, pool_of
+from skein.plan.balanced import and_more, counted, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.check import violations
+from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.moving import Held
 from skein.plan.paths import find_paths
