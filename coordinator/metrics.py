@@ -212,6 +212,12 @@ class Metrics:
             ["job", "stage", "op", "kind"],
             registry=registry,
         )
+        self._holders = Gauge(
+            "skein_stage_holders",
+            "Workers that hold a stage, and how many the job asks for",
+            ["job", "stage", "kind"],
+            registry=registry,
+        )
         self._timed: dict[JobId, set[tuple[str, ...]]] = {}
         self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
         self._probe_score = Gauge(
@@ -413,6 +419,7 @@ class Metrics:
         self._leased = set(leased)
         self._sample_scores(live)
         self._sample_times(machine)
+        self._sample_holders(machine)
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
@@ -442,6 +449,18 @@ class Metrics:
                 for op, seconds in () if time is None else _ops(time):
                     values.setdefault((str(times.planned.chunk.stage), op, kind), []).append(seconds)
         self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
+
+    def _sample_holders(self, machine: Coordinator) -> None:
+        """Those of the active job; nothing without one."""
+        self._holders.clear()
+        run = machine.run
+        if run is None or run.plan is None:
+            return
+        asked = run.job.spec.parallel.replicas
+        for stage in run.plan.stages[:MAX_LABELS]:
+            labels = run.job.job, str(stage.index)
+            self._holders.labels(*labels, "held").set(len(run.plan.holders(stage.index)))
+            self._holders.labels(*labels, "asked").set(asked)
 
     def _show_stages(self, job: JobId, values: Mapping[tuple[str, ...], float]) -> None:
         for labels, value in values.items():

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.journal import Journal
+from skein.config.job import JobSpec
 from skein.plan.plan import Plan
+from skein.plan.redundancy import Shortfall, shortfalls
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.membership import Entry
 from skein.protocol.runs.measuring import Measured
-from skein.topology.fleet import Link
+from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
 from skein.wire.views import ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus
 
@@ -52,12 +54,20 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         transfer_times=()
         if plan is None
         else transfer_times(plan.plan, machine.measured.get(job), machine.links),
+        shortfalls=_shortfalls(machine, run.plan, history.spec) if is_active and run is not None else (),
     )
 
 
+def _shortfalls(machine: Coordinator, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
+    """What the plan of the active job lacks, with those who could hold it if they had the memory."""
+    live = machine.membership.live
+    may_work = tuple(live[worker].fleet_worker for worker in sorted(live) if not live[worker].is_leaving)
+    return () if plan is None else shortfalls(plan, spec, Fleet(workers=may_work, links=()))
+
+
 def brief(status: JobStatus) -> JobStatus:
-    """A job in a list: without a line for each chunk and link."""
-    return replace(status, chunk_times=(), transfer_times=())
+    """A job in a list: without a line for each chunk, link and stage."""
+    return replace(status, chunk_times=(), transfer_times=(), shortfalls=())
 
 
 def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:

@@ -25,7 +25,7 @@ from client.cli.show import (
     time_rows,
     timed,
 )
-from client.estimating import expected
+from client.estimating import Expected, expected
 from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.errors import SkeinError
@@ -60,7 +60,7 @@ def submit(
     is_json: bool,
 ) -> int:
     """Hand in the job that FILE describes, - for standard input. Prints its id, and nothing else; what aggregation will
-    cost goes to standard error.
+    cost goes to standard error, as do warnings: a stage with fewer holders than asked, or no plan at all.
     """
     named = () if name is None else (f"name={name}",)
     spec = read_job(file, overrides=(*overrides, *named))
@@ -71,18 +71,21 @@ def submit(
         job = client.submit(spec, key=key)
         print_json({"job": job.id, "is_new": job.is_new}) if is_json else click.echo(job.id)
         sys.stdout.flush()
+        found = _expected(client, spec)
+        for warning in found.warnings:
+            click.echo(f"warning: {warning}", err=True)
         if not is_json and spec.parallel.replicas > 1:
-            click.echo(_cost(client, spec), err=True)
+            click.echo(found.estimate.words, err=True)
         return wait_for(job, total_steps=spec.budget.steps, is_json=is_json) if is_waiting else DONE
 
 
-def _cost(client: Client, spec: JobSpec) -> str:
-    """What the job's aggregation will cost, on the workers that are there now."""
+def _expected(client: Client, spec: JobSpec) -> Expected:
+    """What the job's aggregation will cost and which holders it will lack, on the workers that are there now."""
     try:
-        return expected(spec, client.workers(), client.links()).words
+        return expected(spec, client.workers(), client.links())
     except SkeinError:
         # The job is in; whoever may submit and not look round is told less.
-        return estimate_of_job(spec).words
+        return Expected(estimate=estimate_of_job(spec))
 
 
 def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:

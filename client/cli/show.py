@@ -149,6 +149,8 @@ def job_lines(status: JobStatus) -> list[str]:
         if status.state.is_final
         else duration(eta_s(status.step, status.total_steps, status.step_s)),
         "workers": f"{status.num_workers}, generation {status.generation}",
+        "holders": "; ".join(found.words for found in status.shortfalls)
+        or (_NONE if not status.plan else "as asked"),
         "incidents": incidents,
         "plan": status.plan or _NONE,
         "rule": _rule(status.spec),

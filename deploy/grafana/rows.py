@@ -169,6 +169,16 @@ _PLAN = Row(
             unit=units.Seconds,
         ),
         Panel(
+            title="Holders that stages lack",
+            about="Of those that jobs ask for. Above 0 a death may cost committed steps.",
+            queries=(
+                _query(
+                    'skein_stage_holders{kind="asked"} - ignoring(kind) skein_stage_holders{kind="held"}',
+                    "{{job}} stage {{stage}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Ops, by stage",
             about="One microbatch at one of the stage's holders, planned and measured.",
             queries=(_query("skein_stage_op_seconds", "{{job}} stage {{stage}} {{op}} {{kind}}"),),

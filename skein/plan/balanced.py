@@ -22,6 +22,7 @@ from skein.errors import UserError
 from skein.model.layers import LayerSpec
 from skein.plan.check import too_few, violations
 from skein.plan.cut import cut, cut_costs
+from skein.plan.exchange import is_additive
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
@@ -33,8 +34,9 @@ from skein.plan.load import (
 )
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
-from skein.plan.place import Demand, Pool, Seating, reseat, seat
+from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan
+from skein.plan.silent import with_silent, working
 from skein.plan.times import with_times
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
 from skein.plan.walkers import lines_of, paths_within, walkers_of
@@ -53,7 +55,8 @@ def make_plan(
     """The balanced plan of `job` on `fleet`. Equal inputs give an equal plan.
 
     With fewer workers than stages times replicas, some stages have one holder less; with fewer than stages, workers
-    hold several adjacent ones. Workers beyond what the job asks for stay idle, as do those too slow to be of use.
+    hold several adjacent ones. Workers beyond what the job asks for stay idle. Those too slow to be of use get no
+    microbatches, and hold silently what lacks holders.
 
     Args:
         job: what to train; assumed to have passed `skein.plan.cut.check_job`.
@@ -182,11 +185,13 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
     """The plan nearest to the previous one; None if its stages fit nowhere any more."""
     demand = setting.demand(previous.stages)
     position = {worker: i for i, worker in enumerate(setting.pool.workers)}
-    kept = [
+    held = [
         (int(x.chunk.stage), position[x.chunk.worker])
-        for x in previous.chunks
+        for x in working(previous, position).chunks
         if x.chunk.worker in position and x.chunk.stage < len(demand.flops)
     ]
+    # Who is too slow for a microbatch holds silently, where that can be.
+    kept = of_use(demand, setting.pool, held) if is_additive(setting.job.aggregation) else held
     seating = reseat(demand, setting.pool, kept) or seat(demand, setting.pool)
     return None if isinstance(seating, Infeasible) else _finish(setting, previous.stages, seating, previous)
 
@@ -254,6 +259,8 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         lower_bound_s=lower_bound_s(step, loads, pool),
         reason="; ".join(_reasons(seating, step, slots, wanted, loads, previous)),
     )
+    before = () if previous is None else [x.chunk for x in previous.chunks]
+    plan = with_silent(plan, setting.job, loads, pool, before)
     forward_s = np.array([load.forward_flops for load in loads])[None, :] / pool.speeds[:, None]
     backward_s = np.array([load.backward_flops for load in loads])[None, :] / pool.speeds[:, None]
     return with_times(plan, loads, pool, forward_s, backward_s)

@@ -311,8 +311,7 @@ def _relieve(seating: Seating) -> bool:
 def _fill(seating: Seating) -> bool:
     """One more holder for each of the stages that have the fewest, the neediest first; each round stays together."""
     demand, pool = seating.demand, seating.pool
-    # Below this, the one microbatch a worker would take lasts longer than what it spares the fastest.
-    useful = pool.speeds >= 0.25 * demand.replicas / demand.num_microbatches * pool.speeds.max()
+    useful = _is_useful(demand, pool)
     open_stages = {i for i, holders in enumerate(seating.holders) if len(holders) < demand.replicas}
     has_changed = False
     while open_stages:
@@ -330,6 +329,19 @@ def _fill(seating: Seating) -> bool:
             if len(seating.holders[stage]) == demand.replicas:
                 open_stages.remove(stage)
     return has_changed
+
+
+def _is_useful(demand: Demand, pool: Pool) -> Mask:
+    """(num_workers,) who is worth a microbatch: below, it lasts longer than what it spares the fastest."""
+    useful: Mask = pool.speeds >= 0.25 * demand.replicas / demand.num_microbatches * pool.speeds.max()
+    return useful
+
+
+def of_use(demand: Demand, pool: Pool, kept: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those (stage, worker) of `kept` whose worker is worth a microbatch, or who are all that their stage has."""
+    listed, useful = list(kept), _is_useful(demand, pool)
+    served = {stage for stage, worker in listed if useful[worker]}
+    return [(stage, worker) for stage, worker in listed if useful[worker] or stage not in served]
 
 
 def _even_out(seating: Seating) -> bool:

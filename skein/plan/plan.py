@@ -2,7 +2,7 @@
 reduces with whom."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from skein.plan.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
@@ -183,6 +183,19 @@ class Plan:
     def content_hash(self) -> str:
         """Hex SHA-256 over everything decided; equal plans have equal hashes."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+MOVES = "; moves "
+"""Begins the last clause of a plan's reason, where it has that one."""
+
+
+def with_clause(plan: Plan, clause: str) -> Plan:
+    """`plan` with one clause more in its reason, before what it moves.
+
+    A plan's reason is clauses with semicolons between; what it moves comes last.
+    """
+    what, moves, moved = plan.reason.partition(MOVES)
+    return replace(plan, reason=f"{what}; {clause}{moves}{moved}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, pool_of
 from skein.plan.cut import cut
 from skein.plan.load import job_layers
-from skein.plan.plan import Plan
+from skein.plan.plan import MOVES, Plan
+from skein.plan.silent import working
 from skein.topology.fleet import Fleet
 from skein.types import Layout
 
@@ -26,6 +27,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     layers = job_layers(job)
     pool = pool_of(job, fleet, layers)
     speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
+    plan = working(plan, set(pool.workers))
     visits = plan.microbatches_by_chunk()
     num_stages = len(plan.stages) - (plan.layout is Layout.LOOP)
     num_held = Counter(chunk.worker for chunk in visits if chunk.stage < num_stages)
@@ -41,7 +43,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     made = make_plan(job, fleet, replace(plan, stages=stages), 0)
     if not isinstance(made, Plan) or made.stages != stages:
         return None
-    what, _, _ = made.reason.partition("; moves ")
+    what, _, _ = made.reason.partition(MOVES)
     return replace(made, reason=what)
 
 

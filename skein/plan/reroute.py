@@ -2,7 +2,7 @@
 
 Rules of this file
 - Which stages a microbatch visits, and in which order, never changes: what it has done elsewhere stays valid.
-- Work whose worker is given stays there. The rest goes where it went before, or to who has least to do.
+- Work whose worker is given stays there. The rest goes where it went before, or to who is through with it first.
 """
 
 from collections import defaultdict
@@ -173,6 +173,10 @@ class _Choice:
                 return best
         if hop in self.held:
             return hop
-        chosen = min(self._holders[hop.stage], key=lambda x: (self._load[x.worker], x.worker))
-        self._load[chosen.worker] += self._seconds.get(chosen, 1.0)
+        chosen = min(self._holders[hop.stage], key=lambda x: (self._done_s(x), x.worker))
+        self._load[chosen.worker] = self._done_s(chosen)
         return chosen
+
+    def _done_s(self, chunk: ChunkRef) -> float:
+        """When its worker would be through with one visit more."""
+        return self._load[chunk.worker] + self._seconds.get(chunk, 1.0)

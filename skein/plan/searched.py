@@ -31,6 +31,7 @@ from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
+from skein.plan.silent import slower_s, with_silent, working
 from skein.plan.times import with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
@@ -128,7 +129,7 @@ def _follower(
         return None
     followed = follow(
         posed,
-        held.plan,
+        working(held.plan, set(pool.workers)),
         most_chunks=posed.problem.num_chunks,
         steps_left=held.steps_left,
         num_ops=job.plan.budget_s * OPS_PER_S,
@@ -140,6 +141,7 @@ def _follower(
     posed, found = followed.posed, followed.found
     plan = plan_of(job, balanced, posed, found, started=(held.plan.predicted_step_s, "the plan before"))
     plan = replace(plan, reason=f"{plan.reason}; {followed.why}")
+    plan = with_silent(plan, job, posed.loads, pool, [x.chunk for x in held.plan.chunks])
     if violations(plan, job, fleet):
         return None
     return with_times(plan, posed.loads, pool, *op_times(fleet, posed.loads, pool))
@@ -149,18 +151,23 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, by the measure that searches go by; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
-    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    pool = pool_of(job, fleet, job_layers(job))
+    posed = pose(job, fleet, plan, pool)
     routing = routing_of(plan, posed)
     if routing is None:
         return None
-    return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS)
+    at_work = working(plan, set(pool.workers))
+    silent_s = slower_s(at_work, job, posed.loads, pool, [x.chunk for x in plan.chunks])
+    return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS) + silent_s
 
 
 def _base(job: JobSpec, fleet: Fleet, balanced: Plan, previous: Plan | None) -> Plan:
     """What to improve: the previous plan, if it is one that could run on and has a chunk for whoever is of use."""
-    if previous is None or len(previous.chunks) < len(balanced.chunks) or violations(previous, job, fleet):
+    if previous is None or violations(previous, job, fleet):
         return balanced
-    return previous
+    alive = {worker.worker for worker in fleet.workers}
+    has_fewer = len(working(previous, alive).chunks) < len(working(balanced, alive).chunks)
+    return balanced if has_fewer else previous
 
 
 def _improved(
@@ -201,6 +208,9 @@ def _improved(
             posed, best = other, search.best
     assert best is not None
     better = plan_of(job, plan, posed, best, started=started)
+    better = with_silent(
+        better, job, loads, pool, [x.chunk for x in (plan if held is None else held.plan).chunks]
+    )
     if held is not None and (moved := held.moved(better, loads)):
         better = replace(better, reason=f"{better.reason}; {moved}")
     if doubted := _doubted(fleet, posed):

@@ -29,6 +29,8 @@ FLOPS_PER_S = 2e9
 HORIZON_S = 9.0
 """Faults strike before; about as long as a job of eight steps takes on workers of `_SEED_FLOPS_PER_S`."""
 _SEED_FLOPS_PER_S = 8e8
+SLOW = 32.0
+"""Far too slow for a microbatch of a step with two of them for each replica."""
 REPEAT_EVERY = 7
 """Tensors between two that arrive twice, wherever faults are drawn; coprime to the numbers of microbatches."""
 
@@ -42,6 +44,8 @@ class FleetShape:
     flops_per_s: float = 2e11
     spread: float = 2.0
     memory_bytes: int = 16 * 2**30
+    num_slow: int = 0
+    """Of the workers the last; they are `SLOW` times slower than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ def make_world(job: JobSpec, fleet: FleetShape, *, seed: int, new_world: NewWorl
     for index in range(fleet.num_workers):
         name = WorkerId(f"w{index:04d}")
         factor = fleet.spread ** float(rng.stream(seed, "speed", name).uniform(-0.5, 0.5))
+        factor /= SLOW if index >= fleet.num_workers - fleet.num_slow else 1.0
         speed = fleet.flops_per_s * factor
         site = sites[index * fleet.num_sites // fleet.num_workers]
         world.add_worker(name, site, flops_per_s=speed, memory_bytes=fleet.memory_bytes)
@@ -217,4 +222,9 @@ def undisturbed_curve(shape: Shape, steps: int) -> tuple[StepRecord, ...]:
 
 def small_fleet(shape: Shape) -> FleetShape:
     """As many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
-    return FleetShape(num_workers=shape.num_workers, num_sites=2, flops_per_s=_SEED_FLOPS_PER_S)
+    return FleetShape(
+        num_workers=shape.num_workers,
+        num_sites=2,
+        flops_per_s=_SEED_FLOPS_PER_S,
+        num_slow=shape.num_slow,
+    )

@@ -37,6 +37,8 @@ class Shape:
     is_tied: bool
     skip_ratio: float
     pattern: PatternName = "auto"
+    num_slow: int = 0
+    """The last of the workers: too slow for a microbatch, so they hold stages silently."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
 
@@ -83,7 +85,7 @@ def shape_of(text: str) -> Shape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule = ""
+        rule, num_slow = "", 0
         while words:
             match words.pop(0):
                 case "tied":
@@ -98,6 +100,8 @@ def shape_of(text: str) -> Shape:
                         raise UserError("shape", rule, f"rules are {', '.join(RULES)}")
                 case "on":
                     num_workers = int(words.pop(0))
+                case "slow":
+                    num_slow = int(words.pop(0))
                 case other:
                     raise UserError("shape", other, _HINT)
     except (ValueError, IndexError) as error:
@@ -111,6 +115,7 @@ def shape_of(text: str) -> Shape:
         is_tied=is_tied,
         skip_ratio=float(skip),
         pattern=pattern,
+        num_slow=num_slow,
         rule=rule,
     )
 
@@ -134,6 +139,8 @@ SHAPES = tuple(
         "loop 2x3 tied ring on 5",
         "line 2x4 tree",
         "line 2x3 tied tree",
+        "line 2x2 on 3 slow 2",
+        "loop 3x2 tied slow 2",
     )
 )
 """What seeds walk over."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from skein.plan.plan import ChunkTime, TransferTime
+from skein.plan.redundancy import Shortfall
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import Incident
 from skein.topology.fleet import Profile
@@ -88,6 +89,8 @@ class JobStatus:
     num_incidents: int = 0
     num_steps_lost: int = 0
     """Committed steps that all incidents together cost."""
+    shortfalls: tuple[Shortfall, ...] = ()
+    """Stages of a running job with fewer holders than asked; empty in a list of jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

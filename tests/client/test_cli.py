@@ -12,9 +12,10 @@ from client.cli.doctor import Finding, Verdict, clock_skew, free_space, open_fil
 from client.cli.incidents import COLUMNS
 from client.cli.show import plain
 from skein.errors import RemoteError, UserError
+from skein.plan.redundancy import LeftOut, Shortfall
 from skein.protocol.incident import total
 from skein.protocol.records import IncidentKind, Remedy
-from skein.types import JobState
+from skein.types import JobState, StageIndex, WorkerId
 from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, Script, serving, status, whole_story, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
@@ -63,12 +64,48 @@ def test_submit_says_what_aggregation_costs_on_the_workers_there_are(
     assert capsys.readouterr() == ("first-job-1\n", f"{COST}, about 3.67 s if nothing overlaps\n")
 
 
-def test_submit_says_what_it_knows_where_workers_are_too_few(
+def test_submit_warns_of_what_a_death_costs_where_workers_are_too_few(
     coordinator: Scripted, job_file: Path, capsys: Captured
 ) -> None:
     assert len(coordinator.script.workers) == 1
-    assert run(["submit", str(job_file), *REPLICAS]) == 0
-    assert capsys.readouterr() == ("first-job-1\n", f"{COST}\n")
+    assert run(["submit", str(job_file), *REPLICAS, "--set", "checkpoint.every_steps=2"]) == 0
+    warning = "warning: stage 0 has 1 holder of 2 asked: a death costs up to 2 steps"
+    assert capsys.readouterr() == ("first-job-1\n", f"{warning}\n{COST}\n")
+
+
+def test_submit_warns_where_no_worker_is_there(
+    coordinator: Scripted, job_file: Path, capsys: Captured
+) -> None:
+    coordinator.script.workers = []
+    assert run(["submit", str(job_file), "--json"]) == 0
+    assert capsys.readouterr().err == "warning: the job waits: no worker is alive\n"
+
+
+def test_status_names_stages_with_fewer_holders_than_asked(coordinator: Scripted, capsys: Captured) -> None:
+    short = Shortfall(
+        stage=StageIndex(1),
+        num_holders=1,
+        num_asked=2,
+        num_steps=20,
+        left_out=(LeftOut(worker=WorkerId("w2"), missing_bytes=3 * 2**20),),
+    )
+    [name] = coordinator.script.jobs
+    coordinator.script.jobs[name] = replace(coordinator.script.jobs[name], shortfalls=(short,))
+    assert run(["status", name]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("holders")]
+    assert told == (
+        "holders    stage 1 has 1 holder of 2 asked (w2 lacks 3.0 MiB of memory): a death costs up to 20 steps"
+    )
+    assert run(["status", name, "--json"]) == 0
+    assert lines(capsys.readouterr().out)[0]["shortfalls"] == [
+        {
+            "stage": 1,
+            "num_holders": 1,
+            "num_asked": 2,
+            "num_steps": 20,
+            "left_out": [{"worker": "w2", "missing_bytes": 3 * 2**20}],
+        }
+    ]
 
 
 def test_checking_a_job_says_what_aggregation_costs(job_file: Path, capsys: Captured) -> None:

@@ -95,6 +95,27 @@ def test_after_the_end_the_times_can_still_be_seen() -> None:
     assert all(times.measured is not None for times in found.chunk_times)
 
 
+def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and_the_metrics() -> None:
+    made = make_world(small_job(steps=STEPS, microbatches=8), fleet_of(3), seed=0)
+    run_until(made, lambda made: version_of(made) == 1)
+    now, metrics = made.coordinator, Metrics()
+    assert now is not None
+    [short] = job_status(now, Journal(nothing_kept), JOB).shortfalls
+    assert short.words == "stage 1 has 1 holder of 2 asked: a death costs up to 20 steps"
+    assert any(f"short: {short.words}" in line for line in made.lines)
+    assert brief(job_status(now, Journal(nothing_kept), JOB)).shortfalls == ()
+    metrics.recorded(made.log)
+    metrics.sample(now, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
+    found = samples(metrics)
+    told = {labels: value for (name, labels), value in found.items() if name == "skein_stage_holders"}
+    # Labels from the last by name: stage, kind, job.
+    assert told == {
+        (stage, kind, JOB): value
+        for stage, values in (("0", (2.0, 2.0)), ("1", (1.0, 2.0)))
+        for kind, value in zip(("held", "asked"), values, strict=True)
+    }
+
+
 def test_metrics_have_the_step_and_the_ops_of_each_stage_in_both_kinds() -> None:
     now, metrics = machine(version=12), Metrics()
     metrics.recorded(world(version=12).log)

@@ -13,6 +13,7 @@ from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import F64, I64, Problem, Reduction
 from skein.plan.route.start import first_paths
+from skein.plan.silent import working
 from skein.topology.fleet import Fleet
 from skein.types import Layout
 
@@ -29,7 +30,7 @@ class Posed:
 
 
 def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | None = None) -> Posed:
-    """`plan`'s stages and numbers of holders, to be placed and routed anew on `fleet`.
+    """`plan`'s stages and numbers of holders, silent ones apart, to be placed and routed anew on `fleet`.
 
     Args:
         job: what is trained.
@@ -40,6 +41,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
     """
     layers = job_layers(job)
     loads = stage_loads(job, layers, plan.stages)
+    plan = working(plan, set(pool.workers))
     is_loop = plan.layout is Layout.LOOP
     num_stages = len(plan.stages) - is_loop
     position = {worker: i for i, worker in enumerate(pool.workers)}

@@ -8,6 +8,7 @@ from skein.protocol.membership import Entry, Membership
 from skein.protocol.messages import Assign, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.records import GenerationMember, GenerationOpened
 from skein.protocol.reports import Ack, ChunksReady
+from skein.topology.fleet import Fleet
 from skein.types import Generation, SiteId, WorkerId
 
 
@@ -96,6 +97,12 @@ class Members:
     def sites(self) -> dict[WorkerId, SiteId]:
         """Where each member is."""
         return {worker: entry.hello.site for worker, entry in self._entries.items()}
+
+    @property
+    def fleet(self) -> Fleet:
+        """Members that stay, as they were when they joined."""
+        entries = (entry for entry in self._entries.values() if not entry.is_leaving)
+        return Fleet(workers=tuple(entry.fleet_worker for entry in entries), links=())
 
     def entries_of(self, workers: Sequence[WorkerId]) -> list[Entry]:
         """These members, in this order."""

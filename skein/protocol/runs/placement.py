@@ -7,7 +7,8 @@ from skein.config.aggregation import Walkers
 from skein.plan.broadcast import BroadcastProblem, parents_of
 from skein.plan.check import violations
 from skein.plan.load import job_layers, stage_loads
-from skein.plan.plan import ChunkPlan, Plan
+from skein.plan.plan import ChunkPlan, Plan, with_clause
+from skein.plan.redundancy import shortfalls
 from skein.plan.reroute import renamed, rerouted, ways
 from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
@@ -25,7 +26,6 @@ from skein.protocol.runs.planning import (
     held_plan,
     recorded_plan,
     who_reads_other_data,
-    with_clause,
 )
 from skein.protocol.runs.resuming import Resumed, resume
 from skein.protocol.runs.savings import Savings
@@ -288,6 +288,8 @@ class Placement:
         self._measured.planned_anew()
         self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
         self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
+        for found in shortfalls(plan, job.spec, self._members.fleet):
+            self._out.log(f"job={job.job} generation={history.generation} short: {found.words}")
         told = assignments(
             plan,
             sources,

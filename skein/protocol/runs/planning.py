@@ -6,15 +6,13 @@ from dataclasses import replace
 
 from skein.config.job import ParallelSpec
 from skein.plan.check import violations
-from skein.plan.plan import ChunkPlan, Plan
+from skein.plan.plan import MOVES, ChunkPlan, Plan
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.reports import Ack, ChunksReady
 from skein.protocol.runs.measuring import Measured
 from skein.topology.fleet import Fleet, Link, rounded
 from skein.types import ChunkRef, Layout, Step, WorkerId
-
-_MOVES = "; moves "
 
 
 def fleet_of(
@@ -43,7 +41,7 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
     if violations(plan, job.spec, fleet):
         return None
     # What the plan moved was moved then.
-    what, _, _ = plan.reason.partition(_MOVES)
+    what, _, _ = plan.reason.partition(MOVES)
     return replace(plan, reason=what)
 
 
@@ -68,15 +66,6 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
         lower_bound_s=0.0,
         reason="held",
     )
-
-
-def with_clause(plan: Plan, clause: str) -> Plan:
-    """`plan` with one clause more in its reason, before what it moves.
-
-    A plan's reason is clauses with semicolons between; what it moves comes last.
-    """
-    what, moves, moved = plan.reason.partition(_MOVES)
-    return replace(plan, reason=f"{what}; {clause}{moves}{moved}")
 
 
 def who_reads_other_data(

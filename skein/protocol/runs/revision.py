@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from math import inf
 
-from skein.plan.plan import Plan
+from skein.plan.plan import Plan, with_clause
+from skein.plan.redundancy import num_missing
 from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.placement import Placement
-from skein.protocol.runs.planning import with_clause
 from skein.protocol.runs.replanning import Replanning, Seen
 
 
@@ -99,17 +99,19 @@ class Revision:
             stragglers=self._measured.stragglers,
         )
 
+    def _is_safer(self, plan: Plan, present: Plan) -> bool:
+        """Whether a plan gives stages holders that the job asks for and the present one lacks: that is worth it."""
+        asked = self._job.spec.parallel.replicas
+        is_wider = self.is_short and len(plan.workers) > len(present.workers)
+        return is_wider or num_missing(plan, asked) < num_missing(present, asked)
+
     def answered(self, made: PlanMade) -> None:
         """The plan that was asked for beside the present one."""
         present = self._placement.plan
         assert present is not None
         steps_left = self._job.total_steps - self._job.version
         verdict = self.policy.verdict(made, present, steps_left=steps_left)
-        if (
-            isinstance(made.result, Plan)
-            and len(made.result.workers) > len(present.workers)
-            and self.is_short
-        ):
+        if isinstance(made.result, Plan) and self._is_safer(made.result, present):
             verdict = None
         if verdict is not None or not isinstance(made.result, Plan):
             self._out.log(f"job={self._job.job} keeps its plan ({self._why}): {verdict}")

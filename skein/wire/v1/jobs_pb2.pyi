@@ -412,6 +412,7 @@ class JobStatus(_message.Message):
     TRANSFER_TIMES_FIELD_NUMBER: _builtins.int
     NUM_INCIDENTS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_LOST_FIELD_NUMBER: _builtins.int
+    SHORTFALLS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -446,6 +447,10 @@ class JobStatus(_message.Message):
     def transfer_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferTimes]:
         """Not in a list of jobs."""
 
+    @_builtins.property
+    def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
+        """Not in a list of jobs."""
+
     def __init__(
         self,
         *,
@@ -473,10 +478,11 @@ class JobStatus(_message.Message):
         transfer_times: _abc.Iterable[Global___TransferTimes] | None = ...,
         num_incidents: _builtins.int = ...,
         num_steps_lost: _builtins.int = ...,
+        shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_incidents", b"num_incidents", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_incidents", b"num_incidents", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
@@ -496,6 +502,65 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_step_s) -> _WhichOneofReturnType__measured_step_s | None: ...
 
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class Shortfall(_message.Message):
+    """A stage with fewer holders than the job asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NUM_HOLDERS_FIELD_NUMBER: _builtins.int
+    NUM_ASKED_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    num_holders: _builtins.int
+    num_asked: _builtins.int
+    num_steps: _builtins.int
+    """That are lost at most if all its holders die."""
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOut]: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        num_holders: _builtins.int = ...,
+        num_asked: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        left_out: _abc.Iterable[Global___LeftOut] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_out", b"left_out", "num_asked", b"num_asked", "num_holders", b"num_holders", "num_steps", b"num_steps", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shortfall: _TypeAlias = Shortfall  # noqa: Y015
+
+@_typing.final
+class LeftOut(_message.Message):
+    """A worker with too little memory for a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    MISSING_BYTES_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    missing_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        missing_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_bytes", b"missing_bytes", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOut: _TypeAlias = LeftOut  # noqa: Y015
 
 @_typing.final
 class ChunkTimes(_message.Message):
