@@ -88,6 +88,7 @@ RANGES: Mapping[str, Range] = {
     "num_validation_samples": COUNT,
     "num_incidents": COUNT,
     "num_steps_lost": COUNT,
+    "num_steps": COUNT,
     "protocol_version": WORD,
     "num_rerouted": WORD,
     "num_retried": WORD,
@@ -95,6 +96,8 @@ RANGES: Mapping[str, Range] = {
     "num_dropped": WORD,
     "num_tensors": WORD,
     "num_workers": WORD,
+    "num_holders": WORD,
+    "num_asked": WORD,
     "limit": WORD,
     "checksum": WORD,
     # places in a plan
@@ -126,6 +129,7 @@ RANGES: Mapping[str, Range] = {
     # bytes and seconds
     "num_bytes": BYTES,
     "memory_bytes": BYTES,
+    "missing_bytes": BYTES,
     "offset": BYTES,
     "shape": BYTES,
     "reply_bytes": WORD,
