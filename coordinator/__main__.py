@@ -12,12 +12,7 @@ from coordinator.store import state_path
 from skein.errors import UserError
 from skein.protocol.membership import LEASE_S
 from skein.wire.logs import LogFormat
-
-
-def default_state_dir() -> Path:
-    """Where state lies when nobody says: below XDG_STATE_HOME, or the place it stands for."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "skein"
+from skein.wire.state_dir import default_state_dir
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

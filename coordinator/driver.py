@@ -43,6 +43,7 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
+from skein.protocol.messages import Refused
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Hello, Report
 from skein.types import Incarnation, JobId, Step, WorkerId
@@ -312,6 +313,14 @@ class Driver:
                 stream = item.stream
                 key = (stream.worker, stream.incarnation)
                 older = self._streams.get(key)
+                if older is not None and older.secret != stream.secret:
+                    # What the machine said to this name and incarnation would go to the one who has them.
+                    stream.offer(
+                        Refused(
+                            reason=f"another process is {stream.worker}, incarnation {stream.incarnation}"
+                        )
+                    )
+                    return []
                 if older is not None:
                     older.close("the worker opened another stream")
                 self._streams[key] = stream

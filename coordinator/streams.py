@@ -16,12 +16,21 @@ class Stream:
     Args:
         worker: who opened it.
         incarnation: which process of that worker.
+        secret: that it has shown; whoever shows another one is another process.
         max_waiting: directives that may wait before the stream is closed.
     """
 
-    def __init__(self, worker: WorkerId, incarnation: Incarnation, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        *,
+        secret: str = "",
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         self.worker = worker
         self.incarnation = incarnation
+        self.secret = secret
         self.reason: str | None = None
         """Why it was closed; None while it is open."""
         self._max_waiting = max_waiting

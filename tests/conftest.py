@@ -1,11 +1,16 @@
 """What all tests share: how Hypothesis draws, and one thread per test process."""
 
 import os
+import tempfile
 
 from hypothesis import settings
 
 # Before torch or a BLAS is imported; `make test` sets it too, for child processes and for speed.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Workers that are started under a name keep a file there; child processes inherit it.
+_STATE = tempfile.TemporaryDirectory(prefix="skein-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 settings.register_profile("skein", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("skein")

@@ -47,6 +47,12 @@ def _memory(text: str | None) -> int | None:
     show_envvar=True,
     help="Calls, made and taken, carry the token in this file.",
 )
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    show_default="~/.local/state/skein",
+    help="Holds what proves, under a --name, that a worker started again is the same one.",
+)
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
 @click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
 @click.option(
@@ -80,6 +86,7 @@ def up(
     device: Literal["auto", "cpu", "cuda"],
     memory: str | None,
     token_file: Path | None,
+    state_dir: Path | None,
     insecure: bool,
     metrics_host: str,
     metrics_port: int | None,
@@ -98,6 +105,7 @@ def up(
         device=device,
         memory_bytes=_memory(memory),
         token_file=token_file,
+        state_dir=state_dir,
         insecure=insecure,
         metrics_host=metrics_host,
         metrics_port=metrics_port,

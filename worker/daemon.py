@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,8 +25,10 @@ from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.leader import split_addresses
 from skein.wire.logs import LogFormat
+from skein.wire.state_dir import default_state_dir
 from skein.wire.tokens import read_token
 from worker.logs import LogTail, begin_logging
+from worker.naming import take_name
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ class WorkerOptions:
 
     Args:
         join: the coordinator, host:port; or it and its standbys, with commas between.
-        name: of this worker among all; by default the host's with a random ending. Of two with one name the newer wins.
+        name: of this worker among all; by default the host's with a random ending. Of two with one name the newer is
+            refused while the older lives; a restart here takes its place at once.
+        state_dir: holds what proves that; None: the place where state lies by default.
         site: where the worker is; workers of one site are taken to be near each other.
         listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
         port: 0 takes a free one.
@@ -66,6 +70,7 @@ class WorkerOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_bytes: int | None = None
     token_file: Path | None = None
+    state_dir: Path | None = None
     insecure: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
@@ -93,6 +98,20 @@ async def run_worker(options: WorkerOptions, *, adapt: "Callable[[Setting], Sett
         setting = setting if adapt is None else adapt(setting)
     except UserError as error:
         return _fail(error, USAGE)
+    if options.name is None:
+        return await _be(setting)
+    try:
+        taken = take_name(options.state_dir or default_state_dir(), setting.worker, setting.join)
+    except UserError as error:
+        return _fail(error, FAILED)
+    with closing(taken):
+        if taken.warning is not None:
+            _log.warning(taken.warning)
+        return await _be(replace(setting, secret=taken.secret))
+
+
+async def _be(setting: "Setting") -> int:
+    """Be the worker of this setting until the end; the exit code."""
     from worker.process import work
 
     sys.setswitchinterval(_SWITCH_S)
@@ -188,6 +207,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         metrics_port=options.metrics_port,
         take_log_lines=log_lines.take,
         places=Places.of(options.data_roots, options.checkpoint_roots),
+        host=socket.gethostname(),
     )
 
 

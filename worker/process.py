@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -47,6 +47,7 @@ class Setting:
     `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
+    `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
     `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
     `places` are what jobs may name.
     """
@@ -64,6 +65,8 @@ class Setting:
     metrics_host: str
     metrics_port: int | None
     take_log_lines: Callable[[], tuple[LogLine, ...]]
+    host: str = ""
+    secret: str = field(default="", repr=False)
     measure: Callable[[torch.device], Profile] = measure_device
     way_to: Callable[[str], str] = str
     compute: Callable[[torch.device], Compute] = Compute
@@ -208,6 +211,8 @@ async def _identity(setting: Setting, executor: Executor, port: int) -> Identity
         site=setting.site,
         address=setting.address_of(port),
         profile=profile,
+        host=setting.host,
+        secret=setting.secret,
     )
     _log.info(
         "worker=%s site=%s address=%s joins %s: %s",

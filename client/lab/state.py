@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from client.lab import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, Preset
 from skein.errors import UserError
+from skein.wire.state_dir import default_state_dir
 
 Mode = Literal["namespaces", "proxy"]
 
@@ -166,8 +167,7 @@ class Folder:
 
 def default_folder() -> Path:
     """Where a lab lies when nobody says: below XDG_STATE_HOME, or the place it stands for."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "skein-lab"
+    return default_state_dir("skein-lab")
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> int:

@@ -21,6 +21,8 @@ HELLO_S = 10.0
 """A stream that has said nothing for so long is closed."""
 CUT_S = 5.0
 """What a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
+MAX_SECRET = 64
+MAX_HOST = 255
 MAX_LINES = 200
 MAX_LINE_CHARACTERS = 2000
 
@@ -36,7 +38,7 @@ class Control(control_pb2_grpc.ControlServicer):
         self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
     ) -> AsyncIterator[control_pb2.Directive]:
         hello = await _hello(request_iterator)
-        stream = Stream(hello.worker, hello.incarnation)
+        stream = Stream(hello.worker, hello.incarnation, secret=hello.secret)
         await self._driver.opened(stream, hello)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         cutting = asyncio.create_task(_cut(stream, asyncio.current_task()))
@@ -92,6 +94,10 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
         raise RemoteError(f"{type(first).__name__} before Hello")
     _check_name("worker", first.worker)
     _check_name("incarnation", first.incarnation)
+    if len(first.secret) > MAX_SECRET or len(first.host) > MAX_HOST or not first.host.isprintable():
+        raise RemoteError(
+            f"a secret of at most {MAX_SECRET} characters and a host of at most {MAX_HOST} are wanted"
+        )
     return first
 
 

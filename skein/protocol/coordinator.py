@@ -45,12 +45,13 @@ from skein.protocol.membership import (
     Lost,
     Membership,
     MembershipChange,
+    NameRemembered,
     Rejected,
     Returned,
     StreamBroke,
 )
 from skein.protocol.messages import Directive, Dismiss, LogPosition, Probe, Refused, Welcome
-from skein.protocol.records import Drained, JobEnded, JobSubmitted, Record
+from skein.protocol.records import Drained, EpochOpened, JobEnded, JobSubmitted, Record
 from skein.protocol.reports import (
     Ack,
     Beat,
@@ -106,6 +107,10 @@ class Coordinator:
             self.history.apply(record)
             if isinstance(record, Drained):
                 self.membership.handle(LeaveRemembered(incarnation=record.incarnation), now=record.wall_s)
+            elif isinstance(record, EpochOpened):
+                for job in self.history.pending():
+                    for member in job.members:
+                        self.membership.handle(NameRemembered(member=member), now=record.wall_s)
 
     # --- the way in ---
 

@@ -1,8 +1,10 @@
 """The Membership machine: who is here. The exemplar of a machine: events and the time go in, changes come out.
 
 Rules of this file
-- A worker is an id with an incarnation. The same id with another incarnation means that the old process died; should
-  it live after all, it is refused, or the two would take the name from each other for ever.
+- A worker is an id with an incarnation. Another incarnation of a live id is refused, unless it proves that it is the
+  same worker, started again: then the old process died; should it live after all, it is refused from then on, or the
+  two would take the name from each other for ever.
+- After a coordinator's restart names belong to whom the log knows under them, for as long as a lease.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
 - A peer's word alone loses nobody: a doubted worker is lost at once if it has been silent here too.
 - While this process stood still nobody was heard, and that is nobody's fault: whoever would be lost is given time.
@@ -13,11 +15,13 @@ Rules of this file
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from heapq import heappop, heappush, heapreplace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.messages import Member
+from skein.protocol.records import GenerationMember
 from skein.protocol.reports import Hello
 from skein.protocol.story import Story
 from skein.topology.fleet import FleetWorker
@@ -32,6 +36,10 @@ BEATS_PER_LEASE = 5
 """Four lost beats in a row are no death, and the fifth comes in time unless nothing does."""
 DOUBT_BEATS = 2.5
 """So many periods of silence bear a peer's doubt out: two beats are missing then."""
+_CURE = (
+    "give each worker a name of its own; to replace that process, end it first, or start the new one on its host with "
+    "its state directory"
+)
 LATE_S = 1.0
 """A lease that is looked at so late was not looked after: this process stood still meanwhile."""
 
@@ -86,6 +94,13 @@ class LeaveRemembered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NameRemembered:
+    """A process had this name when the coordinator before this one was lost, and may be alive."""
+
+    member: GenerationMember
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
     """The coordinator wants no more of this incarnation, now or later."""
 
@@ -99,7 +114,15 @@ class LeaseTime:
 
 
 MembershipEvent = (
-    HelloHeard | Heard | StreamBroke | Doubted | LeaveHeard | LeaveRemembered | Evicted | LeaseTime
+    HelloHeard
+    | Heard
+    | StreamBroke
+    | Doubted
+    | LeaveHeard
+    | LeaveRemembered
+    | NameRemembered
+    | Evicted
+    | LeaseTime
 )
 
 # --- changes ---
@@ -168,6 +191,12 @@ class Entry:
     progressed_at: float = 0.0
 
     @property
+    def holder(self) -> GenerationMember:
+        """Who has the name, as the log knows it."""
+        hello = self.hello
+        return GenerationMember(worker=hello.worker, incarnation=hello.incarnation, proof=proof_of(hello))
+
+    @property
     def member(self) -> Member:
         hello = self.hello
         return Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
@@ -175,6 +204,11 @@ class Entry:
     @property
     def fleet_worker(self) -> FleetWorker:
         return FleetWorker(worker=self.hello.worker, site=self.hello.site, profile=self.hello.profile)
+
+
+def proof_of(hello: Hello) -> str:
+    """What is kept of the secret that a process knows; "" of none."""
+    return sha256(hello.secret.encode()).hexdigest() if hello.secret else ""
 
 
 class Membership:
@@ -194,6 +228,8 @@ class Membership:
         self._silent: dict[WorkerId, Entry] = {}
         self._refused: dict[Incarnation, str] = {}
         self._leaving: set[Incarnation] = set()
+        self._remembered: dict[WorkerId, tuple[GenerationMember, float]] = {}
+        """Who had the name, and until when nobody else gets it."""
         self._story = Story()
 
     @property
@@ -222,6 +258,11 @@ class Membership:
                 return self._leave(event.worker, now=now)
             case LeaveRemembered():
                 self._leaving.add(event.incarnation)
+                return []
+            case NameRemembered():
+                # Who has shown no proof could not show it now, were it the same worker.
+                if event.member.proof:
+                    self._remembered[event.member.worker] = event.member, now + self.lease_s
                 return []
             case Evicted():
                 return self._refuse(event.worker, event.reason, now=now)
@@ -263,6 +304,10 @@ class Membership:
         if hello.incarnation in self._refused:
             reason = self._refused[hello.incarnation]
             return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
+        taken = self._taken(hello, now=now)
+        if taken is not None:
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=taken)]
+        self._remembered.pop(hello.worker, None)
         if self.is_current(hello.worker, hello.incarnation):
             entry = self._entries[hello.worker]
             entry.is_connected = True
@@ -272,6 +317,23 @@ class Membership:
             return [Returned(worker=hello.worker), *self._still_leaving(entry)]
         changes = self._displace(hello, now=now)
         return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
+
+    def _taken(self, hello: Hello, *, now: float) -> str | None:
+        """Why this process does not get its name: another one has it, and this one proves no succession."""
+        entry = self._entries.get(hello.worker)
+        remembered, until = self._remembered.get(hello.worker, (None, now))
+        if entry is not None:
+            holder = entry.holder
+            host, heard_s = entry.hello.host or "a nameless host", now - entry.heard_at
+            who = f"a living process on {host}, at {entry.hello.address}, heard {heard_s:.1f} s ago"
+        elif remembered is not None and now < until:
+            holder, who = remembered, "a process that may live and come back within seconds"
+        else:
+            return None
+        proof = proof_of(hello)
+        if proof == holder.proof and (proof or hello.incarnation == holder.incarnation):
+            return None
+        return f"the name {hello.worker} is that of {who}: {_CURE}"
 
     def _displace(self, hello: Hello, *, now: float) -> list[MembershipChange]:
         """Refuse another process of this name, live or silent."""

@@ -81,6 +81,8 @@ RANGES: Mapping[str, Range] = {
     "progress": COUNT,
     "sequence": COUNT,
     "since": COUNT,
+    "entry": COUNT,
+    "log_entry": COUNT,
     "tensor": COUNT,
     "num_tokens": COUNT,
     "tokens": COUNT,
@@ -151,6 +153,8 @@ RANGES: Mapping[str, Range] = {
     "lower_bound_s": SECONDS,
     "wall_s": WALL,
     "submitted_wall_s": WALL,
+    "opened_s": WALL,
+    "origin_s": WALL,
     # speeds
     "flops_per_s": SPEED,
     "bytes_per_s": BANDWIDTH,

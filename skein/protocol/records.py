@@ -48,10 +48,11 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationMember:
-    """A worker of a generation, by incarnation."""
+    """A worker of a generation, by incarnation. `proof`: what a process that takes its name shows; "" for none."""
 
     worker: WorkerId
     incarnation: Incarnation
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

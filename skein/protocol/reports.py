@@ -1,6 +1,6 @@
 """What workers say to the coordinator. Names here are those of protos/skein/wire/v1/control.proto."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages import (
@@ -43,6 +43,10 @@ class Hello:
     """Highest epoch this worker has followed; 0 for none."""
     position: LogPosition | None = None
     """How much of the run log it has heard of; None for nothing."""
+    host: str = ""
+    """Name of the machine, for people."""
+    secret: str = field(default="", repr=False)
+    """What a later process of this name must know to take its place at once; the coordinator keeps a digest of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,6 +218,8 @@ class Worker:
                 profile=identity.profile,
                 epoch=self.epoch,
                 position=self._standing.position,
+                host=identity.host,
+                secret=identity.secret,
             )
         )
         if self._is_stopping:

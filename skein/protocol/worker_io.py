@@ -1,6 +1,6 @@
 """What goes into a Worker machine and what comes out of it: the border between deciding and acting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.protocol.messages import (
@@ -21,13 +21,18 @@ from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, Stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a worker process is, and what it measured of itself."""
+    """Who a worker process is, and what it measured of itself.
+
+    `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     site: SiteId
     address: str
     profile: Profile
+    host: str = ""
+    secret: str = field(default="", repr=False)
 
 
 # --- events ---

@@ -103,6 +103,16 @@ def _flap(world: World, fault: Fault) -> None:
         world.clock.after(turn * fault.seconds / _NUM_FLAPS, partial(world.restart_worker, fault.worker))
 
 
+def _impostor(world: World, fault: Fault) -> None:
+    """A stranger comes under a worker's name. Where that one is lost already it ends when it speaks, and comes back."""
+    worker = world.workers.get(fault.worker)
+    if worker is not None:
+        identity = worker.machine.identity
+        world.add_impostor(fault.worker, fault.seconds)
+        back = partial(come_back, world, fault.worker, identity.site, identity.profile)
+        world.clock.after(AWAY_S + fault.seconds, back)
+
+
 def _freeze(world: World, fault: Fault) -> None:
     world.freeze_worker(fault.worker, fault.seconds)
 
@@ -276,6 +286,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "kill": _kill,
     "restart": _restart,
     "flap": _flap,
+    "impostor": _impostor,
     "freeze": _freeze,
     "slow": _slow,
     "drain": _drain,
@@ -301,6 +312,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
 }
 """By name."""
 GENTLE = (
+    "impostor",
     "stream",
     "cut",
     "drain",

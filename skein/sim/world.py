@@ -7,11 +7,12 @@ lose what was in flight when they break, tensors travel over modelled links, ops
 from collections.abc import Callable
 from functools import partial
 
+from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
 from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.records import CheckpointCommitted
-from skein.protocol.reports import Report
+from skein.protocol.reports import Hello, Report
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
@@ -45,7 +46,7 @@ from skein.sim.process import SimWorker
 from skein.sim.service import Service
 from skein.sim.transport import Transport
 from skein.topology.fleet import Profile
-from skein.types import Generation, Incarnation, SiteId, Step, WorkerId
+from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 CONTROL_S = 0.01
 """A message on a control stream, one way."""
@@ -136,11 +137,36 @@ class World(Service):
             site=site,
             address=f"{name}:1",
             profile=profile,
+            host=f"host of {name}",
+            secret=f"secret of {name}",
         )
         self.kill_worker(name)
         self.network.place(name, site)
         self.workers[name] = SimWorker(Worker(identity), self._new_executor(name, flops_per_s))
         self.clock.after(DIAL_S, partial(self._dial, name, identity.incarnation))
+
+    def add_impostor(self, name: WorkerId, seconds: float) -> None:
+        """Have another machine's process say Hello under the name of a worker that is here, and be gone later."""
+        worker = self.workers.get(name)
+        if worker is None or self.coordinator is None:
+            return
+        self._num_incarnations += 1
+        identity = worker.machine.identity
+        incarnation = Incarnation(f"i{self._num_incarnations}")
+        hello = Hello(
+            worker=name,
+            incarnation=incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            site=identity.site,
+            address="elsewhere:1",
+            profile=identity.profile,
+            epoch=Epoch(0),
+            host="elsewhere",
+            secret="another",  # noqa: S106 - as good as any
+        )
+        self._tell_term(self._term, ReportArrived(worker=name, incarnation=incarnation, report=hello))
+        broken = StreamBroken(worker=name, incarnation=incarnation, reason="gone")
+        self.clock.after(seconds, partial(self._tell_term, self._term, broken))
 
     def kill_worker(self, name: WorkerId) -> None:
         """End a worker process at once; its stream breaks."""

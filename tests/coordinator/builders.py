@@ -52,7 +52,13 @@ def job_spec(name: str = "digits", *, steps: int = 10) -> JobSpec:
     )
 
 
-def hello(worker: str = "w1", incarnation: str = "first", *, version: int = PROTOCOL_VERSION) -> Hello:
+def hello(
+    worker: str = "w1",
+    incarnation: str = "first",
+    *,
+    version: int = PROTOCOL_VERSION,
+    secret: str = "of all processes of this name",  # noqa: S107 - to test with
+) -> Hello:
     profile = Profile(device="cpu", device_name="test", flops_per_s=1e9, memory_bytes=1 << 30)
     return Hello(
         worker=WorkerId(worker),
@@ -62,6 +68,7 @@ def hello(worker: str = "w1", incarnation: str = "first", *, version: int = PROT
         address="127.0.0.1:1",
         profile=profile,
         epoch=Epoch(0),
+        secret=secret,
     )
 
 

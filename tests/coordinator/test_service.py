@@ -161,6 +161,50 @@ async def test_a_worker_of_another_release_is_refused_and_let_go(tmp_path: Path)
         assert not isinstance(await worker.call.read(), control_pb2.Directive)
 
 
+@pytest.mark.parametrize("incarnation", ["second", "first"])
+async def test_a_stranger_under_a_used_name_is_refused_and_the_worker_goes_on(
+    tmp_path: Path, incarnation: str
+) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        first, stranger = ScriptedWorker(channel), ScriptedWorker(channel)
+        await first.say(replace(hello(), host="lab-3"))
+        assert isinstance(await first.hear(), Welcome)
+        await stranger.say(hello(incarnation=incarnation, secret="another"))
+        refused = await stranger.hear()
+        assert isinstance(refused, Refused)
+        assert (
+            "on lab-3, at 127.0.0.1:1" if incarnation == "second" else "another process is w1"
+        ) in refused.reason
+        assert not isinstance(await stranger.call.read(), control_pb2.Directive)
+        await submit(channel)
+        assert isinstance(await first.hear(), NewGeneration)
+
+
+async def test_a_restart_that_knows_the_secret_takes_its_place_at_once(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        first, again = ScriptedWorker(channel), ScriptedWorker(channel)
+        await first.say(hello())
+        assert isinstance(await first.hear(), Welcome)
+        await again.say(hello(incarnation="second"))
+        assert isinstance(await again.hear(), Welcome)
+        assert isinstance(await first.hear(), Refused)
+
+
+async def test_a_name_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        assert isinstance(await worker.hear(), Welcome)
+        await submit(channel)
+        assert isinstance(await worker.hear(), NewGeneration)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        stranger, worker = ScriptedWorker(channel), ScriptedWorker(channel)
+        await stranger.say(hello(incarnation="second", secret="another"))
+        assert isinstance(await stranger.hear(), Refused)
+        await worker.say(hello())
+        assert isinstance(await worker.hear(), Welcome)
+
+
 @pytest.mark.parametrize(
     "first",
     [
@@ -169,6 +213,7 @@ async def test_a_worker_of_another_release_is_refused_and_let_go(tmp_path: Path)
         hello(""),
         hello("x" * 65),
         hello(incarnation="ä"),
+        hello(secret="x" * 65),
     ],
 )
 async def test_a_stream_that_begins_with_no_proper_hello_is_refused(

@@ -66,6 +66,7 @@ def identity(worker: str) -> Identity:
         site=SiteId("here"),
         address=f"{worker}:1",
         profile=profile(),
+        secret=f"secret of {worker}",
     )
 
 

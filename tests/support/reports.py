@@ -23,9 +23,14 @@ def profile(*, memory_bytes: int = 2**34) -> Profile:
 
 
 def hello(
-    worker: str, incarnation: str | None = None, *, version: int = PROTOCOL_VERSION, epoch: int = 0
+    worker: str,
+    incarnation: str | None = None,
+    *,
+    version: int = PROTOCOL_VERSION,
+    epoch: int = 0,
+    secret: str | None = None,
 ) -> Hello:
-    """The first thing that a worker says; by default its first incarnation is `{worker}-1`."""
+    """The first thing that a worker says; by default its first incarnation is `{worker}-1`, and all know one secret."""
     return Hello(
         worker=WorkerId(worker),
         incarnation=Incarnation(incarnation or f"{worker}-1"),
@@ -34,6 +39,8 @@ def hello(
         address=f"{worker}:1",
         profile=profile(),
         epoch=Epoch(epoch),
+        host=f"{worker}.lab",
+        secret=f"secret of {worker}" if secret is None else secret,
     )
 
 

@@ -6,7 +6,7 @@ from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry, Membership
 from skein.protocol.messages import Assign, Directive, Dismiss, Member, NewGeneration
-from skein.protocol.records import GenerationMember, GenerationOpened
+from skein.protocol.records import GenerationOpened
 from skein.protocol.reports import Ack, ChunksReady
 from skein.topology.fleet import Fleet
 from skein.types import Generation, SiteId, WorkerId
@@ -50,7 +50,7 @@ class Members:
         opened = GenerationOpened(
             job=self._job.job,
             generation=Generation(history.generation + 1),
-            members=tuple(GenerationMember(worker=m.worker, incarnation=m.incarnation) for m in members),
+            members=tuple(entry.holder for entry in self._entries.values()),
             reason=reason,
             wall_s=now,
         )

@@ -637,12 +637,18 @@ class Hello(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     protocol_version: _builtins.int
     site: _builtins.str
     address: _builtins.str
     epoch: _builtins.int
+    host: _builtins.str
+    """The machine's name, for people."""
+    secret: _builtins.str
+    """Of whoever may replace this process under its name; 64 characters at most, empty for none."""
     @_builtins.property
     def profile(self) -> _ids_pb2.Profile: ...
     @_builtins.property
@@ -658,10 +664,12 @@ class Hello(_message.Message):
         profile: _ids_pb2.Profile | None = ...,
         epoch: _builtins.int = ...,
         position: Global___LogPosition | None = ...,
+        host: _builtins.str = ...,
+        secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "site", b"site", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "host", b"host", "incarnation", b"incarnation", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "secret", b"secret", "site", b"site", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
     _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015

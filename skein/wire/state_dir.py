@@ -1,0 +1,10 @@
+"""Where a service keeps what outlives its process, when nobody says."""
+
+import os
+from pathlib import Path
+
+
+def default_state_dir(name: str = "skein") -> Path:
+    """The folder `name` below XDG_STATE_HOME, or below the place that stands for it."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / name
