@@ -113,7 +113,7 @@ def recorded(path: Path) -> Rows:
 
 
 def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.aggregation", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench aggregation", description=main.__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts alone")
     parser.add_argument("--quick", action="store_true", help="a short run, to see that all works")
     parser.add_argument("--record", type=Path, help="keep the rows in this file, beside those of other parts")

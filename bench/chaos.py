@@ -179,7 +179,7 @@ def _chaos(args: argparse.Namespace) -> Chaos:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench chaos", description=main.__doc__)
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=600.0, help="for which there are blows")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds between SIGKILLs to workers")

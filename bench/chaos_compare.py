@@ -275,7 +275,7 @@ def _wrong(args: argparse.Namespace) -> UserError | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.chaos_compare", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench chaos-compare", description=main.__doc__)
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds between SIGKILLs")

@@ -309,7 +309,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.convergence", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench convergence", description=main.__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=_seeds, default=(0,), help="separated by commas")
     parser.add_argument("--folder", type=Path, help="keeps the runs; interrupted ones are gone on with")

@@ -176,7 +176,7 @@ def row_of(kind: Kind, found: list[float]) -> Row:
 def main() -> int:
     """Take turns over the kinds, print each time, and the line."""
     names = [kind.name for kind in KINDS]
-    parser = argparse.ArgumentParser(prog="python -m bench.detect", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench detect", description=main.__doc__)
     parser.add_argument("--runs", type=int, default=10, help="of each kind")
     parser.add_argument("--kinds", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--seed", type=int, default=1)

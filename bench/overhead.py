@@ -92,7 +92,7 @@ def alone(job: JobSpec, microbatches_at_once: int) -> float:
 
 def main() -> int:
     """Take turns, print the medians' ratio."""
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench overhead", description=main.__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="counted, in each run")
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")

@@ -274,7 +274,7 @@ def methods_of(text: str) -> tuple[Method, ...]:
 
 def main() -> int:
     """Train on an emulated fleet by each method's plan."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plan", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench plan", description=main.__doc__)
     parser.add_argument("--workers", type=int, default=20)
     parser.add_argument("--steps", type=int, default=6, help="counted, in each job")
     parser.add_argument("--repeats", type=int, default=3)

@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.recovery", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench recovery", description=main.__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--turns", type=int, default=20, help="of each kind of boundary log")
     parser.add_argument("--joins", type=int, default=5, help="of each kind")

@@ -30,7 +30,7 @@ def simulate() -> tuple[float, dict[str, str]]:
 
 def main() -> int:
     """Run it some times; exit 1 if it is too slow, or not the same every time."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein bench scale", description=main.__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     args = parser.parse_args()

@@ -119,7 +119,9 @@ def rows() -> list[Row]:
 def main() -> int:
     """Print the tables of docs/schedules.md and the line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="skein bench schedules",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     if not parser.parse_args().json:

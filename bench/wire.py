@@ -247,7 +247,7 @@ async def measure() -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="skein bench wire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     parser.add_argument("--answer", type=int, metavar="PORT", help=argparse.SUPPRESS)

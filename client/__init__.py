@@ -1,0 +1,1 @@
+"""Part of Skein: the command and the Python interface."""

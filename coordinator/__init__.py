@@ -1,0 +1,1 @@
+"""Part of Skein: the service that decides."""

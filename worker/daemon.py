@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from skein.errors import UserError
+from skein.own import install_hint
 from skein.protocol.worker_io import StopRequested, WorkerEvent
 from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
@@ -182,7 +183,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
     token = None if options.token_file is None else read_token(options.token_file)
     require_safe_bind(options.listen, token, allow_insecure=options.insecure)
     if importlib.util.find_spec("torch") is None:
-        raise UserError("torch", "not installed", "install it with: pip install 'skein-train[worker]'")
+        raise UserError("torch", "not installed", f"install it with: {install_hint('worker')}")
     import torch
 
     from worker.process import Setting

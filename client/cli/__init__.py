@@ -90,6 +90,11 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     ),
     "doctor": Verb(help="Look for what could go wrong.", module="client.cli.doctor", attribute="doctor"),
     "lab": _LAB,
+    "completion": Verb(
+        help="Print what completes commands in a shell.",
+        module="client.cli.completion",
+        attribute="completion",
+    ),
     "sim": Program(help="Simulate a job on a made-up fleet.", module="skein.sim"),
     "bench": Program(help="Run a comparison (source checkout).", module="bench"),
 }

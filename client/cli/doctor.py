@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import click
@@ -25,6 +26,7 @@ from client.cli.options import connect, connection_options, json_option, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
 from skein.errors import SkeinError, UserError
+from skein.own import NAMES, Stranger, install_hint, strangers
 from skein.units import format_bytes
 from skein.wire.channel import join_address, split_address
 from skein.wire.leader import split_addresses
@@ -40,6 +42,7 @@ _TORCH = (
     "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads(), "
     "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))"
 )
+_DISTRIBUTION = "skein-train"
 _DISK_HINT = "free some space: run log, checkpoints and logs need it"
 
 
@@ -93,6 +96,7 @@ def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
         verdict=Verdict.OK,
         found=f"release {skein.__version__}, protocol {skein.PROTOCOL_VERSION}",
     )
+    yield from packages(strangers(), packages_distributions())
     yield _python()
     yield _ray()
     yield _torch()
@@ -103,6 +107,27 @@ def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
     yield from _coordinator(metrics_port)
 
 
+def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+    """Whether the packages that Skein imports are its own, and whether others use their names.
+
+    Args:
+        found: what stands in their place.
+        owners: distributions by the top-level names that they have.
+    """
+    whole = list(found)
+    for stranger in whole:
+        yield Finding(check=stranger.name, verdict=Verdict.FAILED, found=stranger.found, cure=stranger.cure)
+    others = {name: sorted({*owners.get(name, ())} - {_DISTRIBUTION}) for name in NAMES}
+    for name, rivals in others.items():
+        if rivals:
+            cure = "whichever is installed last writes over the other: give Skein an environment of its own (pipx)"
+            yield Finding(
+                check=name, verdict=Verdict.WARNING, found=f"{', '.join(rivals)} has one too", cure=cure
+            )
+    if not whole and not any(others.values()):
+        yield Finding(check="packages", verdict=Verdict.OK, found=f"{', '.join(NAMES)} are Skein's own")
+
+
 def _python() -> Finding:
     found = f"{'.'.join(map(str, sys.version_info[:3]))}, {os.cpu_count()} cores"
     return Finding(check="python", verdict=Verdict.OK, found=found)
@@ -110,7 +135,7 @@ def _python() -> Finding:
 
 def _ray() -> Finding:
     if importlib.util.find_spec("ray") is None:
-        cure = "fine on workers and clients; a coordinator needs: pip install 'skein-train[coordinator]'"
+        cure = f"fine on workers and clients; a coordinator needs: {install_hint('coordinator')}"
         return Finding(check="ray", verdict=Verdict.WARNING, found="not installed", cure=cure)
     return Finding(check="ray", verdict=Verdict.OK, found="installed")
 
@@ -118,7 +143,7 @@ def _ray() -> Finding:
 def _torch() -> Finding:
     """What torch finds, asked in a process of its own: a client does without it."""
     if importlib.util.find_spec("torch") is None:
-        cure = "fine on coordinators and clients; a worker needs: pip install 'skein-train[worker]'"
+        cure = f"fine on coordinators and clients; a worker needs: {install_hint('worker')}"
         return Finding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
     try:
         done = subprocess.run(

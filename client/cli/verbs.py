@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from skein.errors import UserError
 
@@ -76,6 +77,15 @@ class Group(click.Group):
             meant = f"did you mean {close[0]}?" if close else f"give one of {', '.join(self._verbs)}"
             raise click.UsageError(f"no such command: {name}; {meant}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands that begin so; none is imported for it."""
+        found = [
+            CompletionItem(name, help=verb.help)
+            for name, verb in self._verbs.items()
+            if name.startswith(incomplete)
+        ]
+        return found or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -17,6 +17,7 @@ import psutil
 from client.planning.errand import SEARCH, Errand, Objective, Role
 from client.planning.portfolio import Portfolio, Standing
 from skein.errors import UserError
+from skein.own import install_hint
 
 if TYPE_CHECKING:
     from client.planning.case import Case
@@ -110,7 +111,7 @@ def _require_planner() -> None:
     """Refuses where the search's libraries are missing, which the rest of the client does without."""
     for library in ("numba", "scipy"):
         if importlib.util.find_spec(library) is None:
-            raise UserError("plan", library, "is not installed: pip install 'skein-train[planner]'")
+            raise UserError("plan", library, f"is not installed: {install_hint('planner')}")
 
 
 def _send_company(portfolio: Portfolio, order: Order) -> None:

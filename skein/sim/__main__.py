@@ -54,7 +54,7 @@ def make_job(
 
 def main() -> int:
     """Run one seed or several; exit 1 if one violates an invariant, and tell that one."""
-    parser = argparse.ArgumentParser(prog="python -m skein.sim", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="skein sim", description=main.__doc__)
     parser.add_argument("--shape", help="`loop 3x2 tied skip 1/3 on 4`, or `any`: seeds walk over a dozen")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--stages", type=int, default=2)

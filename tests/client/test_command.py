@@ -67,6 +67,39 @@ def test_help_of_the_services_is_their_own(service: str) -> None:
     assert "--token-file" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments", [("sim",), ("bench", "plan"), ("bench", "wire"), ("bench", "chaos-compare")]
+)
+def test_help_of_programs_is_that_of_the_command(arguments: tuple[str, ...]) -> None:
+    done = skein(*arguments, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: skein {' '.join(arguments)} ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_given_what_completes_commands(shell: str) -> None:
+    done = skein("completion", shell)
+    assert done.returncode == 0
+    assert "_SKEIN_COMPLETE" in done.stdout
+
+
+def test_commands_are_completed_without_loading_them() -> None:
+    program = (
+        "import sys; from client.cli import run; run([]); "
+        "sys.exit(f'loaded {sorted(heavy)}' if (heavy := {'grpc', 'pydantic', 'rich'} & set(sys.modules)) else 0)"
+    )
+    asked = {"_SKEIN_COMPLETE": "bash_complete", "COMP_WORDS": "skein su", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **asked},
+    )
+    assert done.stdout == "plain,submit\n"
+    assert done.stderr == ""
+
+
 def test_reader_that_stops_reading_is_no_error() -> None:
     with subprocess.Popen(
         [*SKEIN, "job", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -215,7 +215,7 @@ def test_without_the_planners_libraries_it_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else object())
     assert run(["plan", str(instance_file)]) == 2
     assert capsys.readouterr().err == (
-        "error: plan: 'numba': is not installed: pip install 'skein-train[planner]'\n"
+        "error: plan: 'numba': is not installed: pip install '.[planner]' in Skein's source folder\n"
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skein.errors import UserError
+from skein.own import install_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ def open_digits(*, field: str) -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        hint = "needs scikit-learn on every worker: pip install 'skein-train[examples]'"
+        hint = f"needs scikit-learn on every worker: {install_hint('examples')}"
         raise UserError(f"{field}.format", "digits", hint) from error
     pixels, classes = load_digits(return_X_y=True)
     images = (np.asarray(pixels, np.float32) / np.float32(16)).reshape(-1, 1, 8, 8)

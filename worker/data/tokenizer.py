@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from skein.errors import UserError
+from skein.own import install_hint
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.files import readable
 from worker.data.samples import BYTE_SEPARATOR, Integers
@@ -110,7 +111,7 @@ def load_tokenizer(name: str, *, vocab_size: int, roots: Roots = EVERYTHING) -> 
     try:
         import tokenizers
     except ImportError as error:
-        hint = "needs the package tokenizers on every worker: pip install 'skein-train[hf]', or use 'bytes'"
+        hint = f"needs the package tokenizers on every worker: {install_hint('worker')}, or use 'bytes'"
         raise UserError(_FIELD, name, hint) from error
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(raw)

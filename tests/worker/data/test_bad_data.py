@@ -175,7 +175,7 @@ def test_missing_scikit_learn_is_named_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     error = refusal(DigitsSource(format="digits"), model=IMAGES)
-    assert "pip install 'skein-train[examples]'" in str(error)
+    assert "pip install '.[examples]' in Skein's source folder" in str(error)
 
 
 def test_the_second_source_is_named_by_its_number(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     path = write_tokenizer(tmp_path / "t.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert "pip install 'skein-train[hf]'" in refusal(path)
+    assert "pip install '.[worker]' in Skein's source folder" in refusal(path)
 
 
 def test_text_that_is_not_utf8_is_named_by_file_and_byte(tmp_path: Path) -> None:
