@@ -4,7 +4,8 @@ Rules of this file
 - A group is reduced as soon as its members' ledgers are complete, while other stages still compute.
 - An exchange is asked for once all reductions are voted on, with the numbers that follow from those votes.
 - A step is decided when every holder of every group has voted the same attempt and, where all are to have the same
-  result, the same digest.
+  result, most have the same one. Who has another is outvoted: the step goes on without asking it. Without a majority
+  the group is reduced once more; then the round fails, by all of them.
 - A walker whose own gradient is not finite makes no local step; the others do. Nor does one that is late, where the
   rule has a quorum: it gives up what it has of the step, and has no say in an exchange that ends it.
 - A stage's gradient is a sum over the microbatches that visited it, so it is divided by their tokens and no others.
@@ -13,7 +14,7 @@ Rules of this file
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import assert_never
 
@@ -25,6 +26,7 @@ from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger
 from skein.protocol.ops import exact_sum
 from skein.protocol.reports import StageDone, Vote
 from skein.protocol.story import Story
+from skein.protocol.votes import ruling, told
 from skein.protocol.weighing import Numbers, clip_of, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
 
@@ -82,14 +84,25 @@ class StepDecided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFailed:
-    """The step cannot be decided under this generation; it is to be tried again from its start."""
+class Outvoted:
+    """These voted otherwise than most; the step goes on with the others' result."""
 
     reason: str
     blamed: tuple[WorkerId, ...]
 
 
-RoundCommand = AskReduction | StepDecided | RoundFailed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFailed:
+    """The step cannot be decided under this generation; it is to be tried again from its start.
+
+    `blamed` have reported what cannot be.
+    """
+
+    reason: str
+    blamed: tuple[WorkerId, ...]
+
+
+RoundCommand = AskReduction | StepDecided | Outvoted | RoundFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,16 +286,18 @@ class Round:
         votes[event.worker] = vote
         if len(votes) < len(self._voters[vote.group]):
             return []
-        is_common = self._reach.get(vote.group) is not Reach.NEIGHBOURS
-        if is_common and len({v.digest for v in votes.values()}) > 1:
-            if vote.attempt.number >= 1:
-                reason = f"holders of {vote.group} disagree on its result twice"
-                return [RoundFailed(reason=reason, blamed=_minority(group, votes))]
+        found = ruling(group, votes, is_common=self._reach.get(vote.group) is not Reach.NEIGHBOURS)
+        if found.result is None and not vote.attempt.number:
             return [self._ask(group, number=1, now=now)]
-        self._results[vote.group] = _result(group, votes, is_common=is_common)
+        if found.result is None:
+            reason = f"holders of {vote.group} disagree twice, and none has a majority: {told(group, votes)}"
+            return [RoundFailed(reason=reason, blamed=group.workers)]
+        self._results[vote.group] = found.result
         if self._numbers is None:
             self._arrive(now=now)
-        return self._go_on(now=now)
+        reason = f"outvoted on {vote.group} at step {vote.step}: {told(group, votes)}"
+        outvoted = [Outvoted(reason=reason, blamed=found.outvoted)] if found.outvoted else []
+        return [*outvoted, *self._go_on(now=now)]
 
     def _arrive(self, *, now: float) -> None:
         """Units whose groups all have their results are done."""
@@ -294,15 +309,29 @@ class Round:
         """A group has its result: ask for the exchanges, decide, or wait for the others."""
         if self._numbers is None and self._is_reduced(now=now):
             self._leave_out_late()
+            found = self._incredible()
             self._numbers = self._weigh()
             if not self._numbers.reason:
                 asked = [self._ask(group, number=0, now=now) for group in self._step_groups.exchanged]
                 if asked:
-                    return list(asked)
+                    return [*found, *asked]
+            return [*found, *self._end()]
+        return self._end()
+
+    def _end(self) -> list[RoundCommand]:
+        """The decision, unless something is still asked for."""
         num_exchanged = sum(group in self._reach for group in self._results)
         if self._numbers is None or (not self._numbers.reason and num_exchanged < len(self._reach)):
             return []
         return [StepDecided(record=self._decide(self._numbers))]
+
+    def _incredible(self) -> list[RoundCommand]:
+        """Who tells of a loss that is not finite, though every gradient that came of it is."""
+        tellers = sorted({x.worker for x, done in self._done.items() if not isfinite(done.loss_sum)})
+        if not tellers or not all(vote.is_finite for vote in self._results.values()):
+            return []
+        reason = f"told a loss that is not finite at step {self.terms.step}, where all gradients are"
+        return [Outvoted(reason=reason, blamed=tuple(tellers))]
 
     def _is_reduced(self, *, now: float) -> bool:
         """Whether all reductions have their results, or those without are not waited for any more."""
@@ -395,14 +424,6 @@ class Round:
         return sum(tokens[m] for m in {m for chunk in chunks for m in self._expected[chunk]})
 
 
-def _result(group: Group, votes: Mapping[WorkerId, Vote], *, is_common: bool) -> Vote:
-    """What stands for all votes on a group: the first member's, or for results of their own what holds for all."""
-    first = votes[group.members[0].worker]
-    if is_common:
-        return first
-    return replace(first, digest="", is_finite=all(vote.is_finite for vote in votes.values()))
-
-
 def _tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
     """Valid tokens of each microbatch, from where its loss is."""
     tokens: Counter[MicrobatchId] = Counter()
@@ -410,10 +431,3 @@ def _tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
         if report.tokens:
             tokens.update(dict(zip(report.ledger.microbatches, report.tokens, strict=True)))
     return tokens
-
-
-def _minority(group: Group, votes: Mapping[WorkerId, Vote]) -> tuple[WorkerId, ...]:
-    """Who voted another digest than most, or than the first of the equally many."""
-    counts = Counter(votes[worker].digest for worker in group.workers)
-    [(accepted, _)] = counts.most_common(1)
-    return tuple(worker for worker in group.workers if votes[worker].digest != accepted)

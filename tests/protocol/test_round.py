@@ -1,5 +1,6 @@
 """The Round machine: from finished ledgers to the numbers of a decision."""
 
+from dataclasses import replace
 from math import fsum, inf, isfinite, nan, sqrt
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from skein.plan.plan import Plan
 from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Decision, Ledger, StepRecord
+from skein.protocol.reports import Vote
 from skein.protocol.round import (
     AskReduction,
     LedgerHeard,
+    Outvoted,
     Round,
     RoundCommand,
     RoundFailed,
@@ -267,8 +270,6 @@ def test_a_later_step_counts_its_samples_from_the_first() -> None:
         (inf, True, 1.0, "gradient not finite in s0, s1"),
         (-1.0, True, 1.0, "gradient not finite in s0, s1"),
         (1e308, True, 1.0, "gradient norm not finite"),
-        (4.0, True, nan, "loss not finite"),
-        (4.0, True, inf, "loss not finite"),
     ],
 )
 def test_what_is_not_finite_skips_the_step_for_every_stage(
@@ -282,6 +283,28 @@ def test_what_is_not_finite_skips_the_step_for_every_stage(
     assert isfinite(record.gradient_norm)
     assert record.clip == 1.0
     assert record.samples_after == 8
+
+
+@pytest.mark.parametrize("loss_sum", [nan, inf])
+def test_a_loss_that_is_not_finite_skips_the_step_and_without_such_gradients_its_tellers_are_to_blame(
+    loss_sum: float,
+) -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, loss_sum=loss_sum)
+    outvoted, ended = hear_votes(machine, plan)
+    assert isinstance(outvoted, Outvoted)
+    assert outvoted.blamed == ("w1a", "w1b")
+    record = decided([ended])
+    assert (record.decision, record.reason) == (Decision.SKIP, "loss not finite")
+
+
+def test_a_loss_that_is_not_finite_is_nobodys_fault_where_gradients_are_not_either() -> None:
+    plan = grid_plan()
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, loss_sum=nan)
+    record = decided(hear_votes(machine, plan, is_finite=False))
+    assert record.reason == "loss not finite"
 
 
 def test_a_batch_without_a_valid_token_is_skipped() -> None:
@@ -312,19 +335,61 @@ def test_votes_of_the_first_attempt_do_not_count_for_the_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "blamed"),
-    [(("this", "that"), ("w0b",)), (("that", "this", "this"), ("w0a",)), (("a", "b", "c"), ("w0b", "w0c"))],
+    "digests",
+    [("this", "that"), ("a", "b", "c"), ("this", "that", "this", "that")],
 )
-def test_holders_who_disagree_twice_fail_the_round_and_the_fewer_are_blamed(
-    digests: tuple[str, ...], blamed: tuple[str, ...]
+def test_holders_of_whom_no_most_agree_twice_fail_the_round_and_all_are_blamed(
+    digests: tuple[str, ...],
 ) -> None:
-    plan = grid_plan(stages=1, replicas=len(digests), num_microbatches=6)
+    plan = grid_plan(stages=1, replicas=len(digests), num_microbatches=len(digests))
     machine = round_of(plan)
     hear_ledgers(machine, plan)
-    hear_votes(machine, plan, digests=digests)
+    [again] = hear_votes(machine, plan, digests=digests)
+    assert isinstance(again, AskReduction)
     [failed] = hear_votes(machine, plan, number=1, digests=digests)
     assert isinstance(failed, RoundFailed)
-    assert failed.blamed == blamed
+    assert failed.blamed == plan.groups[0].workers
+    assert "w0a has this" in failed.reason or "w0a has a" in failed.reason
+
+
+OTHER = vote("s0", squared_norm=4.0)
+LIES = [
+    replace(OTHER, digest="other"),
+    replace(OTHER, is_finite=False),
+    replace(OTHER, squared_norm=nan),
+    replace(OTHER, squared_norm=1e300),
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=["digest", "not finite", "no norm", "large norm"])
+@pytest.mark.parametrize("liar", ["w0a", "w0b", "w0c"])
+def test_who_votes_otherwise_than_most_is_outvoted_and_the_step_has_the_others_result(
+    lie: Vote, liar: str
+) -> None:
+    plan = grid_plan(stages=1, replicas=3, num_microbatches=3)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    commands: list[RoundCommand] = []
+    for worker in plan.groups[0].workers:
+        cast = lie if worker == liar else OTHER
+        commands += machine.handle(VoteHeard(worker=worker, vote=cast), now=0.0)
+    outvoted, ended = commands
+    assert isinstance(outvoted, Outvoted)
+    assert outvoted.blamed == (liar,)
+    record = decided([ended])
+    assert record.decision is Decision.APPLY
+    assert (record.results[0].digest, record.results[0].squared_norm) == (OTHER.digest, 4.0)
+
+
+@pytest.mark.parametrize("lie", LIES[1:], ids=["not finite", "no norm", "large norm"])
+def test_of_two_holders_who_disagree_on_more_than_the_digest_neither_is_believed(lie: Vote) -> None:
+    plan = grid_plan(stages=1)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan)
+    machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=OTHER), now=0.0)
+    [again] = machine.handle(VoteHeard(worker=WorkerId("w0b"), vote=lie), now=0.0)
+    assert isinstance(again, AskReduction)
+    assert again.attempt.number == 1
 
 
 def test_a_vote_on_a_group_that_the_worker_holds_nothing_of_fails_the_round() -> None:
@@ -359,7 +424,8 @@ def test_the_norm_of_a_group_is_the_first_holders() -> None:
     plan = grid_plan(stages=1)
     machine = round_of(plan)
     hear_ledgers(machine, plan, num_tokens=1)
-    machine.handle(VoteHeard(worker=WorkerId("w0b"), vote=vote("s0", squared_norm=9.0)), now=0.0)
+    rounded = 4.0 * (1 + 1e-9)  # by another device
+    machine.handle(VoteHeard(worker=WorkerId("w0b"), vote=vote("s0", squared_norm=rounded)), now=0.0)
     commands = machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=vote("s0", squared_norm=4.0)), now=0.0)
     assert decided(commands).results[0].squared_norm == 4.0
 

@@ -12,6 +12,7 @@ from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.round import (
     AskReduction,
     LedgerHeard,
+    Outvoted,
     Round,
     RoundCommand,
     RoundFailed,
@@ -220,17 +221,44 @@ def test_neighbours_may_come_to_different_results() -> None:
     assert result.digest == ""
 
 
-def test_members_that_must_agree_try_once_more_and_then_the_odd_one_is_blamed() -> None:
+def test_members_that_must_agree_try_once_more_and_then_all_are_blamed() -> None:
     plan = three()
     machine = round_of(plan, DILOCO)
     compute(machine, plan, tokens=(1, 1, 1))
     first = asked_for(vote_alone(machine, plan))
-    again = asked_for(vote_exchange(machine, digests=("same", "same", "other")))
+    again = asked_for(vote_exchange(machine, digests=("one", "another", "third")))
     assert (first.attempt.number, again.attempt.number) == (0, 1)
     assert again.exchange == first.exchange
-    [failed] = vote_exchange(machine, digests=("same", "same", "other"), number=1)
+    [failed] = vote_exchange(machine, digests=("one", "another", "third"), number=1)
     assert isinstance(failed, RoundFailed)
-    assert failed.blamed == ("c",)
+    assert failed.blamed == WORKERS
+
+
+def test_the_odd_member_is_outvoted_and_the_exchange_ends_with_what_most_have() -> None:
+    plan = three()
+    machine = round_of(plan, DILOCO)
+    compute(machine, plan, tokens=(1, 1, 1))
+    vote_alone(machine, plan)
+    outvoted, ended = vote_exchange(machine, digests=("same", "same", "other"))
+    assert isinstance(outvoted, Outvoted)
+    assert outvoted.blamed == ("c",)
+    [result] = [x for x in decided([ended]).results if x.group == "x0"]
+    assert result.digest == "same"
+
+
+def test_who_alone_has_no_finite_result_of_its_own_is_to_blame_for_the_step_that_is_skipped() -> None:
+    plan = three()
+    machine = round_of(plan, RING)
+    compute(machine, plan, tokens=(1, 1, 1))
+    vote_alone(machine, plan)
+    commands: list[RoundCommand] = []
+    for worker in WORKERS:
+        cast = vote("x0", digest=worker, is_finite=worker != "b", step=5)
+        commands += machine.handle(VoteHeard(worker=chunk(0, worker).worker, vote=cast), now=0.0)
+    outvoted, ended = commands
+    assert isinstance(outvoted, Outvoted)
+    assert outvoted.blamed == ("b",)
+    assert decided([ended]).decision is Decision.SKIP
 
 
 def test_votes_of_an_attempt_that_was_given_up_do_not_count() -> None:
@@ -238,7 +266,7 @@ def test_votes_of_an_attempt_that_was_given_up_do_not_count() -> None:
     machine = round_of(plan, DILOCO)
     compute(machine, plan, tokens=(1, 1, 1))
     vote_alone(machine, plan)
-    vote_exchange(machine, digests=("same", "same", "other"))
+    vote_exchange(machine, digests=("one", "another", "third"))
     assert vote_exchange(machine, number=0) == []
     assert decided(vote_exchange(machine, number=1)).decision is Decision.APPLY
 

@@ -1,5 +1,7 @@
 """The Worker machine in steps, and what it does when they end halfway."""
 
+from dataclasses import replace
+
 import pytest
 
 from skein.protocol.messages import ChunkVersion, Decision, Evaluate, Save, StepRecord
@@ -314,6 +316,14 @@ def test_a_commit_of_an_attempt_that_is_not_here_is_trouble() -> None:
     hand = voted()
     hand.commit(record(attempts={"s0": attempt(1)}))
     assert "not here" in only(hand.said(), Trouble).reason
+    assert hand.machine.version == 0
+
+
+def test_who_is_outvoted_does_not_apply_its_own_result() -> None:
+    hand = voted()
+    others = tuple(replace(result, digest="of most") for result in DECIDED.results)
+    hand.commit(replace(DECIDED, results=others))
+    assert "or another" in only(hand.said(), Trouble).reason
     assert hand.machine.version == 0
 
 

@@ -6,7 +6,6 @@ Rules of this file
 - The last step exchanges everything, so nothing is begun that would not have ended before it.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from skein.config.aggregation import DiLoCo, Due, Reach
@@ -18,6 +17,7 @@ from skein.protocol.messages import ExchangeTerms, Prepare
 from skein.protocol.reports import Vote
 from skein.protocol.round import RoundFailed
 from skein.protocol.runs.members import Members
+from skein.protocol.votes import ruling, told
 from skein.types import Attempt, GroupId, Step, WorkerId
 
 
@@ -115,11 +115,10 @@ class Overlapping:
         result = found.result
         if result is None:
             return None
-        counts = Counter(x.digest for x in found.votes.values())
-        if len(counts) > 1:
-            [(accepted, _)] = counts.most_common(1)
-            odd = tuple(who for who, x in sorted(found.votes.items()) if x.digest != accepted)
-            return RoundFailed(reason=f"holders of {vote.group} disagree on its result", blamed=odd)
+        agreed = ruling(found.group, found.votes, is_common=True)
+        if agreed.result is None or agreed.outvoted:
+            reason = f"holders of {vote.group} disagree on its result: {told(found.group, found.votes)}"
+            return RoundFailed(reason=reason, blamed=agreed.outvoted or found.group.workers)
         return result if found.ends_with == self._job.version else None
 
     def is_on_its_way(self, vote: Vote) -> bool:

@@ -42,7 +42,7 @@ from skein.protocol.reports import (
     Trouble,
     Vote,
 )
-from skein.protocol.round import GraceOver, LedgerHeard, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.round import GraceOver, LedgerHeard, Outvoted, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.ending import Ending, rewind_of
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
@@ -358,10 +358,12 @@ class Run:
         kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
         self._failed(kind, worker, f"{worker}: {reason}", now=now)
 
-    def _strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
-        self._story.tell(worker, reason, now=now)
-        if self._strikes.strike(worker, reason, is_hearsay=is_hearsay):
-            self._out.log(f"job={self.job.job} excluded={worker}: {reason}")
+    def _strike(
+        self, worker: WorkerId, why: str, *, is_hearsay: bool, now: float, lasts: bool = False
+    ) -> None:
+        self._story.tell(worker, why, now=now)
+        if self._strikes.strike(worker, why, is_hearsay=is_hearsay, lasts=lasts):
+            self._out.log(f"job={self.job.job} excluded={worker}: {why}")
 
     def _pardon(self) -> bool:
         """Give another chance to those whom a broken link may have made look bad."""
@@ -520,6 +522,8 @@ class Run:
         leaving = [worker for worker in self._members.placed if self._members.is_leaving(worker)]
         if leaving:
             return f"{', '.join(leaving)} leaving"
+        if banned := [worker for worker in self._members.placed if worker in self._strikes.excluded]:
+            return f"without {', '.join(banned)}: {self._strikes.excluded[banned[0]]}"
         return self._improving.wish
 
     def _go_on(self, *, now: float) -> None:
@@ -597,7 +601,9 @@ class Run:
                 self._commit(end.record, now=now)
                 continue
             for worker in end.blamed:
-                self._strike(worker, end.reason, is_hearsay=False, now=now)
+                self._strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+            if isinstance(end, Outvoted):
+                continue
             kind = IncidentKind.WORKER_FAILED
             self._incidents.noticed(kind, end.blamed, end.reason, silent_s=0.0, now=now)
             self._bump(end.reason, now=now)

@@ -12,6 +12,7 @@ from skein.protocol.history import JobHistory
 from skein.protocol.messages import Prepare
 from skein.protocol.round import (
     AskReduction,
+    Outvoted,
     OverlappedEnded,
     Patience,
     Round,
@@ -102,9 +103,9 @@ class Stepping:
             return None
         return Patience(quorum=groups.quorum, begun_at=now, past=tuple(self._past))
 
-    def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | RoundFailed]:
+    def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | Outvoted | RoundFailed]:
         """Take a report of the step, if there is one; reductions are asked for here."""
-        ends: list[StepDecided | RoundFailed] = []
+        ends: list[StepDecided | Outvoted | RoundFailed] = []
         if isinstance(event, VoteHeard) and self._overlapping.is_on_its_way(event.vote):
             ended = self._overlapping.voted(event.worker, event.vote)
             if ended is None or isinstance(ended, RoundFailed):
@@ -116,6 +117,9 @@ class Stepping:
                 continue
             if isinstance(command, StepDecided) and self.round is not None:
                 self._remember(self.round)
+            elif isinstance(command, Outvoted | RoundFailed):
+                for worker in command.blamed:
+                    self._out.log(f"job={self._job.job} worker={worker} struck: {command.reason}")
             ends.append(command)
         return ends
 

@@ -5,14 +5,22 @@ from collections.abc import Mapping
 from skein.types import WorkerId
 
 MAX_STRIKES = 3
-"""Failures blamed on one worker, with no step committed between them, after which it gets no more work."""
+"""Failures blamed on one worker, with no step committed between them, after which it gets no more work.
+
+As many that last are too many as well, whatever was committed between them.
+"""
 
 
 class Strikes:
-    """Counts failures by worker. What only peers said of a worker may be the fault of a link, and can be pardoned."""
+    """Counts failures by worker. What only peers said of a worker may be the fault of a link, and can be pardoned.
+
+    A strike lasts where a worker has reported what cannot be, or otherwise than most: steps that are committed all the
+    same say nothing for it.
+    """
 
     def __init__(self) -> None:
         self._num_by_worker: dict[WorkerId, int] = {}
+        self._num_lasting: dict[WorkerId, int] = {}
         self._excluded: dict[WorkerId, str] = {}
         self._accused: set[WorkerId] = set()
 
@@ -26,14 +34,15 @@ class Strikes:
         """Whether somebody was excluded on the word of peers alone."""
         return bool(self._accused & self._excluded.keys())
 
-    def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool) -> bool:
+    def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> bool:
         """Count a failure, which the worker itself reported unless `is_hearsay`; True if that excludes it."""
+        num_lasting = self._num_lasting[worker] = self._num_lasting.get(worker, 0) + lasts
         count = self._num_by_worker[worker] = self._num_by_worker.get(worker, 0) + 1
         if count == 1 and is_hearsay:
             self._accused.add(worker)
         elif not is_hearsay:
             self._accused.discard(worker)
-        if count < MAX_STRIKES:
+        if max(count, num_lasting) < MAX_STRIKES or worker in self._excluded:
             return False
         self._excluded[worker] = reason
         return True
@@ -44,6 +53,7 @@ class Strikes:
 
     def forget(self, worker: WorkerId) -> None:
         """A worker joined anew."""
+        self._num_lasting.pop(worker, None)
         self._num_by_worker.pop(worker, None)
         self._excluded.pop(worker, None)
         self._accused.discard(worker)

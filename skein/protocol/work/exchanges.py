@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from skein.plan.plan import Group
 from skein.plan.rounds import is_exchange, is_local, local_group
-from skein.protocol.messages import Decision, Prepare, StepRecord
+from skein.protocol.messages import Decision, GroupResult, Prepare, StepRecord
 from skein.protocol.ops import JoinOp, PackOp, SumOp
 from skein.protocol.tensors import ShardTensor, TensorHeader
 from skein.protocol.work.reduction import Exchange, Moves
@@ -99,12 +99,17 @@ class Exchanges:
     # --- what is decided ---
 
     def has_results(self, record: StepRecord) -> bool:
-        """Whether all that a decision applies to the chunks here is here."""
+        """Whether all that a decision applies to the chunks here is here, and is what most others have."""
         if record.decision is Decision.SKIP:
             return True
         known = {*self._groups, *self._local, *(group for group, _ in self._by_key)}
-        found = [self._by_key.get((x.group, x.attempt)) for x in record.results if x.group in known]
-        return bool(found) and all(exchange is not None and exchange.is_joined for exchange in found)
+        mine = [x for x in record.results if x.group in known]
+        return bool(mine) and all(self._has(x) for x in mine)
+
+    def _has(self, result: GroupResult) -> bool:
+        exchange = self._by_key.get((result.group, result.attempt))
+        # Where each has its own, the record has no digest.
+        return exchange is not None and exchange.is_joined and result.digest in ("", exchange.digest)
 
     def is_left_out(self, record: StepRecord) -> bool:
         """Whether a step was decided without the chunks here: others were weighed one by one, and none of these."""

@@ -46,6 +46,8 @@ class Exchange:
         self.step = step
         self.attempt = attempt
         self.is_joined = False
+        self.digest = ""
+        """Of the result, once that is joined."""
         self._ways: _Ways | None = None
         self._arrived: dict[int, set[ShardTensor]] = {}
         """Parts and sums of shards that are not summed yet."""

@@ -286,7 +286,9 @@ class Steps:
             return
         is_left_out = self._exchanges.is_left_out(record)
         if not is_left_out and not self._exchanges.has_results(record):
-            self._standing.trouble(f"step {record.step} is committed, but a result it names is not here")
+            self._standing.trouble(
+                f"step {record.step} is committed, but a result it names is not here, or another"
+            )
             return
         self._commit = directive
         self._queue.append(ApplyOp(record=record, keeps_step=is_left_out and directive.keeps_late))
@@ -420,7 +422,7 @@ class Steps:
             return
         if isinstance(op, JoinOp):
             assert isinstance(outcome, Joined)
-            exchange.is_joined = True
+            exchange.is_joined, exchange.digest = True, outcome.digest
             self._vote(op, outcome)
             return
         self._advance(exchange, Moves(parcels=handed_out(op)))
