@@ -48,6 +48,10 @@ class DecoderModel(AnyModel):
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """What else the exported config.json says, such as eos_token_id. What `init_from` says there is kept by itself."""
 
+    def __hash__(self) -> int:
+        # `config` holds JSON, which has no hash; models that differ in it alone are few.
+        return hash((self.family, self.preset, self.shape, self.init_from))
+
     @field_validator("config")
     @classmethod
     def _check_config_is_free(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:

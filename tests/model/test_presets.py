@@ -92,3 +92,8 @@ def test_shapes_that_fit_nothing_are_refused_where_they_stand_in_the_job(model: 
     text = f"{{name: a, model: {{{model}}}, data: {{sources: [{{format: digits}}]}}, budget: {{steps: 1}}}}"
     with pytest.raises(UserError, match=REFUSED_SHAPES[model]):
         parse_job(text, origin="job.yaml")
+
+
+def test_equal_models_have_equal_hashes_whatever_their_exported_config_says() -> None:
+    one, same = (LlamaModel(preset="llama-1m", config={"eos_token_id": [1, 2]}) for _ in range(2))
+    assert hash(one) == hash(same)
