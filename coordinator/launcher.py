@@ -7,6 +7,7 @@ Rules of this file
 - Ray's environment is set before Ray is imported, and set whole: nothing is left to what a machine happens to have.
 """
 
+import importlib.util
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from coordinator.launch.folder import RayFolder, take_folder
 from coordinator.launch.guard import GIVE_UP_S
 from coordinator.logs import LOG_FILE, LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
@@ -125,6 +127,8 @@ def _check(options: CoordinatorOptions) -> None:
         raise UserError("takeover_s", options.takeover_s, "give at least 0.5 s: shorter ones end by chance")
     if options.accepts_lost_log and options.is_standby:
         raise UserError("accept_lost_log", "with standby", "give it to the coordinator that is to lead now")
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("ray", "not installed", "install it with: pip install 'skein-train[coordinator]'")
     _ = advertised(options)
     _ = places_of(options)
 
@@ -274,8 +278,13 @@ def ray_environment(state_dir: Path) -> dict[str, str]:
 
 def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> "Cluster":
     if options.ray_address is None:
-        temp_dir = Path(tempfile.mkdtemp(prefix="skein-")).resolve()
-        undo.callback(_Guard(temp_dir).close)
+        folder = take_folder(state_dir)
+        undo.callback(folder.close)
+        if not folder.path.is_relative_to(state_dir):
+            print(
+                f"Ray's files are in {folder.path}, for {state_dir} cannot carry its sockets", file=sys.stderr
+            )
+        undo.callback(_Guard(folder).close)
         for name in [name for name in os.environ if name.startswith("RAY_AUTH")] + ["RAY_ADDRESS"]:
             os.environ.pop(name, None)
         os.environ.update(ray_environment(state_dir))
@@ -290,7 +299,7 @@ def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) ->
         if options.ray_address is not None:
             return cluster.connect(options.ray_address)
         return cluster.start_local(
-            temp_dir, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
+            folder.path, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
         )
     except SystemExit as error:
         # Ray's own answer to SIGTERM, while it starts.
@@ -300,9 +309,11 @@ def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) ->
 class _Guard:
     """A process that ends what this one started, when this one is gone."""
 
-    def __init__(self, temp_dir: Path) -> None:
+    def __init__(self, folder: RayFolder) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "coordinator.launch.guard", str(temp_dir)],
+            [sys.executable, "-m", "coordinator.launch.guard", str(folder.path)],
+            # Until it has cleared up nobody else may use the folder.
+            pass_fds=(folder.lock,),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -81,6 +81,9 @@ class Host:
         began = self._beginning.result()
         return began if isinstance(began, Failed) else began.address
 
+    async def alive(self) -> None:
+        """A sign of life."""
+
     async def ready(self) -> Serves | Failed:
         """Where it serves, once it does."""
         return await asyncio.shield(self._beginning)

@@ -24,7 +24,8 @@ from skein.errors import LocalError, UserError
 from skein.wire.channel import split_address
 
 NAMESPACE = "skein"
-READY_S = 60.0
+ANSWER_S = 60.0
+"""Far above what an actor takes to start, or to start again, beside busy workers."""
 STOP_S = 10.0
 CONNECT_S = 5.0
 _SETTINGS_FRAME = 4
@@ -129,6 +130,7 @@ class _Method(Protocol[R]):
 class _Handle(Protocol):
     """What we call of the actor; Ray's own types do not know its methods."""
 
+    alive: _Method[None]
     listens: _Method[str | Failed]
     ready: _Method[Serves | Failed]
     ended: _Method[str]
@@ -144,30 +146,20 @@ class HostActor:
         self._listens = actor.listens.remote()
         self._ready = actor.ready.remote()
         self._ended = actor.ended.remote()
-        self._give_up = time.monotonic() + READY_S
+        self._alive = actor.alive.remote()
+        self._asked_s = time.monotonic()
 
     @classmethod
     def bring_up(cls, options: HostOptions, cluster: Cluster) -> "HostActor":
-        """The actor of this state directory: made, or found if it lives already."""
-        actor = cast(
-            _Handle,
-            ray.remote(Host)
-            .options(
-                name=_name(options),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_task_retries=-1,
-                num_cpus=0,
-                # The state directory is on this machine.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(
-                    ray.get_runtime_context().get_node_id(), soft=False
-                ),
-            )
-            .remote(options),
-        )
-        return cls(actor, cluster)
+        """The actor of this state directory: made, or found if it lives already.
+
+        Raises:
+            LocalError: Ray cannot make it.
+        """
+        try:
+            return cls(_make(options), cluster)
+        except (RayError, RuntimeError, ValueError) as error:
+            raise LocalError(f"the coordinator's actor cannot be made: {_one_line(error)}") from error
 
     def listens(self, seconds: float) -> str | None:
         """Waits so long at most; gives where the coordinator listens, None while it does not yet.
@@ -175,10 +167,7 @@ class HostActor:
         Raises:
             LocalError: it cannot, or does not answer.
         """
-        address = self._asked(self._listens, seconds)
-        if address is None and time.monotonic() > self._give_up:
-            raise LocalError(f"the coordinator does not answer within {READY_S:.0f} s")
-        return address
+        return self._asked(self._listens, seconds)
 
     def serves(self, seconds: float) -> Serves | None:
         """Waits so long at most; gives where the coordinator serves, None while it does not yet, or stands by.
@@ -191,6 +180,7 @@ class HostActor:
     def _asked(self, answer: "ray.ObjectRef[R | Failed]", seconds: float) -> R | None:
         try:
             self._require_whole()
+            self._require_answers()
             done, _ = ray.wait([answer], timeout=seconds)
             found = ray.get(answer) if done else None
         except RayError as error:
@@ -203,10 +193,11 @@ class HostActor:
         """Waits so long at most; gives what ended the coordinator, None while it lives.
 
         Raises:
-            LocalError: Ray itself is gone.
+            LocalError: Ray itself is gone, or cannot make the actor again.
         """
         try:
             self._require_whole()
+            self._require_answers()
             done, _ = ray.wait([self._ended], timeout=seconds)
             return ray.get(self._ended) if done else None
         except RayError as error:
@@ -221,10 +212,42 @@ class HostActor:
         with suppress(RayError):
             ray.kill(cast("ActorHandle[Host]", self._actor), no_restart=True)
 
+    def _require_answers(self) -> None:
+        """The actor gives signs of life: one that Ray tries to make again and again would be waited for for ever."""
+        done, _ = ray.wait([self._alive], timeout=0)
+        now = time.monotonic()
+        if done:
+            ray.get(self._alive)
+            self._alive, self._asked_s = self._actor.alive.remote(), now
+        elif now - self._asked_s > ANSWER_S:
+            hint = f"{ANSWER_S:.0f} s: it is frozen, or Ray cannot make it; Ray's own log says more"
+            raise LocalError(f"the coordinator's actor has not answered for {hint}")
+
     def _require_whole(self) -> None:
         gone = self._cluster.broken()
         if gone is not None:
             raise LocalError(f"{gone}, so the coordinator stops; the state is intact, start it again")
+
+
+def _make(options: HostOptions) -> _Handle:
+    return cast(
+        _Handle,
+        ray.remote(Host)
+        .options(
+            name=_name(options),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            # The state directory is on this machine.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
+        )
+        .remote(options),
+    )
 
 
 def _name(options: HostOptions) -> str:

@@ -110,6 +110,17 @@ def gone(processes: list[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
+def folder_of(raylet: psutil.Process) -> Path:
+    """Ray's folder, as it was told."""
+    [folder] = (a.partition("=")[2] for a in raylet.cmdline() if a.startswith("--temp_dir="))
+    return Path(folder)
+
+
+def mode_of(path: Path) -> int | None:
+    """Who may do what with it; None if it is not there."""
+    return path.stat().st_mode & 0o777 if path.exists() else None
+
+
 async def test_a_killed_coordinator_is_back_with_its_jobs_and_the_next_epoch(tmp_path: Path) -> None:
     async with brought_up(tmp_path) as up:
         before = await up.epoch()
@@ -128,10 +139,14 @@ async def test_a_killed_coordinator_is_back_with_its_jobs_and_the_next_epoch(tmp
             and not is_loopback(connection.laddr.ip.removeprefix("::ffff:"))
         ]
         assert open_to_others == []
+        folder = folder_of(up.named("raylet"))
+        # Ray lets everybody into what it makes, so nobody is let into what that lies in.
+        assert (mode_of(folder), mode_of(folder.parent)) == (0o777, 0o700)
         left_behind = up.descendants()
         up.launcher.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(up.launcher.wait, START_S) == 0
         assert gone(left_behind) == []
+        assert mode_of(folder) is None
 
 
 async def test_a_killed_launcher_takes_everything_along_and_its_successor_is_alone(tmp_path: Path) -> None:
