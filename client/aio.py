@@ -36,6 +36,7 @@ from skein.wire.views import (
     EvaluationFinished,
     JobEvent,
     JobStatus,
+    Key,
     StepFinished,
     VersionReply,
     WorkerStatus,
@@ -44,8 +45,6 @@ from skein.wire.views import (
 TIMEOUT_S = 10.0
 MAX_SHARD_BYTES = 5 * 10**9
 """As Hugging Face splits its own."""
-_SILENCE_S = 0.5
-"""Whoever replays history and hears nothing for so long has heard all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,24 +256,14 @@ class AsyncJob:
             await self._connection.call(lambda: self._connection.jobs.Get, request)
         )
 
-    def events(self, *, since: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """What happened after event number `since`, then what happens, through restarts, until the job ends."""
-        return self._connection.watch(self.id, since=since)
+    def events(self, *, since: int | Key = 0) -> AsyncGenerator[JobEvent, None]:
+        """What happened after the event of that key or number, then what happens, through restarts, until the end."""
+        return self._connection.watch(self.id, since=(since, 0) if isinstance(since, int) else since)
 
     async def history(self) -> tuple[JobEvent, ...]:
-        """What has happened so far."""
-        status = await self.status()
-        found: list[JobEvent] = []
-        async with aclosing(self.events()) as events:
-            while True:
-                try:
-                    async with asyncio.timeout(None if status.state.is_final else _SILENCE_S):
-                        event = await anext(events)
-                except (StopAsyncIteration, TimeoutError):
-                    return tuple(found)
-                found.append(event)
-                if isinstance(event.body, StepFinished) and event.body.record.step >= status.step:
-                    return tuple(found)
+        """All that has happened so far, each event once and in order."""
+        async with aclosing(self._connection.watch(self.id, is_following=False)) as events:
+            return tuple([event async for event in events])
 
     async def wait(self) -> JobStatus:
         """The job when it has ended, well or not."""

@@ -23,7 +23,7 @@ from client.export import Dtype
 from skein.config.job import JobSpec
 from skein.protocol.records import Incident
 from skein.topology.fleet import Link
-from skein.wire.views import JobEvent, JobStatus, VersionReply, WorkerStatus
+from skein.wire.views import JobEvent, JobStatus, Key, VersionReply, WorkerStatus
 
 T = TypeVar("T")
 
@@ -142,8 +142,8 @@ class Job:
         """The job now."""
         return self._loop.run(self._job.status())
 
-    def events(self, *, since: int = 0) -> Generator[JobEvent, None, None]:
-        """What happened after event number `since`, then what happens, through restarts, until the job ends."""
+    def events(self, *, since: int | Key = 0) -> Generator[JobEvent, None, None]:
+        """What happened after the event of that key or number, then what happens, through restarts, until the end."""
         events = self._job.events(since=since)
         try:
             while (event := self._loop.run(_next(events))) is not None:
@@ -152,7 +152,7 @@ class Job:
             self._loop.run(_close(events))
 
     def history(self) -> tuple[JobEvent, ...]:
-        """What has happened so far."""
+        """All that has happened so far, each event once and in order."""
         return self._loop.run(self._job.history())
 
     def wait(self) -> JobStatus:

@@ -23,7 +23,7 @@ from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import GetRequest, ManifestReply
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from skein.wire.views import JobEvent, VersionReply
+from skein.wire.views import JobEvent, Key, VersionReply
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -145,8 +145,12 @@ class Connection:
         """How much of it is left in one call; renewed whenever there is progress."""
         return Patience(self, self._patience_s if self._version is not None else 0.0)
 
-    async def watch(self, job: str, *, since: int) -> AsyncGenerator[JobEvent, None]:
-        """What happened to `job` after event `since`, then what happens, each once, until it ends.
+    async def watch(
+        self, job: str, *, since: Key = (0, 0), is_following: bool = True
+    ) -> AsyncGenerator[JobEvent, None]:
+        """What happened to `job` after the event with key `since`, each once and in order.
+
+        Then what happens, until the job ends; where it does not follow, no more than what is known now.
 
         Raises:
             NotReachable | NotFound | RemoteError: see `client.errors`.
@@ -154,20 +158,18 @@ class Connection:
         if self._version is None:
             _ = await self.version()
         patience = self.patience()
-        newest: list[JobEvent] = []
         while True:
-            request = jobs_pb2.WatchRequest(job=job, since=since)
+            request = jobs_pb2.WatchRequest(
+                job=job, since=since[0], since_line=since[1], until_now=not is_following
+            )
             try:
                 async with aclosing(_messages(self.jobs.Watch, request)) as messages:
                     async for message in messages:
                         event = codec.JOB_EVENT.decode(message)
                         patience.renew()
-                        if event.sequence > since:
-                            since, newest = event.sequence, []
-                        elif event in newest:
-                            continue  # lines and changes of state are told again after a break
-                        newest.append(event)
-                        yield event
+                        if event.key > since:
+                            since = event.key
+                            yield event
                 return
             except aio.AioRpcError as error:
                 await patience.endure(error)

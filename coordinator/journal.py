@@ -3,7 +3,8 @@
 Rules of this file
 - Happenings that come from records are numbered 1, 2, 3 ... within a job, in the order of the run log. So a number
   means the same after a restart, and whoever watches again misses none and sees none twice.
-- Passing happenings (lines, changes of state) are kept for a while only, under the number of the record before them.
+- Passing happenings (lines, changes of state) have the number of the record before them, and one of their own that
+  grows within a job, over restarts too. So both together, `JobEvent.key`, order all that happens to a job.
 - `Fold` is the one way from records to happenings: live, at replay, and for what is kept no more.
 """
 
@@ -11,9 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import takewhile
 from typing import assert_never
 
+from coordinator.joblines import Lines, NoLines
 from skein.protocol.records import (
     Averaged,
     CheckpointCommitted,
@@ -40,6 +43,7 @@ from skein.wire.views import (
     IncidentEnded,
     JobEvent,
     JobHappening,
+    Key,
     LineLogged,
     StateChanged,
     StepFinished,
@@ -54,7 +58,9 @@ NUM_KEPT = 4096
 NUM_KEPT_ENDED = 64
 """The same once the job has ended: most who watch have seen the rest."""
 NUM_LINES = 1024
-"""Passing happenings of a job that are kept."""
+"""Passing happenings of a job kept in memory; older ones are read from where lines are kept."""
+_LINES_OF_EPOCH = 1 << 32
+"""Passing happenings that one epoch may number: a later one begins above, and never uses a number again."""
 _SMOOTHING = 0.2
 """Weight of the newest step in the smoothed rates: about the last ten steps count."""
 
@@ -133,22 +139,17 @@ class Fold:
             self.tokens_per_s += _SMOOTHING * (rate - self.tokens_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A happening; positions order recorded and passing ones of all jobs together."""
-
-    position: int
-    is_recorded: bool
-    event: JobEvent
-
-
 @dataclass(slots=True)
 class _Kept:
     """One job's newest happenings."""
 
-    recorded: deque[_Entry]
-    passing: deque[_Entry]
+    recorded: deque[JobEvent]
+    passing: deque[JobEvent]
     fold: Fold = field(default_factory=Fold)
+    num_lines: int = 0
+    """Passing happenings of this epoch."""
+    dropped: Key = (0, 0)
+    """The newest passing happening that was kept and is no more."""
     state: tuple[JobState, str] = (JobState.PENDING, "submitted")
     is_over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -156,20 +157,29 @@ class _Kept:
     @property
     def first(self) -> int:
         """Number of the oldest recorded happening that is kept, or of the next one."""
-        return self.recorded[0].event.sequence if self.recorded else self.fold.sequence + 1
+        return self.recorded[0].sequence if self.recorded else self.fold.sequence + 1
 
-    def since(self, position: int) -> list[_Entry]:
-        """What is kept from `position` on, in order."""
-        newest = (*_from(self.recorded, position), *_from(self.passing, position))
-        return sorted(newest, key=lambda entry: entry.position)
+    @property
+    def newest(self) -> Key:
+        """Of all that happened so far."""
+        passing = self.passing[-1].key if self.passing else (0, 0)
+        return max((self.fold.sequence, 0), passing)
+
+    def after(self, key: Key) -> list[JobEvent]:
+        """What is kept and newer than `key`, in order."""
+        return list(merge(_after(self.recorded, key), _after(self.passing, key), key=_key))
 
     def wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
 
-def _from(entries: deque[_Entry], position: int) -> Iterator[_Entry]:
-    return takewhile(lambda entry: entry.position >= position, reversed(entries))
+def _after(events: deque[JobEvent], key: Key) -> Iterator[JobEvent]:
+    return reversed(list(takewhile(lambda event: event.key > key, reversed(events))))
+
+
+def _key(event: JobEvent) -> Key:
+    return event.key
 
 
 def job_of(record: Record) -> JobId | None:
@@ -181,24 +191,40 @@ class Journal:
     """All jobs' happenings. Writers call `recorded`, `line` and `state`; any number of watchers follow, at their pace.
 
     Args:
-        read: the run log, for watchers that begin before what is kept.
-        num_kept: recorded happenings kept of each job.
+        read: the run log, for watchers that begin before what is in memory.
+        lines: keeps what passes, for them and for those who ask after a restart.
+        num_kept: recorded happenings of each job in memory.
+        num_lines: passing happenings of each job in memory.
     """
 
-    def __init__(self, read: ReadRecords, *, num_kept: int = NUM_KEPT, num_lines: int = NUM_LINES) -> None:
+    def __init__(
+        self,
+        read: ReadRecords,
+        *,
+        lines: Lines | None = None,
+        num_kept: int = NUM_KEPT,
+        num_lines: int = NUM_LINES,
+    ) -> None:
         self._read = read
+        self._lines = lines or NoLines()
         self._num_kept = num_kept
         self._num_lines = num_lines
-        self._position = 0
+        self._epoch = 0
         self._kept: dict[JobId, _Kept] = {}
 
     def recorded(self, records: Iterable[Record]) -> None:
         """These records are durable."""
         for record in records:
+            if isinstance(record, EpochOpened):
+                self._epoch = record.epoch
             job = job_of(record)
             event = None if job is None else self._of(job).fold.take(record)
             if job is not None and event is not None:
-                self._keep(job, event, is_recorded=True)
+                kept = self._of(job)
+                kept.recorded.append(event)
+                if isinstance(event.body, Ended):
+                    self._end(kept)
+                kept.wake()
 
     def line(self, job: JobId, worker: WorkerId | None, line: LogLine) -> None:
         """A worker, or the coordinator itself, said something while it worked on a job."""
@@ -217,67 +243,91 @@ class Journal:
         """Seconds per step and tokens per second of a job's newest steps."""
         return self._of(job).fold
 
-    async def watch(self, job: JobId, *, since: int) -> AsyncIterator[JobEvent]:
-        """Everything recorded after number `since`, once and in order, then what happens, until the job ends.
+    async def watch(
+        self, job: JobId, *, since: int, since_line: int = 0, is_following: bool = True
+    ) -> AsyncIterator[JobEvent]:
+        """All that happened after the event with these numbers, once and in order, then what happens.
 
-        Passing happenings since then are told as far as they are kept, perhaps again; a slow watcher loses only those.
+        Ends with the job, or where it does not follow with what is known when it begins. Lines are told as far as
+        they are kept.
         """
-        kept, seen, position = self._of(job), since, 0
+        kept, told = self._of(job), (since, since_line)
+        until = kept.newest
+        is_first = True
         while True:
-            if seen + 1 < kept.first:
-                until = kept.first - 1
-                passing = [entry for entry in kept.since(position) if since <= entry.event.sequence <= until]
-                async for event in self._older(job, since=seen, until=until, passing=passing):
+            if is_first or told[0] + 1 < kept.first or told < kept.dropped:
+                newest = until if is_first else kept.newest
+                async for event in self._older(job, after=told, until=newest):
                     yield event
-                seen, position = until, passing[-1].position + 1 if passing else position
+                is_first, told = False, max(told, newest)
+                if not is_following:
+                    return
                 continue
-            changed, entries = kept.changed, kept.since(position)
-            for entry in entries:
-                position = entry.position + 1
-                sequence = entry.event.sequence
-                if sequence > seen or (sequence >= since and not entry.is_recorded):
-                    seen = max(seen, sequence)
-                    yield entry.event
-            if not entries:
+            changed, events = kept.changed, kept.after(told)
+            for event in events:
+                told = event.key
+                yield event
+            if not events:
                 if kept.is_over:
                     return
                 await changed.wait()
 
-    async def _older(
-        self, job: JobId, *, since: int, until: int, passing: Sequence[_Entry]
-    ) -> AsyncIterator[JobEvent]:
-        """What the run log has, with what passed between."""
-        fold, left = Fold(), deque(entry.event for entry in passing)
+    async def _older(self, job: JobId, *, after: Key, until: Key) -> AsyncIterator[JobEvent]:
+        """What happened after one event and up to another, from memory and from what is kept on disk."""
+        kept = self._of(job)
+        in_memory = list(_after(kept.passing, after))
+        lines = {event.key: event for event in (*await self._lines.read(job), *in_memory)}
+        left = deque(lines[key] for key in sorted(lines) if after < key <= until)
+        async for event in self._recorded(job, since=after[0], until=until[0]):
+            while left and left[0].key < event.key:
+                yield left.popleft()
+            yield event
+        for event in left:
+            yield event
+
+    async def _recorded(self, job: JobId, *, since: int, until: int) -> AsyncIterator[JobEvent]:
+        """Recorded happenings after one number and up to another: from the run log what is not in memory."""
+        kept = self._of(job)
+        first, in_memory = kept.first, list(kept.recorded)
+        if since + 1 < first:
+            async for event in self._logged(job, since=since, until=min(first - 1, until)):
+                yield event
+        for event in in_memory:
+            if since < event.sequence <= until:
+                yield event
+
+    async def _logged(self, job: JobId, *, since: int, until: int) -> AsyncIterator[JobEvent]:
+        fold = Fold()
         async for records in self._read():
             for record in records:
                 event = fold.take(record) if job_of(record) == job else None
                 if event is not None and event.sequence > since:
-                    while left and left[0].sequence < event.sequence:
-                        yield left.popleft()
                     yield event
                 if fold.sequence >= until:
-                    for after in left:
-                        yield after
                     return
 
     def _pass(self, job: JobId, body: JobHappening, wall_s: float) -> None:
-        event = JobEvent(sequence=self._of(job).fold.sequence, wall_s=wall_s, body=body)
-        self._keep(job, event, is_recorded=False)
-
-    def _keep(self, job: JobId, event: JobEvent, *, is_recorded: bool) -> None:
         kept = self._of(job)
-        self._position += 1
-        entries = kept.recorded if is_recorded else kept.passing
-        entries.append(_Entry(self._position, is_recorded, event))
-        if isinstance(event.body, Ended):
-            kept.is_over = True
-            kept.recorded = deque(kept.recorded, maxlen=NUM_KEPT_ENDED)
-            kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
+        kept.num_lines += 1
+        number = self._epoch * _LINES_OF_EPOCH + kept.num_lines
+        event = JobEvent(sequence=kept.fold.sequence, line=number, wall_s=wall_s, body=body)
+        if len(kept.passing) == kept.passing.maxlen and kept.passing:
+            kept.dropped = kept.passing[0].key
+        kept.passing.append(event)
+        self._lines.append(job, event)
         kept.wake()
+
+    def _end(self, kept: _Kept) -> None:
+        """The job is over: most who watch have seen it, others read it from disk."""
+        kept.is_over = True
+        kept.recorded = deque(kept.recorded, maxlen=NUM_KEPT_ENDED)
+        if len(kept.passing) > NUM_KEPT_ENDED:
+            kept.dropped = kept.passing[-NUM_KEPT_ENDED - 1].key
+        kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
 
     def _of(self, job: JobId) -> _Kept:
         kept = self._kept.get(job)
         if kept is None:
-            recorded: deque[_Entry] = deque(maxlen=self._num_kept)
+            recorded: deque[JobEvent] = deque(maxlen=self._num_kept)
             kept = self._kept[job] = _Kept(recorded, deque(maxlen=self._num_lines))
         return kept

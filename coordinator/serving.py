@@ -18,6 +18,7 @@ from pathlib import Path
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
 from coordinator.exposition import Exposition
+from coordinator.joblines import FOLDER, JobLines
 from coordinator.journal import Journal
 from coordinator.lead.lease import Lead, PatientLog
 from coordinator.logfile import Holder
@@ -84,11 +85,12 @@ class Serves:
 class Memory:
     """What the run log says, as far as it has been replayed, and the driver that goes on from there."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, state_dir: Path) -> None:
         self.machine = Coordinator(lease_s=lease_s)
         self.metrics = Metrics()
         # A watcher that wants what is no longer kept reads it by way of the driver.
-        self.journal = Journal(lambda: self.driver.read_records())
+        self.lines = JobLines(state_dir / FOLDER)
+        self.journal = Journal(lambda: self.driver.read_records(), lines=self.lines)
         self.openings: list[EpochOpened] = []
         self.num_records = 0
 
@@ -156,6 +158,7 @@ class Serving:
     ) -> None:
         self.driver = memory.driver
         self.metrics = memory.metrics
+        self._lines = memory.lines
         self._roster = roster
         self._log = log
         self._patient = patient
@@ -173,7 +176,7 @@ class Serving:
             UserError: the directory or an address cannot be had; the line says why.
             LocalError: the run log does not fit this release, or it was opened too often.
         """
-        clock, memory = wall_clock(), Memory(options.lease_s)
+        clock, memory = wall_clock(), Memory(options.lease_s, options.state_dir)
         log = await _open_log(options, clock)
         with ExitStack() as undo:
             undo.callback(log.close)
@@ -254,6 +257,7 @@ class Serving:
     async def _close(self) -> None:
         await self._doors.close()
         await asyncio.to_thread(self._lead.close)
+        self._lines.close()
         self._log.close()
 
     async def _run(self) -> None:

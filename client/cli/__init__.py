@@ -67,7 +67,7 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     "submit": Verb(help="Hand in a job.", module="client.cli.jobs", attribute="submit"),
     "jobs": Verb(help="List jobs.", module="client.cli.jobs", attribute="jobs"),
     "status": Verb(help="Show one job.", module="client.cli.jobs", attribute="status"),
-    "logs": Verb(help="Tell the story of a job.", module="client.cli.jobs", attribute="logs"),
+    "logs": Verb(help="Tell the story of a job.", module="client.cli.logs", attribute="logs"),
     "incidents": Verb(
         help="List a job's failures and what they cost.",
         module="client.cli.incidents",

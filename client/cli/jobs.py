@@ -1,7 +1,6 @@
 """`skein submit`, `jobs`, `status`, `logs` and `cancel`."""
 
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.files import outline
-from client.cli.follow import LINE_S, follow, view
+from client.cli.follow import follow, view
 from client.cli.options import connect, connection_options, json_option, overrides_option
 from client.cli.show import (
     JOB_COLUMNS,
@@ -23,7 +22,6 @@ from client.cli.show import (
     print_table,
     status_object,
     time_rows,
-    timed,
 )
 from client.estimating import Expected, expected
 from client.jobfile import read_job
@@ -31,7 +29,7 @@ from skein.config.job import JobSpec
 from skein.errors import SkeinError
 from skein.plan.estimates import estimate_of_job
 from skein.types import JobState
-from skein.wire.views import Ended, JobEvent, StepFinished
+from skein.wire.views import JobEvent
 
 
 class JobFailed(SkeinError):
@@ -147,45 +145,6 @@ def status(job: str, *, is_json: bool) -> int:
             click.echo()
             print_table(TIME_COLUMNS, time_rows(found), nothing="")
     return DONE
-
-
-@click.command()
-@click.argument("job")
-@click.option("-f", "--follow", "is_following", is_flag=True, help="Go on until the job ends.")
-@json_option
-@connection_options
-def logs(job: str, *, is_following: bool, is_json: bool) -> int:
-    """Tell what happened to JOB: states, plans, incidents, evaluations, checkpoints, lines of workers, and steps now
-    and then.
-    """
-    with connect() as client:
-        found = client.job(job)
-        events = found.events() if is_following else iter(found.history())
-        try:
-            for event in events if is_json else _thinned(events):
-                _print_event(event) if is_json else click.echo(timed(event))
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            return INTERRUPTED
-    return DONE
-
-
-def _thinned(events: Iterator[JobEvent]) -> Iterator[JobEvent]:
-    """All but steps that follow another too closely to be read; the last step is always told."""
-    told_s, held = 0.0, None
-    for event in events:
-        is_step = isinstance(event.body, StepFinished)
-        if is_step and event.wall_s - told_s < LINE_S:
-            held = event
-            continue
-        if isinstance(event.body, Ended) and held is not None:
-            yield held
-            held = None
-        if is_step:
-            told_s, held = event.wall_s, None
-        yield event
-    if held is not None:
-        yield held
 
 
 @click.command()

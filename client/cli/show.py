@@ -80,7 +80,12 @@ def event_object(event: JobEvent) -> object:
     """An event as an object: `event` says which kind, and the kind's fields follow."""
     body = plain(event.body)
     assert isinstance(body, dict)
-    head = {"sequence": event.sequence, "wall_s": event.wall_s, "event": _WORD_OF_EVENT[type(event.body)]}
+    head = {
+        "sequence": event.sequence,
+        "line_number": event.line,
+        "wall_s": event.wall_s,
+        "event": _WORD_OF_EVENT[type(event.body)],
+    }
     return head | body
 
 

@@ -32,7 +32,7 @@ class Standby:
         Raises:
             UserError: an address cannot be had; the line says why.
         """
-        memory = Memory(options.lease_s)
+        memory = Memory(options.lease_s, options.state_dir)
         return cls(options, memory, await Doors.open(options, memory.metrics))
 
     @property

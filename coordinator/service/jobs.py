@@ -74,7 +74,10 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     ) -> AsyncIterator[jobs_pb2.JobEvent]:
         check_request(request)
         job = self._known(request.job)
-        async for event in self._driver.journal.watch(job, since=request.since):
+        events = self._driver.journal.watch(
+            job, since=request.since, since_line=request.since_line, is_following=not request.until_now
+        )
+        async for event in events:
             yield codec.JOB_EVENT.encode(event)
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:

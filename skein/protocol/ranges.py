@@ -81,6 +81,8 @@ RANGES: Mapping[str, Range] = {
     "progress": COUNT,
     "sequence": COUNT,
     "since": COUNT,
+    "since_line": COUNT,
+    "line": COUNT,
     "entry": COUNT,
     "log_entry": COUNT,
     "tensor": COUNT,

@@ -182,6 +182,8 @@ class Ended:
     reason: str
 
 
+Key = tuple[int, int]
+
 JobHappening = (
     StateChanged
     | StepFinished
@@ -197,8 +199,18 @@ JobHappening = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Something happened to a job. `sequence` counts from 1; watching `since` a number skips what came up to it."""
+    """Something happened to a job.
+
+    `sequence` counts what is recorded, from 1. What passes (lines, changes of state) has that of the record before, and
+    a growing number of its own as `line`, which of what is recorded is 0.
+    """
 
     sequence: int
     wall_s: float
     body: JobHappening
+    line: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Orders all events of a job; watching since one skips what came up to it."""
+        return self.sequence, self.line

@@ -1,5 +1,6 @@
 """`skein` in this process: what each verb prints, to whom, and with which exit code."""
 
+import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from skein.protocol.incident import total
 from skein.protocol.records import IncidentKind, Remedy
 from skein.types import JobState, StageIndex, WorkerId
 from tests.client.conftest import Scripted
-from tests.client.scripted import GOOD, Script, serving, status, whole_story, worker
+from tests.client.scripted import GOOD, START_S, Script, serving, status, whole_story, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
 from tests.support.incidents import incident, replayed
 
@@ -261,14 +262,45 @@ def test_logs_tell_the_story(coordinator: Scripted, capsys: Captured) -> None:
     assert told == [
         "pending: submitted",
         "step 1  loss 3  norm 1.5  tokens/s 200",
+        "step 2  loss 2  norm 1.5  tokens/s 200",
         "w1  INFO  all is well",
-        "step 3  validation loss 1.25",
         "step 3  loss 1  norm 1.5  tokens/s 200",
+        "step 3  validation loss 1.25",
         "finished: as told",
     ]
     coordinator.script.jobs["first-job-1"] = status(state=JobState.FINISHED, step=3)
     assert run(["logs", "first-job-1", "--json"]) == 0
     assert len(lines(capsys.readouterr().out)) == len(whole_story())
+
+
+def test_logs_can_begin_late(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.jobs["first-job-1"] = status(state=JobState.FINISHED, step=3)
+
+    def told(*options: str) -> list[str]:
+        assert run(["logs", "first-job-1", *options]) == 0
+        return [line.partition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+
+    whole = told()
+    assert told("--tail", "0") == []
+    assert told("--tail", "2") == whole[-2:]
+    assert told("--tail", "99", "-f") == told("-f") == whole
+    # The story is of 2023.
+    assert told("--since", "1 h") == []
+    instant = datetime.datetime.fromtimestamp(START_S + 5).isoformat()
+    assert told("--since", instant) == whole[-2:]
+    assert told("--since", instant, "--tail", "1") == whole[-1:]
+    assert run(["logs", "first-job-1", "--since", "yesteryear"]) == 2
+    assert "--since: 'yesteryear': give how long ago" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tail", [0, 2, 99])
+def test_following_logs_tells_each_event_once(tail: int, coordinator: Scripted, capsys: Captured) -> None:
+    # Of a job that runs: what is known, then what comes, across a stream that breaks.
+    coordinator.script.break_after = [5, 1]
+    assert run(["logs", "first-job-1", "-f", "--json", "--tail", str(tail)]) == 0
+    keys = [(told["sequence"], told["line_number"]) for told in lines(capsys.readouterr().out)]
+    wanted = [event.key for event in whole_story()]
+    assert keys == wanted[len(wanted) - min(tail, len(wanted)) :]
 
 
 def test_incidents_are_a_table_with_totals(coordinator: Scripted, capsys: Captured) -> None:

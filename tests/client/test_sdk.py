@@ -21,7 +21,7 @@ from skein.model.parameters import parameter_shapes
 from skein.types import JobState
 from skein.wire.channel import join_address
 from tests.client.conftest import Scripted
-from tests.client.scripted import GOOD, Script, event, line_body, serving, status, step_body, whole_story
+from tests.client.scripted import GOOD, Script, event, line_body, serving, status, whole_story
 from tests.support.incidents import incident
 
 TOKEN = "correct-horse-battery"
@@ -233,16 +233,10 @@ async def test_cancelling_a_watch_ends_it(coordinator: Scripted) -> None:
             await waiting
 
 
-def test_history_of_a_running_job_ends_where_it_is_now(coordinator: Scripted) -> None:
-    coordinator.script.story = whole_story()[:5]
-    with client_of(coordinator) as client:
-        found = client.job("first-job-1").history()
-    assert found == tuple(whole_story()[:5])
-
-
-def test_history_stops_at_the_first_step_that_is_newer_than_the_question(coordinator: Scripted) -> None:
-    story = [event(number + 1, step_body(number)) for number in range(3)]
-    coordinator.script.story = [*story, event(3, line_body("later"))]
+def test_history_of_a_running_job_is_all_that_happened_so_far(coordinator: Scripted) -> None:
+    story = [*whole_story()[:5], event(4, line_body("and after the newest step"), line=2)]
+    coordinator.script.story = story
+    coordinator.script.break_after = [4]
     with client_of(coordinator) as client:
         assert client.job("first-job-1").history() == tuple(story)
 

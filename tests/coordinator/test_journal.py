@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from coordinator import journal
+from coordinator.joblines import JobLines
 from coordinator.journal import Fold, Journal
 from skein.protocol.records import (
     GenerationMember,
@@ -208,3 +210,112 @@ async def test_an_incident_is_told_when_it_is_over_and_keeps_its_number() -> Non
     assert told[0] == JobEvent(sequence=14, wall_s=42.5, body=IncidentEnded(incident=over))
     assert isinstance(told[1].body, Ended)
     assert await all_of(journal_of(records, num_kept=1), 13) == told
+
+
+# --- what passes, kept with the job ---
+
+
+def stored(folder: Path, records: Sequence[Record], **sizes: int) -> tuple[Journal, JobLines]:
+    """A journal over these records whose lines lie in `folder`, as a coordinator that starts there has it."""
+
+    async def read() -> AsyncIterator[Sequence[Record]]:
+        yield tuple(records)
+
+    lines = JobLines(folder)
+    journal = Journal(
+        read, lines=lines, num_kept=sizes.get("num_kept", 100), num_lines=sizes.get("num_lines", 100)
+    )
+    journal.recorded(records)
+    return journal, lines
+
+
+def texts(events: Sequence[JobEvent]) -> list[str]:
+    return [event.body.line.text for event in events if isinstance(event.body, LineLogged)]
+
+
+async def test_lines_of_an_ended_job_are_told_after_a_restart(tmp_path: Path) -> None:
+    records = list(LOG[:4])
+    journal, lines = stored(tmp_path, records)
+    for number, record in enumerate(LOG[4:]):
+        journal.line(JOB, WorkerId("w1"), line(f"before {number}"))
+        journal.state(JOB, JobState.RUNNING, f"{number}", wall_s=1.0)
+        records.append(record)
+        journal.recorded([record])
+    before = await all_of(journal)
+    lines.close()
+    again, lines = stored(tmp_path, [*records, opened(2)])
+    assert await all_of(again) == before
+    assert texts(before) == [f"before {number}" for number in range(len(LOG) - 4)]
+    lines.close()
+
+
+@pytest.mark.parametrize("num_lines", [2, 100])
+async def test_each_event_is_told_once_and_in_order_from_wherever_a_watcher_left_off(
+    tmp_path: Path, num_lines: int
+) -> None:
+    records = list(LOG[:4])
+    journal, lines = stored(tmp_path, records, num_kept=3, num_lines=num_lines)
+    for number, record in enumerate(LOG[4:9]):
+        journal.line(JOB, None, line(f"first {number}"))
+        records.append(record)
+        journal.recorded([record])
+    lines.close()
+    records.append(opened(2))
+    journal, lines = stored(tmp_path, records, num_kept=3, num_lines=num_lines)
+    for number, record in enumerate(LOG[9:]):
+        journal.line(JOB, None, line(f"second {number}"))
+        journal.line(JOB, None, line(f"third {number}"))
+        records.append(record)
+        journal.recorded([record])
+    whole = await all_of(journal)
+    assert [event.key for event in whole] == sorted({event.key for event in whole})
+    assert len(texts(whole)) == 5 + 2 * len(LOG[9:])
+    for at, event in enumerate(whole):
+        rest = [x async for x in journal.watch(JOB, since=event.sequence, since_line=event.line)]
+        assert rest == whole[at + 1 :]
+    lines.close()
+
+
+async def test_asking_for_what_is_known_ends_there(tmp_path: Path) -> None:
+    journal, lines = stored(tmp_path, LOG[:6])
+    journal.line(JOB, None, line("the newest"))
+    found = [event async for event in journal.watch(JOB, since=0, is_following=False)]
+    assert [event.sequence for event in found] == [1, 2, 3, 4, 4]
+    assert texts(found) == ["the newest"]
+    lines.close()
+
+
+async def test_lines_of_a_job_and_of_all_jobs_are_bounded(tmp_path: Path) -> None:
+    lines = JobLines(tmp_path / "lines", max_bytes=4_000, max_total_bytes=9_000)
+    for name in ("a", "b", "c"):
+        for number in range(100):
+            body = LineLogged(worker=None, line=line(f"{number} of {name}"))
+            lines.append(JobId(name), JobEvent(sequence=1, line=number + 1, wall_s=1.0, body=body))
+        found = texts(await lines.read(JobId(name)))
+        assert found[-1] == f"99 of {name}"
+        assert found == [f"{number} of {name}" for number in range(100 - len(found), 100)]
+        assert 5 < len(found) < 100
+    assert not (tmp_path / "lines" / "a.jsonl").exists()
+    assert sum(path.stat().st_size for path in (tmp_path / "lines").iterdir()) <= 9_000
+    lines.close()
+
+
+async def test_a_torn_line_and_a_disk_that_takes_none_cost_only_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal, lines = stored(tmp_path, LOG[:6])
+    journal.line(JOB, None, line("whole"))
+    assert texts(await lines.read(JOB)) == ["whole"]
+    path = tmp_path / f"{JOB}.jsonl"
+    path.write_text(path.read_text() + path.read_text()[:20])
+    assert texts(await lines.read(JOB)) == ["whole"]
+    path.unlink()
+    path.mkdir()
+    journal.line(JOB, None, line("not kept"))
+    journal.line(JOB, None, line("nor this"))
+    journal.recorded(LOG[6:])
+    assert texts(await all_of(journal)) == ["whole", "not kept", "nor this"]
+    lines.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "lines of jobs are not kept" in said[0]

@@ -161,18 +161,26 @@ class WatchRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    SINCE_LINE_FIELD_NUMBER: _builtins.int
+    UNTIL_NOW_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     since: _builtins.int
     """Sequence number of the last event known; 0: from the beginning of what is kept."""
+    since_line: _builtins.int
+    """Its line number."""
+    until_now: _builtins.bool
+    """End after what is known, instead of with the job."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         since: _builtins.int = ...,
+        since_line: _builtins.int = ...,
+        until_now: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "since", b"since", "since_line", b"since_line", "until_now", b"until_now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,9 +685,12 @@ class JobEvent(_message.Message):
     LINE_LOGGED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     INCIDENT_ENDED_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Ascending from 1 within a job and an epoch's memory."""
+    """Counts what is recorded of a job, from 1; what passes has that of the record before."""
     wall_s: _builtins.float
+    line: _builtins.int
+    """Numbers what passes between records, growing; 0: recorded."""
     @_builtins.property
     def state_changed(self) -> Global___StateChanged: ...
     @_builtins.property
@@ -712,10 +723,11 @@ class JobEvent(_message.Message):
         line_logged: Global___LineLogged | None = ...,
         ended: Global___Ended | None = ...,
         incident_ended: Global___IncidentEnded | None = ...,
+        line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "state_changed", b"state_changed", "step_finished", b"step_finished", "went_back", b"went_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line", b"line", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["state_changed", "step_finished", "evaluation_finished", "checkpoint_finished", "generation_begun", "went_back", "line_logged", "ended", "incident_ended"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015

@@ -1,0 +1,146 @@
+"""What passes while a job runs (lines, changes of state), kept with the job: one file each, and none grows for ever.
+
+One thread writes and reads, so that a slow disk holds nobody up. A line that cannot be written is lost to those who ask
+after a restart, and that is said; training never waits for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from google.protobuf import json_format
+
+from skein.types import JobId
+from skein.wire import codec
+from skein.wire.v1 import jobs_pb2
+from skein.wire.views import JobEvent
+
+FOLDER = "job-logs"
+MAX_BYTES = 2 << 20
+"""Of one job; the older half goes when there is more."""
+MAX_TOTAL_BYTES = 256 << 20
+"""Of all jobs; files that were written to the longest ago go."""
+MAX_WAITING = 10_000
+"""Lines that may wait to be written. More come only where the disk stands still; those are not kept."""
+_log = logging.getLogger("coordinator")
+
+
+class Lines(Protocol):
+    """Keeps passing events of jobs."""
+
+    def append(self, job: JobId, event: JobEvent) -> None:
+        """Keep an event; never waits."""
+        ...
+
+    async def read(self, job: JobId) -> list[JobEvent]:
+        """All of a job that are kept, those given to `append` before this included, oldest first."""
+        ...
+
+
+class NoLines:
+    """Keeps none."""
+
+    def append(self, job: JobId, event: JobEvent) -> None:
+        """Forgotten."""
+
+    async def read(self, job: JobId) -> list[JobEvent]:
+        """None."""
+        return []
+
+
+class JobLines:
+    """Files in `folder`, one JSON object a line.
+
+    Args:
+        folder: made when there is something to keep.
+        max_bytes: see `MAX_BYTES`.
+        max_total_bytes: see `MAX_TOTAL_BYTES`.
+    """
+
+    def __init__(
+        self, folder: Path, *, max_bytes: int = MAX_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
+    ) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._max_total_bytes = max_total_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="job-lines")
+        self._num_waiting = 0
+        self._is_failing = False
+
+    def append(self, job: JobId, event: JobEvent) -> None:
+        """As in `Lines`."""
+        if self._num_waiting >= MAX_WAITING:
+            self._failed("the disk stands still")
+            return
+        self._num_waiting += 1
+        self._thread.submit(self._write, job, event)
+
+    async def read(self, job: JobId) -> list[JobEvent]:
+        """As in `Lines`."""
+        return await asyncio.wrap_future(self._thread.submit(lambda: list(self._events(job))))
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._thread.shutdown()
+
+    def _write(self, job: JobId, event: JobEvent) -> None:
+        self._num_waiting -= 1
+        text = json_format.MessageToJson(codec.JOB_EVENT.encode(event), indent=None)
+        path = self._path(job)
+        try:
+            is_new = not path.exists()
+            if is_new:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._make_room()
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+                num_bytes = file.tell()
+            if num_bytes > self._max_bytes:
+                self._halve(path)
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+        else:
+            self._is_failing = False
+
+    def _failed(self, reason: str) -> None:
+        if not self._is_failing:
+            _log.warning("lines of jobs are not kept in %s: %s", self._folder, reason)
+        self._is_failing = True
+
+    def _halve(self, path: Path) -> None:
+        """Keeps the newer half."""
+        content = path.read_bytes()
+        start = content.index(b"\n", len(content) // 2) + 1
+        shorter = path.with_suffix(".new")
+        shorter.write_bytes(content[start:])
+        shorter.replace(path)
+
+    def _make_room(self) -> None:
+        """Deletes the files that were written to the longest ago, until there is room for another."""
+        sizes = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self._folder.iterdir())
+        total = sum(size for _, size, _ in sizes) + self._max_bytes
+        for _, size, path in sizes:
+            if total <= self._max_total_bytes:
+                return
+            path.unlink()
+            total -= size
+
+    def _events(self, job: JobId) -> Iterator[JobEvent]:
+        try:
+            lines = self._path(job).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+            return
+        for line in lines:
+            try:
+                yield codec.JOB_EVENT.decode(json_format.Parse(line, jobs_pb2.JobEvent()))
+            except (json_format.ParseError, ValueError):
+                continue  # torn by a crash, or written by another release
+
+    def _path(self, job: JobId) -> Path:
+        return self._folder / f"{job}.jsonl"
