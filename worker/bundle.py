@@ -51,7 +51,8 @@ class Limits:
     """What this worker takes from peers, so that none of them can exhaust it.
 
     Raise `max_bundle_bytes` if one boundary tensor or gradient shard is larger, `max_state_bytes` if one chunk's
-    parameters and optimizer state are. `max_pending_bytes` bounds the memory of tensors that are still arriving.
+    parameters and optimizer state are. `max_pending_bytes` bounds the memory of tensors that are still arriving. One
+    peer may have half of the streams, transfers and probes; what is silent for `silent_s` loses its place.
     """
 
     max_bundle_bytes: int = 4 << 30
@@ -61,6 +62,9 @@ class Limits:
     max_tensors: int = 1 << 16
     max_streams: int = 256
     max_transfers: int = 8
+    max_probes: int = 8
+    silent_s: float = 60.0
+    probe_silent_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

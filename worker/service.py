@@ -1,8 +1,9 @@
 """What peers may ask of this worker. Everything they send is checked before it costs memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 from grpc import aio
@@ -18,6 +19,7 @@ from worker.bundle import Limits, WireTensor
 from worker.transport.framing import DELIVER, read_part
 from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.links import answer_probe
+from worker.transport.slots import CrowdedError, SilentError, Slots, peer_of
 from worker.transport.state import state_parts
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
@@ -31,10 +33,11 @@ GIVES_WAY = 4.0
 down, and they take longer."""
 _LEAST_WAIT_S = 0.01
 _LOOK_S = 0.002
+_REFUSED = (RemoteError, CrowdedError, SilentError)
 
 
-class _Overload(Exception):
-    """A limit of this worker is reached; the peer may come again."""
+def _slots(most: int, silent_s: float) -> Slots:
+    return Slots(most=most, most_of_one=max(1, most // 2), silent_s=silent_s)
 
 
 class _RawDeliver(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at run time
@@ -69,16 +72,18 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             accepts=accepts, on_tensor=on_tensor, limits=self._limits, statistics=statistics
         )
         self._state_of = state_of
-        self._num_streams = 0
         self._is_closing = False
-        self._num_transfers = 0
+        self._streams = _slots(self._limits.max_streams, self._limits.silent_s)
+        self._transfers = _slots(self._limits.max_transfers, self._limits.silent_s)
+        self._probes = _slots(self._limits.max_probes, self._limits.probe_silent_s)
         self._is_training: Callable[[], bool] = lambda: False
 
     def attach(self, server: aio.Server) -> None:
         """Make `server`, not started yet, answer peers, and whoever asks for its health."""
         # Asked first, so that this method's messages come as they are.
         server.add_generic_rpc_handlers((_RawDeliver(self),))
-        peer_pb2_grpc.add_PeerServicer_to_server(self, server)
+        served = SimpleNamespace(Deliver=self.Deliver, FetchState=self.give_state, Probe=self.Probe)
+        peer_pb2_grpc.add_PeerServicer_to_server(cast(peer_pb2_grpc.PeerServicer, served), server)
         checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
 
@@ -101,11 +106,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         loop = asyncio.get_running_loop()
         messages: AsyncIterator[peer_pb2.TensorPart | bytes] = request_iterator
         try:
-            with self._stream():
+            with self._streams.take(peer_of(context.peer())) as slot:
                 inbox = Inbox(self._intake, Window())
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
-                    async for message in messages:
+                    async for message in slot.each(aiter(messages)):
                         if isinstance(message, bytes):
                             part = read_part(message)
                         else:
@@ -114,7 +119,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                             yield PART_REPLY.encode(reply)
                 finally:
                     inbox.close()
-        except (RemoteError, _Overload) as error:
+        except _REFUSED as error:
             await self._refuse(context, error)
         except asyncio.CancelledError:
             # When the server stops, gRPC would print the cancellation of every stream that is open.
@@ -127,7 +132,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         """Streams a copy of a chunk's state, or of a step's result; see the proto."""
         loop = asyncio.get_running_loop()
         try:
-            with self._transfer():
+            with self._transfers.take(peer_of(context.peer())):
                 wanted = FETCH_STATE.decode(request)
                 tensors = await self._state_of(wanted)
                 if tensors is None or not tensors.keys() >= set(wanted.names):
@@ -137,18 +142,29 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     began_s = loop.time()
                     yield STATE_PART.encode(part)
                     await self._let_pass(loop.time() - began_s)
-        except (RemoteError, _Overload) as error:
+        except _REFUSED as error:
             await self._refuse(context, error)
+
+    async def give_state(self, request: peer_pb2.FetchStateRequest, context: Context) -> None:
+        """FetchState for whoever reads; who does not is waited for no longer than who says nothing."""
+        parts = self.FetchState(request, context)
+        async for part in parts:
+            # gRPC's write is deaf to cancellation while the peer has no room for it.
+            writing = asyncio.ensure_future(context.write(part))
+            await asyncio.wait((writing,), timeout=self._limits.silent_s)
+            if not writing.done():
+                await self._refuse(context, SilentError("read nothing for too long: ask again"))
+            await writing
 
     async def Probe(
         self, request_iterator: AsyncIterator[peer_pb2.ProbePart], context: Context
     ) -> AsyncIterator[peer_pb2.ProbeReply]:
         """Answers measurements; see the proto."""
         try:
-            with self._transfer():
-                async for reply in answer_probe(request_iterator):
+            with self._probes.take(peer_of(context.peer())) as slot:
+                async for reply in answer_probe(slot.each(aiter(request_iterator))):
                     yield reply
-        except (RemoteError, _Overload) as error:
+        except _REFUSED as error:
             await self._refuse(context, error)
 
     async def _let_pass(self, travelled_s: float) -> None:
@@ -158,29 +174,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         while self._is_training() and loop.time() < until_s:  # noqa: ASYNC110 - a count of another object
             await asyncio.sleep(_LOOK_S)
 
-    @contextmanager
-    def _stream(self) -> Iterator[None]:
-        if self._num_streams >= self._limits.max_streams:
-            raise _Overload(f"{self._num_streams} streams are open already")
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
-    @contextmanager
-    def _transfer(self) -> Iterator[None]:
-        if self._num_transfers >= self._limits.max_transfers:
-            raise _Overload(f"{self._num_transfers} transfers are running already")
-        self._num_transfers += 1
-        try:
-            yield
-        finally:
-            self._num_transfers -= 1
-
-    async def _refuse(self, context: Context, error: RemoteError | _Overload) -> None:
+    async def _refuse(self, context: Context, error: RemoteError | CrowdedError | SilentError) -> None:
         if isinstance(error, RemoteError):
             self._statistics.refusals["malformed"] += 1
             await refuse(context, error)
-        self._statistics.refusals["too_many"] += 1
+        self._statistics.refusals["too_many" if isinstance(error, CrowdedError) else "silent"] += 1
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))

@@ -140,7 +140,7 @@ async def test_a_donor_with_too_many_transfers_is_waited_for(monkeypatch: pytest
     refusals = receiver.statistics.refusals = Awaited("too_many", MAX_FRUITLESS + 1)
     service = receiver.service()
     async with serving(service) as member, sending() as sender:
-        with service._transfer():
+        with service._transfers.take("somebody"):
             fetching = asyncio.create_task(sender.peers.fetch_state(member, JOB, STAGE, VERSION))
             async with asyncio.timeout(WAIT_S):
                 await refusals.reached.wait()
