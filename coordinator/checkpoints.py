@@ -15,19 +15,18 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from coordinator.logfile import sync_directory
 from skein.config.job import JobSpec
-from skein.errors import LocalError, RemoteError, SkeinError, UserError
-from skein.protocol.messages import CheckpointFile
+from skein.errors import RemoteError, SkeinError, UserError
 from skein.protocol.records import CheckpointCommitted, checkpoint_folder
 from skein.storage.folders import Folder, RootedFolder
+from skein.storage.outside import PIECE_BYTES, moved, require_room, room_explained
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.storage.roots import Inside
 from skein.types import JobId, Step
@@ -43,8 +42,8 @@ _JOB = re.compile(r"[a-z0-9][a-z0-9-]*")
 _VERSION = re.compile(r"v(\d{8,})")
 
 
-class StoreFull(LocalError):
-    """The disk of the coordinator's store has no room for this file."""
+class DamagedError(SkeinError):
+    """A checkpoint's file is not there, or not what was written."""
 
 
 def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
@@ -76,7 +75,7 @@ class Upload:
 
     def __init__(self, target: Path, num_bytes: int) -> None:
         self._target = target
-        self._left = num_bytes
+        self._left = self._num_bytes = num_bytes
         self._digest = hashlib.sha256()
         self._part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         self._file: BinaryIO | None = None
@@ -90,7 +89,9 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            # What is still in memory may have no room either.
+            with suppress(OSError):
+                self._file.close()
             self._part.unlink(missing_ok=True)
 
     @property
@@ -108,19 +109,29 @@ class Upload:
 
         Raises:
             RemoteError: more than announced.
+            NoRoomError: the disk has become full.
         """
         assert self._file is not None
         self._left -= len(data)
         if self._left < 0:
             raise RemoteError(f"{self._target.name}: {-self._left} bytes more than announced")
         self._digest.update(data)
-        self._file.write(data)
+        with self._room_explained():
+            self._file.write(data)
+
+    def _room_explained(self) -> AbstractContextManager[None]:
+        return room_explained(self._num_bytes, self._target.parent)
 
     def finish(self) -> None:
-        """Make the file durable under its name."""
+        """Make the file durable under its name.
+
+        Raises:
+            NoRoomError: the disk has become full.
+        """
         assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._room_explained():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
         self._part.replace(self._target)
@@ -146,18 +157,31 @@ class CheckpointStore:
     # --- for the driver ---
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
-        """Make the checkpoint exist, if all its files do.
+        """Make the checkpoint exist, if all its files do and can be read as they were written.
 
         Raises:
-            UserError: a file is missing or of another size, or the place cannot be written.
+            UserError: a file is missing or another, or the place cannot be written.
             RemoteError: a name that no checkpoint's file has.
         """
         with _explained(checkpoint.url):
             files = self._folder(checkpoint.job, checkpoint.url)
+            try:
+                _verify(files, checkpoint)
+            except DamagedError as error:
+                hint = f"{error}: give a URL that is the same place for all workers and the coordinator"
+                raise UserError(FIELD, checkpoint.url, hint) from error
             folder = checkpoint_folder(checkpoint.version)
-            for file in (file for stage in checkpoint.stages for file in stage.files):
-                self._require(files, f"{folder}/{_checked(_NAME, file.name)}", file, checkpoint.url)
             files.put(f"{folder}/{MANIFEST}", manifest_bytes(checkpoint, spec))
+
+    def verify(self, checkpoint: CheckpointCommitted) -> None:
+        """Read all of a checkpoint; returns if it is what was written.
+
+        Raises:
+            DamagedError: it is not, or not there.
+            UserError: the place cannot be read.
+        """
+        with _explained(checkpoint.url):
+            _verify(self._folder(checkpoint.job, checkpoint.url), checkpoint)
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
         """Delete what is older than the newest of `keep` and not in it. What is newer may be in the making.
@@ -181,15 +205,13 @@ class CheckpointStore:
 
         Raises:
             RemoteError: a name that no checkpoint has.
-            StoreFull: no room.
+            NoRoomError: the disk is full.
         """
         target = self._path(job, version, name)
         if num_bytes > MAX_FILE_BYTES:
             raise RemoteError(f"{name}: {num_bytes} bytes, at most {MAX_FILE_BYTES} are taken")
         self._directory.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(self._directory).free - self._reserved_bytes
-        if num_bytes > free_bytes:
-            raise StoreFull(f"{name}: {num_bytes} bytes, the disk of the coordinator has {free_bytes} left")
+        require_room(self._directory, num_bytes, reserved_bytes=self._reserved_bytes)
         if replaces:
             target.with_name(MANIFEST).unlink(missing_ok=True)
         return Upload(target, num_bytes)
@@ -212,13 +234,30 @@ class CheckpointStore:
             return RootedFolder(Inside(root=self._directory, parts=(name,)))
         return self.places.open(url, name)
 
-    def _require(self, files: Folder, path: str, file: CheckpointFile, url: str | None) -> None:
+
+def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
+    """Sizes first, for what is missing is found at once.
+
+    Raises:
+        DamagedError: a file is not what was written.
+    """
+    folder = checkpoint_folder(checkpoint.version)
+    listed = [file for stage in checkpoint.stages for file in stage.files]
+    for file in listed:
+        path = f"{folder}/{_checked(_NAME, file.name)}"
         size = files.size(path)
-        if size == file.num_bytes:
-            return
-        found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
-        hint = f"{path} {found}: give a URL that is the same place for all workers and the coordinator"
-        raise UserError(FIELD, url, hint)
+        if size != file.num_bytes:
+            found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
+            raise DamagedError(f"{path} {found}")
+        moved()
+    for file in listed:
+        digest = hashlib.sha256()
+        with files.open(f"{folder}/{file.name}") as opened:
+            while piece := opened.read(PIECE_BYTES):
+                digest.update(piece)
+                moved()
+        if digest.hexdigest() != file.sha256:
+            raise DamagedError(f"{folder}/{file.name} is not what was written: its SHA-256 is another")
 
 
 def _delete_checkpoint(files: Folder, folder: str) -> None:

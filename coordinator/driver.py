@@ -14,18 +14,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Protocol, assert_never
+from typing import ParamSpec, Protocol, assert_never
 
+from coordinator.checkpoints import DamagedError
 from coordinator.journal import Journal
 from coordinator.streams import Stream
 from skein.config.job import JobSpec
-from skein.errors import LocalError, RemoteError, UserError
+from skein.errors import LocalError, SkeinError
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
     Append,
     CancelAsked,
+    CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
     DrainAsked,
@@ -41,12 +44,14 @@ from skein.protocol.coordinator_io import (
     StreamBroken,
     SubmitAsked,
     TimePassed,
+    VerifyCheckpoint,
     WriteManifest,
 )
 from skein.protocol.messages import Refused
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Hello, Report
-from skein.types import Incarnation, JobId, Step, WorkerId
+from skein.storage.outside import Outside
+from skein.types import Condition, Incarnation, JobId, Step, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
 MAX_WAITING = 8192
@@ -55,6 +60,8 @@ MAX_TURN = 1024
 """Events handled in one turn, so that what they cause is not put off for long."""
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
+
+P = ParamSpec("P")
 
 
 class AppendLog(Protocol):
@@ -66,10 +73,14 @@ class AppendLog(Protocol):
 
 
 class CheckpointFiles(Protocol):
-    """Where checkpoints lie. Both block; they are called one at a time."""
+    """Where checkpoints lie. All block, perhaps for ever; they are called one at a time."""
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
         """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
+        ...
+
+    def verify(self, checkpoint: CheckpointCommitted) -> None:
+        """Read all of it, or raise `DamagedError`, or `UserError` if it cannot be read."""
         ...
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
@@ -179,7 +190,8 @@ class Driver:
         self._is_stopping = False
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._files = asyncio.Lock()
+        self._outside = Outside()
         self._group = asyncio.TaskGroup()
         self._planning: asyncio.Task[None] | None = None
 
@@ -390,6 +402,8 @@ class Driver:
                 self._planning = self._begin(self._make_plan(command))
             case WriteManifest():
                 _ = self._begin(self._write_manifest(command.checkpoint))
+            case VerifyCheckpoint():
+                _ = self._begin(self._verify(command.checkpoint))
             case PruneCheckpoints():
                 _ = self._begin(self._prune(command))
             case Halt():
@@ -424,22 +438,41 @@ class Driver:
 
     async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
         spec = self.machine.history.jobs[checkpoint.job].spec
-        loop = asyncio.get_running_loop()
         error = None
         try:
-            await loop.run_in_executor(self._files, self._checkpoints.write_manifest, checkpoint, spec)
-        except (UserError, RemoteError) as cause:
+            await self._ask_files(checkpoint.url, self._checkpoints.write_manifest, checkpoint, spec)
+        except (SkeinError, OSError) as cause:
             error = str(cause)
         await self._inbox.put(ManifestWritten(checkpoint=checkpoint, error=error))
 
-    async def _prune(self, command: PruneCheckpoints) -> None:
-        loop = asyncio.get_running_loop()
+    async def _verify(self, checkpoint: CheckpointCommitted) -> None:
+        await self._inbox.put(await self.look_at(checkpoint))
+
+    async def look_at(self, checkpoint: CheckpointCommitted) -> CheckpointVerified:
+        """What reading all of a checkpoint finds."""
         try:
-            await loop.run_in_executor(
-                self._files, self._checkpoints.prune, command.job, command.url, command.keep
+            await self._ask_files(checkpoint.url, self._checkpoints.verify, checkpoint)
+        except DamagedError as cause:
+            return CheckpointVerified(checkpoint=checkpoint, condition=Condition.DAMAGED, reason=str(cause))
+        except (SkeinError, OSError) as cause:
+            return CheckpointVerified(checkpoint=checkpoint, condition=Condition.UNKNOWN, reason=str(cause))
+        return CheckpointVerified(checkpoint=checkpoint, condition=Condition.WHOLE)
+
+    async def _prune(self, command: PruneCheckpoints) -> None:
+        try:
+            await self._ask_files(
+                command.url, self._checkpoints.prune, command.job, command.url, command.keep
             )
-        except UserError as cause:
+        except (SkeinError, OSError) as cause:
             _log.warning("job=%s old checkpoints stay: %s", command.job, cause)
+
+    async def _ask_files(
+        self, url: str | None, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """One after the other; a place that does not answer holds the next one up for so long only."""
+        where = "the coordinator's checkpoints" if url is None else f"checkpoint.url {url}"
+        async with self._files:
+            await self._outside.answer(partial(function, *args, **kwargs), where)
 
     def _end(self) -> None:
         """Nobody waits for ever on a driver that has ended."""
@@ -449,7 +482,6 @@ class Driver:
             stream.close("the coordinator stops")
         self._turn_away()
         self._writer.shutdown(wait=True)
-        self._files.shutdown(wait=True)
 
     def _turn_away(self) -> None:
         """Answer those who asked in vain, and make room for those who wait to."""

@@ -19,6 +19,7 @@ from typing import assert_never
 from coordinator.joblines import Lines, NoLines
 from skein.protocol.records import (
     Averaged,
+    CheckpointChecked,
     CheckpointCommitted,
     Diverged,
     Drained,
@@ -89,8 +90,8 @@ class Fold:
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
             case (
-                EpochOpened() | PlanAdopted() | Drained() | Averaged() | Diverged()
-            ):  # Others tell of the last two.
+                EpochOpened() | PlanAdopted() | Drained() | Averaged() | Diverged() | CheckpointChecked()
+            ):  # Others tell of the last three.
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s

@@ -36,6 +36,7 @@ from skein.protocol.incident import num_replayed
 from skein.protocol.messages import Decision
 from skein.protocol.records import (
     Averaged,
+    CheckpointChecked,
     CheckpointCommitted,
     Diverged,
     Drained,
@@ -233,6 +234,9 @@ class Metrics:
         self._skipped = self._counter("skein_skipped_steps_total", "Steps whose gradient was not applied")
         self._generations = self._counter("skein_generations_total", "Plans put into place")
         self._checkpoints = self._counter("skein_checkpoints_total", "Checkpoints completed")
+        self._damaged = self._counter(
+            "skein_checkpoints_damaged_total", "Checkpoints that were found damaged and set aside"
+        )
         self._rollbacks = self._counter("skein_rollbacks_total", "Returns to an older version")
         self._lost_steps = self._counter("skein_rolled_back_steps_total", "Steps given up by rollbacks")
         self._divergences = self._counter("skein_divergences_total", "Times that training learned no more")
@@ -343,6 +347,8 @@ class Metrics:
             case CheckpointCommitted():
                 self._checkpoints.labels(job).inc()
                 kept.checkpoint_wall_s = record.wall_s
+            case CheckpointChecked():
+                self._damaged.labels(job).inc(not record.is_whole)
             case RolledBack():
                 self._rollbacks.labels(job).inc()
                 self._lost_steps.labels(job).inc(record.from_version - record.to_version)
@@ -378,6 +384,7 @@ class Metrics:
                 self._steps,
                 self._tokens,
                 self._checkpoints,
+                self._damaged,
                 self._rollbacks,
                 self._generations,
                 self._divergences,

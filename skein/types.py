@@ -55,6 +55,14 @@ class JobState(StrEnum):
         return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 
 
+class Condition(StrEnum):
+    """What a look at a checkpoint's files found: what was written, something else or nothing, or no answer."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Attempt:
     """One try at reducing one group; newer tries compare greater."""

@@ -6,7 +6,9 @@ Rules of this file
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
-from skein.errors import LocalError, RemoteError, UserError
+from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, Neighbour, SourceKind
 from skein.protocol.records import num_walkers
 from skein.protocol.worker_io import BuildFailed, Built
+from skein.storage.outside import Outside, SilentError, moved, require_room
 from skein.storage.places import ANYWHERE, Places
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
@@ -41,6 +44,9 @@ from worker.executor import Executor, one_line
 from worker.model.weights import load_huggingface
 
 T = TypeVar("T")
+
+_MOVED_S = 1.0
+"""How often it is told that a file is on its way."""
 
 
 class Donors(Protocol):
@@ -76,23 +82,28 @@ class CoordinatorArchive:
         self._loop = loop
 
     def put(self, path: Path, name: str) -> None:
-        sending = self._files.put(self._job, self._version, name, path)
-        asyncio.run_coroutine_threadsafe(sending, self._loop).result()
+        self._wait(self._files.put(self._job, self._version, name, path))
 
     def get(self, file: CheckpointFile, folder: Path) -> Path:
         path = folder / file.name
-        asyncio.run_coroutine_threadsafe(
-            self._files.get(self._job, self._version, file, path), self._loop
-        ).result()
+        require_room(folder, file.num_bytes)
+        self._wait(self._files.get(self._job, self._version, file, path))
         return path
+
+    def _wait(self, work: Coroutine[None, None, None]) -> None:
+        """Until it has ended; it bears no silence itself."""
+        going = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            with suppress(FutureTimeoutError):
+                going.result(_MOVED_S)
+                return
+            if going.done():
+                return going.result()
+            moved()
 
 
 def archive_of(url: str | None, files: Files, job: JobId, version: Step, places: Places) -> Archive:
-    """Where the files of a checkpoint lie: under `url`, or without one at the coordinator.
-
-    Raises:
-        UserError: `places` does not take such a URL, or nothing here opens it.
-    """
+    """Where the files of a checkpoint lie: under `url`, or without one at the coordinator."""
     if url is not None:
         return UrlArchive(url, job, version, places=places)
     return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
@@ -115,6 +126,14 @@ class _Saved:
         chunk.load_walker(self.tensors, version=self.version, walker=walker, num_walkers=available)
 
 
+class _UnreadError(Exception):
+    """The checkpoint of `version` could not be read; 0: where checkpoints are to lie nothing answers."""
+
+    def __init__(self, version: Step, reason: str) -> None:
+        super().__init__(reason)
+        self.version = version
+
+
 class _DonorFailedError(Exception):
     def __init__(self, peer: WorkerId, reason: str) -> None:
         super().__init__(reason)
@@ -127,6 +146,7 @@ class Builder:
     Args:
         memory_bytes: what chunks and their activations may take together.
         places: what a job may name.
+        outside: asks file systems, which may never answer.
     """
 
     def __init__(
@@ -140,7 +160,9 @@ class Builder:
         device: torch.device,
         memory_bytes: int,
         places: Places = ANYWHERE,
+        outside: Outside | None = None,
     ) -> None:
+        self._outside = Outside() if outside is None else outside
         self._worker = worker
         self._executor = executor
         self._donors = donors
@@ -165,6 +187,8 @@ class Builder:
             holding = await self._prepare(assign, members)
         except UserError as error:
             return failed(peer=None, is_fatal=True, reason=one_line(error))
+        except _UnreadError as error:
+            return failed(peer=None, is_fatal=False, reason=str(error), unread=error.version)
         except _DonorFailedError as error:
             return failed(peer=error.peer, is_fatal=False, reason=str(error))
         except (LocalError, RemoteError, OSError, MemoryError, RuntimeError) as error:
@@ -185,7 +209,8 @@ class Builder:
     async def _prepare(self, assign: Assign, members: tuple[Member, ...]) -> Holding:
         job = _job_of(assign)
         self._admit(job, assign.chunks)
-        await self._check_archive(job)
+        if assign.version == 0:
+            await self._check_archive(job)
         is_origin = bool(assign.origins or assign.evaluation_origins)
         dataset = await self._dataset(job) if is_origin else None
         saved = await self._saved(assign, job)
@@ -220,7 +245,12 @@ class Builder:
         """Better now than when there is something to lose."""
         url = job.checkpoint.url
         if url is not None and url != self._checked_url:
-            await asyncio.to_thread(check_url, url, places=self.places)
+            try:
+                await self._outside.answer(
+                    partial(check_url, url, places=self.places), f"checkpoint.url {url}"
+                )
+            except (SilentError, OSError) as error:
+                raise _UnreadError(Step(0), f"checkpoint.url: {one_line(error)}") from error
             self._checked_url = url
 
     async def _dataset(self, job: JobSpec) -> Dataset:
@@ -358,7 +388,14 @@ class Builder:
         found = {}
         for walker in sorted({chunk.walker for chunk in wanted}):
             stages = [chunk.stage for chunk in wanted if chunk.walker == walker]
-            found[walker] = await asyncio.to_thread(_read_walker, job, stages, walker, manifest, archive)
+            try:
+                found[walker] = await self._outside.answer(
+                    partial(_read_walker, job, stages, walker, manifest, archive),
+                    f"checkpoint {manifest.version} at {manifest.url or 'the coordinator'}",
+                )
+            except (SkeinError, OSError) as error:
+                # Whether that is its fault or this worker's is for the coordinator to find out.
+                raise _UnreadError(manifest.version, one_line(error)) from error
         return found
 
     async def _on_torch(self, function: Callable[[], T]) -> T:

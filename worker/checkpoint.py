@@ -8,9 +8,9 @@ Rules of this file
 - A checkpoint lies in `<url>/<job>/v<version>/`, or at the coordinator under the same file names.
 """
 
+import errno
 import hashlib
 import secrets
-import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +25,22 @@ from skein.errors import LocalError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import StageFiles, checkpoint_folder, walker_prefix
 from skein.storage.folders import RootedFolder
+from skein.storage.outside import PIECE_BYTES, copy_pieces, moved, require_room
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.types import Generation, JobId, StageIndex, Step
 
-_READ_BYTES = 1 << 22
+_PASSING = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+)
+"""What a place suffers from for a while; anything else is in the URL, or in who may write there."""
 
 
 def file_names(stage: StageIndex, generation: Generation, walker: int = 0) -> tuple[str, str]:
@@ -64,21 +76,25 @@ class Archive(Protocol):
 
 
 class UrlArchive:
-    """Files of one checkpoint under a URL that `places` takes."""
+    """Files of one checkpoint under a URL that `places` takes; what that is, is found out when it is used."""
 
     def __init__(self, url: str, job: JobId, version: Step, *, places: Places = ANYWHERE) -> None:
-        with _as_os_error():
-            self._files = places.open(url, job, checkpoint_folder(version))
+        self._url = url
+        self._places = places
+        self._below = (job, checkpoint_folder(version))
 
     def put(self, path: Path, name: str) -> None:
         with _as_os_error():
-            self._files.put_file(name, path)
+            self._places.open(self._url, *self._below).put_file(name, path)
 
     def get(self, file: CheckpointFile, folder: Path) -> Path:
-        if isinstance(self._files, RootedFolder):
-            return self._files.path_of(file.name)
-        with _as_os_error(), self._files.open(file.name) as source, (folder / file.name).open("xb") as target:
-            shutil.copyfileobj(source, target, _READ_BYTES)
+        with _as_os_error():
+            files = self._places.open(self._url, *self._below)
+            if isinstance(files, RootedFolder):
+                return files.path_of(file.name)
+            require_room(folder, file.num_bytes)
+            with files.open(file.name) as source, (folder / file.name).open("xb") as target:
+                copy_pieces(source, target)
         return folder / file.name
 
 
@@ -87,6 +103,7 @@ def check_url(url: str, *, places: Places = ANYWHERE) -> None:
 
     Raises:
         UserError: they could not.
+        OSError: they cannot now, for what may pass by itself.
     """
     probe = f".{secrets.token_hex(4)}.part"
     try:
@@ -95,6 +112,8 @@ def check_url(url: str, *, places: Places = ANYWHERE) -> None:
             files.put(probe, b"")
             files.delete(probe)
     except OSError as error:
+        if error.errno in _PASSING:
+            raise
         raise UserError(FIELD, url, f"cannot be written to: {error.strerror or error}") from error
 
 
@@ -132,10 +151,13 @@ def write_stage(
         walker: the number in this checkpoint of the walker that the chunk is of.
 
     Raises:
-        OSError | RemoteError: it could not be.
+        NoRoomError | OSError | RemoteError: it could not be.
     """
     names, prefix = file_names(stage, generation, walker), walker_prefix(walker)
     with tempfile.TemporaryDirectory(prefix="skein-checkpoint-") as folder:
+        # One after the other is here, so the larger one must fit.
+        num_bytes = max(sum(tensor.nbytes for tensor in held.values()) for held in (params, state))
+        require_room(Path(folder), num_bytes)
         return tuple(
             _write(Path(folder) / name, {f"{prefix}{x}": tensor for x, tensor in tensors.items()}, archive)
             for name, tensors in zip(names, (params, state), strict=True)
@@ -153,6 +175,7 @@ def _write(draft: Path, tensors: dict[str, Tensor], archive: Archive) -> Checkpo
         sha256=sha256_of(draft),
         tensors=tuple(sorted(tensors)),
     )
+    moved()
     archive.put(draft, draft.name)
     draft.unlink()
     return file
@@ -160,8 +183,12 @@ def _write(draft: Path, tensors: dict[str, Tensor], archive: Archive) -> Checkpo
 
 def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+            moved()
+    return digest.hexdigest()
 
 
 # --- reading ---
@@ -223,6 +250,11 @@ def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as tensors:
             # Cloned: a view of a mapped file would keep it, and a file that is then cut short kills the process.
-            return {name: tensors.get_tensor(name).clone() for name in names}
+            return {name: _moving(tensors.get_tensor(name).clone()) for name in names}
     except SafetensorError as error:
         raise LocalError(f"{path}: not what was written: {error}") from error
+
+
+def _moving(tensor: Tensor) -> Tensor:
+    moved()
+    return tensor

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
-from skein.errors import RemoteError, UserError
+from skein.errors import RemoteError
 from skein.protocol.messages import Directive, Member, Welcome
 from skein.protocol.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
 from skein.protocol.reports import Beat, Report, Trouble
@@ -26,7 +26,6 @@ from skein.protocol.worker_io import (
     BuildFailed,
     Built,
     CancelBuild,
-    CheckpointSaved,
     DirectiveArrived,
     DropCopies,
     DropTensor,
@@ -38,7 +37,6 @@ from skein.protocol.worker_io import (
     MeasureLinks,
     OpEnded,
     RunOp,
-    SaveFailed,
     SendFailed,
     SendReport,
     SendTensor,
@@ -51,26 +49,23 @@ from skein.protocol.worker_io import (
     WorkerCommand,
     WorkerEvent,
 )
+from skein.storage.outside import Outside
 from skein.topology.fleet import Link
 from skein.types import Generation, WorkerId
-from skein.units import format_bytes
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines, Refusal
 from worker.boundary import BoundaryLog, is_logged
-from worker.build import Builder, Files, archive_of
+from worker.build import Builder, Files
 from worker.bundle import Bundle
-from worker.checkpoint import write_stage
 from worker.compute.ops import Saved, operand_keys
 from worker.compute.payload import Payload, PayloadStore, key_of, pack
 from worker.copies import Copies
-from worker.executor import Executor, Ran, one_line
+from worker.executor import Executor, Ran
 from worker.metrics import Metrics
 from worker.moments import named, op_named, tell_directive, tell_report, unwatched
+from worker.saving import Moves, Saver
 
 _log = logging.getLogger(__name__)
-
-_SAVE_PAUSES_S = (0.5, 2.0, 8.0)
-"""Between tries to write a checkpoint."""
 
 
 class Control(Protocol):
@@ -165,6 +160,8 @@ class Driver:
     Args:
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
         log: keeps boundary tensors until their step commits; one with the default budgets if not given.
+        outside: asks file systems, which may never answer.
+        num_moved: grows while files are read or written and while state comes in.
         watch: told "after ..." when the machine has taken an event, "before ..." and "after ..." each command is begun.
     """
 
@@ -184,6 +181,8 @@ class Driver:
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
         log: BoundaryLog | None = None,
+        outside: Outside | None = None,
+        num_moved: Callable[[], int] = lambda: 0,
         watch: Callable[[str], None] = unwatched,
     ) -> None:
         self._machine = machine
@@ -195,10 +194,12 @@ class Driver:
         self._executor = executor
         self._builder = builder
         self._copies = copies
-        self._files = files
         self._metrics = metrics
         self._take_log_lines = take_log_lines
         self._on_generation = on_generation
+        self._moves = Moves(inbox.post, num_moved)
+        asked = Outside() if outside is None else outside
+        self._saver = Saver(files, asked, self._moves, metrics, places=builder.places)
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._generation = machine.generation
@@ -366,7 +367,8 @@ class Driver:
     async def _build(self, command: Build) -> Built | BuildFailed:
         assign = command.assign
         began_s = self._loop.time()
-        event = await self._builder.build(assign, command.members)
+        with self._moves.told():
+            event = await self._builder.build(assign, command.members)
         shown = ",".join(f"s{chunk.stage.index}:{chunk.source.kind}" for chunk in assign.chunks)
         if isinstance(event, BuildFailed):
             _log.warning("generation=%d could not build %s: %s", assign.generation, shown, event.reason)
@@ -397,47 +399,9 @@ class Driver:
         self._begin(self._save(saved))
 
     async def _save(self, saved: Saved) -> None:
-        """Write a stage of a checkpoint, trying again if that fails."""
-        event: CheckpointSaved | SaveFailed = await self._write(saved)
-        for pause_s in _SAVE_PAUSES_S:
-            if isinstance(event, CheckpointSaved):
-                break
-            await asyncio.sleep(pause_s)
-            event = await self._write(saved)
+        event = await self._saver.save(saved)
         self._num_saving -= 1
         self._inbox.post(event)
-
-    async def _write(self, saved: Saved) -> CheckpointSaved | SaveFailed:
-        generation, version, stage = saved.generation, saved.version, saved.stage
-        began_s = self._loop.time()
-        try:
-            archive = archive_of(saved.url, self._files, saved.job_id, version, self._builder.places)
-            files = await asyncio.to_thread(
-                write_stage,
-                stage,
-                generation,
-                archive,
-                params=saved.params,
-                state=saved.state,
-                walker=saved.walker,
-            )
-        except (OSError, RemoteError, UserError) as error:
-            reason = one_line(error)
-            _log.warning("checkpoint=%d stage=%d not written: %s", version, stage, reason)
-            return SaveFailed(generation=generation, version=version, stage=stage, reason=reason)
-        num_bytes = sum(file.num_bytes for file in files)
-        elapsed_s = self._loop.time() - began_s
-        self._metrics.checkpoint_written(elapsed_s, num_bytes)
-        _log.info(
-            "checkpoint=%d stage=%d written: %s in %.1f s",
-            version,
-            stage,
-            format_bytes(num_bytes),
-            elapsed_s,
-        )
-        return CheckpointSaved(
-            generation=generation, version=version, stage=stage, files=files, walker=saved.walker
-        )
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
         """One after the other: two probes at once would measure each other."""

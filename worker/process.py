@@ -11,6 +11,7 @@ import torch
 
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import Exit, Identity
+from skein.storage.outside import Outside
 from skein.storage.places import ANYWHERE, Places
 from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
@@ -148,6 +149,7 @@ class _Parts:
             )
             self.copies.start(group, peers)
             self.service.give_way(lambda: any(peers.queue_depths().values()))
+            outside = Outside()
             builder = Builder(
                 setting.worker,
                 executor=self.executor,
@@ -157,6 +159,7 @@ class _Parts:
                 device=setting.device,
                 memory_bytes=self.machine.identity.profile.memory_bytes,
                 places=setting.places,
+                outside=outside,
             )
             driver = Driver(
                 self.machine,
@@ -172,6 +175,8 @@ class _Parts:
                 take_log_lines=setting.take_log_lines,
                 on_generation=partial(self._forget, peers),
                 log=setting.boundary_log(),
+                outside=outside,
+                num_moved=lambda: outside.num_moved + statistics.state_parts,
                 watch=setting.watch,
             )
             streaming = group.create_task(control.run())

@@ -9,8 +9,8 @@ from typing import TypeAlias, cast
 import grpc
 from grpc import aio
 
-from coordinator.checkpoints import StoreFull
 from skein.errors import SkeinError, UserError
+from skein.storage.outside import NoRoomError
 from skein.wire.failures import refuse, status_of
 
 
@@ -25,7 +25,7 @@ class BusyError(UserError):
 _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
     (NotFoundError, grpc.StatusCode.NOT_FOUND),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (StoreFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NoRoomError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
 """What the services add to the table of `skein.wire.failures`."""
 

@@ -41,7 +41,9 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             job = self._job(start.job)
             if job.end is not None or start.version > job.version:
                 raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
-            reply = await self._take(start, _checkpoint(job, start.version), request_iterator)
+            # What is damaged is written anew.
+            existing = None if start.version in job.damaged else _checkpoint(job, start.version)
+            reply = await self._take(start, existing, request_iterator)
         return codec.PUT_REPLY.encode(reply)
 
     async def _take(

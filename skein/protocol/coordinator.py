@@ -14,6 +14,7 @@ from typing import assert_never
 
 from skein.protocol.coordinator_io import (
     CancelAsked,
+    CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
     DrainAsked,
@@ -55,6 +56,8 @@ from skein.protocol.records import Drained, EpochOpened, JobEnded, JobSubmitted,
 from skein.protocol.reports import (
     Ack,
     Beat,
+    CheckpointUnread,
+    CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
     EvaluationDone,
@@ -70,7 +73,9 @@ from skein.protocol.reports import (
     Vote,
 )
 from skein.protocol.runs.measuring import Measured
-from skein.protocol.runs.run import Run, RunPhase
+from skein.protocol.runs.phase import RunPhase
+from skein.protocol.runs.run import Run
+from skein.protocol.runs.storage import judge
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import Incarnation, JobId, JobState, WorkerId
@@ -136,6 +141,10 @@ class Coordinator:
             case ManifestWritten():
                 if self.run is not None and self.run.job.job == event.checkpoint.job:
                     self.run.manifest_written(event, now=now)
+            case CheckpointVerified():
+                judge(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
+                if self.run is not None and self.run.job.job == event.checkpoint.job:
+                    self.run.verified(event, now=now)
             case TimePassed():
                 self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
                 self._turn_away_stuck(now=now)
@@ -251,11 +260,18 @@ class Coordinator:
             case Prefetched():
                 if run is not None:
                     run.prefetched(worker, report)
-            case CheckpointWritten():
+            case CheckpointWritten() | CheckpointUnwritten():
                 if run is not None:
-                    run.saved(report, now=now)
+                    run.saved(worker, report, now=now)
             case (
-                Ack() | ChunksReady() | StageDone() | Vote() | EvaluationDone() | TimesMeasured() | Trouble()
+                Ack()
+                | ChunksReady()
+                | StageDone()
+                | Vote()
+                | EvaluationDone()
+                | TimesMeasured()
+                | Trouble()
+                | CheckpointUnread()
             ):
                 if run is not None:
                     run.report(worker, report, now=now)

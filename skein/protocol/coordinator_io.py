@@ -9,7 +9,7 @@ from skein.protocol.messages import Directive
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet
-from skein.types import Incarnation, JobId, Step, WorkerId
+from skein.types import Condition, Incarnation, JobId, Step, WorkerId
 
 # --- events ---
 
@@ -82,10 +82,19 @@ class PlanMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestWritten:
-    """The manifest of a checkpoint exists, so the checkpoint does; or `error` says why not."""
+    """The files of a checkpoint are what was written and its manifest exists, so it does; or `error` says why not."""
 
     checkpoint: CheckpointCommitted
     error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointVerified:
+    """All files of a checkpoint were read, or could not be: then `reason` says why."""
+
+    checkpoint: CheckpointCommitted
+    condition: Condition
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,7 @@ CoordinatorEvent = (
     | DrainAsked
     | PlanMade
     | ManifestWritten
+    | CheckpointVerified
     | TimePassed
 )
 
@@ -137,7 +147,14 @@ class MakePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteManifest:
-    """All stages' files are there: write the manifest, last. Answered by ManifestWritten."""
+    """All stages' files were written: read them once, and write the manifest last. Answered by ManifestWritten."""
+
+    checkpoint: CheckpointCommitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCheckpoint:
+    """Read all files of a checkpoint and compare them with what was written. Answered by CheckpointVerified."""
 
     checkpoint: CheckpointCommitted
 
@@ -165,7 +182,9 @@ class Log:
     line: str
 
 
-CoordinatorCommand = Append | Send | MakePlan | WriteManifest | PruneCheckpoints | Halt | Log
+CoordinatorCommand = (
+    Append | Send | MakePlan | WriteManifest | VerifyCheckpoint | PruneCheckpoints | Halt | Log
+)
 
 
 @dataclass(slots=True)

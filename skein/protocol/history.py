@@ -15,6 +15,7 @@ from skein.protocol.divergence import LossWatch
 from skein.protocol.messages import Decision, LogPosition, StepRecord
 from skein.protocol.records import (
     Averaged,
+    CheckpointChecked,
     CheckpointCommitted,
     Diverged,
     Drained,
@@ -53,6 +54,8 @@ class JobHistory:
     scores: dict[Step, float] = field(default_factory=dict)
     """Validation losses of checkpoints and of versions after them; infinite if not finite."""
     checkpoints: list[CheckpointCommitted] = field(default_factory=list)
+    damaged: dict[Step, str] = field(default_factory=dict)
+    """Checkpoints among them that nobody is to read, and why."""
     members: tuple[GenerationMember, ...] = ()
     followers: set[Incarnation] = field(default_factory=set)
     """Everybody who was ever a member."""
@@ -78,7 +81,13 @@ class JobHistory:
 
     @property
     def newest_checkpoint(self) -> CheckpointCommitted | None:
-        return max(self.checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
+        """Of those that are whole, as far as is known."""
+        return max(self.whole_checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
+
+    @property
+    def whole_checkpoints(self) -> list[CheckpointCommitted]:
+        """Those that were not found damaged."""
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.version not in self.damaged]
 
     @property
     def total_steps(self) -> int:
@@ -158,6 +167,7 @@ class History:
         | StepCommitted
         | Evaluated
         | CheckpointCommitted
+        | CheckpointChecked
         | RolledBack
         | Diverged
         | Averaged
@@ -194,13 +204,19 @@ class History:
                 job.last_evaluation = record
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case CheckpointCommitted():
-                job.checkpoints = [c for c in job.checkpoints if c.version != record.version]
+                # A damaged one that is older than a whole one is of no use to anybody.
+                job.checkpoints = [c for c in job.whole_checkpoints if c.version != record.version]
                 job.checkpoints.append(record)
                 keeps = record.keeps or [c.version for c in job.checkpoints[-job.spec.checkpoint.keep :]]
                 job.checkpoints = [c for c in job.checkpoints if c.version in keeps]
                 job.scores = {v: x for v, x in job.scores.items() if v in keeps or v > record.version}
+                job.damaged = {}
             case Diverged():
                 job.diverged = record
+            case CheckpointChecked():
+                job.damaged.pop(record.version, None)
+                if not record.is_whole:
+                    job.damaged[record.version] = record.reason
             case RolledBack():
                 assert record.from_version == job.version >= record.to_version
                 job.version = record.to_version
@@ -216,6 +232,7 @@ class History:
                 job.scores = {v: x for v, x in job.scores.items() if v <= record.to_version}
                 job.losses.went_back(record.to_version)
                 job.diverged = None
+                job.damaged = {at: why for at, why in job.damaged.items() if at <= record.to_version}
             case Averaged():
                 assert record.version == job.version
                 job.turned_at = job.version

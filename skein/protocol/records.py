@@ -118,6 +118,17 @@ class CheckpointCommitted:
     """Versions of the checkpoints that are kept from here on, this one included; older releases wrote none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointChecked:
+    """A checkpoint that was thought whole is damaged, or one that was set aside is whole again; `reason`: in words."""
+
+    job: JobId
+    version: Step
+    is_whole: bool
+    reason: str
+    wall_s: float
+
+
 def checkpoint_folder(version: Step) -> str:
     """Name of a checkpoint's folder inside its job's, wherever checkpoints lie.
 
@@ -204,7 +215,7 @@ class Drained:
 
 
 class IncidentKind(StrEnum):
-    """What failed: a process, a link between two, an op, progress itself, the coordinator, or training."""
+    """What failed: a process, a link between two, an op, progress itself, the coordinator, training, or storage."""
 
     WORKER_LOST = "worker_lost"
     LINK_FAILED = "link_failed"
@@ -212,6 +223,7 @@ class IncidentKind(StrEnum):
     STALLED = "stalled"
     COORDINATOR_LOST = "coordinator_lost"
     DIVERGED = "diverged"
+    STORAGE_FAILED = "storage_failed"
 
 
 class Remedy(StrEnum):
@@ -285,6 +297,7 @@ Record = (
     | StepCommitted
     | Evaluated
     | CheckpointCommitted
+    | CheckpointChecked
     | RolledBack
     | Diverged
     | Averaged

@@ -147,6 +147,29 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUnread:
+    """A worker could not read a checkpoint's files, or they are not what was written; the worker may be well.
+
+    At `version` 0 there is no checkpoint yet: the place where they are to lie does not answer.
+    """
+
+    generation: Generation
+    version: Step
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUnwritten:
+    """A walker's stage of a checkpoint could not be written; its holder has it as before."""
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    reason: str
+    walker: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinksMeasured:
     """What probes of peers found, this worker sending."""
 
@@ -209,6 +232,8 @@ Report = (
     | Vote
     | EvaluationDone
     | CheckpointWritten
+    | CheckpointUnread
+    | CheckpointUnwritten
     | LinksMeasured
     | TimesMeasured
     | Prefetched

@@ -43,6 +43,8 @@ from skein.protocol.ops import (
 from skein.protocol.reports import (
     Ack,
     Beat,
+    CheckpointUnread,
+    CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
     Hello,
@@ -61,6 +63,7 @@ from skein.protocol.worker_io import (
     Build,
     BuildFailed,
     Built,
+    BytesMoved,
     CancelBuild,
     CheckpointSaved,
     DirectiveArrived,
@@ -139,10 +142,9 @@ class Worker:
             case CheckpointSaved():
                 self._saved(event)
             case SaveFailed():
-                # What an older generation asked for is asked for again where it still matters.
-                if event.generation == self.generation:
-                    reason = f"checkpoint {event.version} of stage {event.stage}: {event.reason}"
-                    self._standing.trouble(reason)
+                self._not_saved(event)
+            case BytesMoved():
+                self.progress += 1
             case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed():
                 self._copies.ended(event)
             case LinksProbed():
@@ -271,6 +273,18 @@ class Worker:
             )
         )
 
+    def _not_saved(self, event: SaveFailed) -> None:
+        """That is the place's fault: what is held stays as it is, and is asked for again where it still matters."""
+        self._standing.tell(
+            CheckpointUnwritten(
+                generation=event.generation,
+                version=event.version,
+                stage=event.stage,
+                reason=event.reason,
+                walker=event.walker,
+            )
+        )
+
     # --- directives ---
 
     def _directive(self, directive: Directive, *, now: float) -> None:
@@ -388,7 +402,9 @@ class Worker:
         if self._end_build() is None or event.generation != self.generation:
             return
         generation, reason = event.generation, event.reason
-        if event.peer is not None:
+        if event.unread is not None:
+            self._standing.tell(CheckpointUnread(generation=generation, version=event.unread, reason=reason))
+        elif event.peer is not None:
             self._standing.tell(Suspected(generation=generation, peer=event.peer, reason=reason))
         else:
             self._standing.tell(Trouble(generation=generation, is_fatal=event.is_fatal, reason=reason))

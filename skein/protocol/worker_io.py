@@ -104,12 +104,21 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFailed:
-    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it."""
+    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it.
+
+    `unread`: the version of the checkpoint whose files could not be read; 0: where they are to lie nothing answers.
+    """
 
     generation: Generation
     peer: WorkerId | None
     is_fatal: bool
     reason: str
+    unread: Step | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesMoved:
+    """A file is being read or written, or state comes in from a peer: slow as it may be, it is no standstill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +140,7 @@ class SaveFailed:
     version: Step
     stage: StageIndex
     reason: str
+    walker: int = 0
 
 
 class CopyKind(StrEnum):
@@ -206,6 +216,7 @@ WorkerEvent = (
     | OpEnded
     | Built
     | BuildFailed
+    | BytesMoved
     | CheckpointSaved
     | SaveFailed
     | SnapshotsHeld

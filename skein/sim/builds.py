@@ -8,18 +8,21 @@ from skein.model.layers import layers_of
 from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
 from skein.protocol.ops import SaveOp
 from skein.protocol.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
-from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, WorkerEvent
+from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, SaveFailed, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.copies import SimCopies
 from skein.sim.executor import StageTimes, stage_times
 from skein.sim.invariants import INITIAL, Invariants
 from skein.sim.network import Network
 from skein.sim.process import SimWorker
+from skein.sim.store import Store
 from skein.types import StageIndex, StageSpec, Step, WorkerId
 
 BUILD_S = 0.05
 SAVE_S = 0.5
 """Of writing one stage of a checkpoint."""
+SILENT_S = 5.0
+"""Until a worker gives up on a store that does not answer."""
 
 Give = Callable[[SimWorker, WorkerEvent], None]
 
@@ -56,7 +59,7 @@ class Builds:
             clock, network, workers, times_of=self.times_of, give=give, lineage_now=invariants.lineage_now
         )
         self._times: dict[StageSpec, StageTimes] = {}
-        self._disk: dict[str, tuple[StageSpec, str]] = {}
+        self.store = Store(clock)
 
     # --- building ---
 
@@ -94,6 +97,13 @@ class Builds:
     def _built(self, worker: SimWorker, assign: Assign, build: int) -> None:
         if build != worker.build:
             return
+        if any(chunk.source.kind is SourceKind.CHECKPOINT for chunk in assign.chunks):
+            reason = self.store.trouble(self._checkpoint_of(assign.version))
+            if reason:
+                wait_s = SILENT_S if self.store.hangs else 0.0
+                unread = partial(self._unread, worker, assign, build, reason)
+                self._clock.after(wait_s, partial(worker.when_running, unread))
+                return
         given: dict[StageIndex, str] = {}
         for chunk in assign.chunks:
             lineage = self._state_from(worker, assign, chunk)
@@ -115,6 +125,13 @@ class Builds:
                 data_fingerprint="data" if is_origin else "",
             ),
         )
+
+    def _unread(self, worker: SimWorker, assign: Assign, build: int, reason: str) -> None:
+        if build == worker.build:
+            failed = BuildFailed(
+                generation=assign.generation, peer=None, is_fatal=False, reason=reason, unread=assign.version
+            )
+            self._give(worker, failed)
 
     def _fail(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> None:
         failed = BuildFailed(
@@ -178,8 +195,20 @@ class Builds:
         self._clock.after(SAVE_S, partial(worker.when_running, durable))
 
     def _durable(self, worker: SimWorker, saved: CheckpointSaved, written: tuple[StageSpec, str]) -> None:
-        self._disk[saved.files[0].name] = written
-        self._give(worker, saved)
+        reason = self.store.refusal()
+        if not reason:
+            self.store.files[saved.files[0].name] = written
+            self._give(worker, saved)
+            return
+        failed = SaveFailed(
+            generation=saved.generation,
+            version=saved.version,
+            stage=saved.stage,
+            reason=reason,
+            walker=saved.walker,
+        )
+        after_s = SILENT_S if self.store.hangs else 0.0
+        self._clock.after(after_s, partial(worker.when_running, partial(self._give, worker, failed)))
 
     def _saved(self, worker: SimWorker, chunk: ChunkAssignment, version: Step) -> str:
         """Lineage of the files that hold a stage's layers, whatever the cut was when they were written.
@@ -190,7 +219,7 @@ class Builds:
         walker = chunk.walker % num_walkers(saved)
         files = [file for part in saved for file in part.files]
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
-        found = {name: self._disk[name] for name in mine}
+        found = {name: self.store.files[name] for name in mine}
         here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
         worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))

@@ -254,6 +254,25 @@ def _weather(
         world.clock.after(2 * fault.seconds, partial(world.network.set_weather, sender, receiver, FAIR))
 
 
+# --- checkpoints ---
+
+
+def _damage(world: World, fault: Fault) -> None:
+    """The newest checkpoint is damaged, at odd numbers with the death of all workers; it is put back a while later."""
+    world.damage_checkpoint(fault.number, 4 * fault.seconds)
+    if fault.number % 2:
+        _kill_all(world, sorted(world.workers), fault)
+
+
+def _store_full(world: World, fault: Fault) -> None:
+    world.fill_store(4 * fault.seconds)
+
+
+def _store_hangs(world: World, fault: Fault) -> None:
+    """Whoever reads or writes checkpoints gets no answer."""
+    world.hang_store(4 * fault.seconds)
+
+
 # --- the coordinator ---
 
 
@@ -304,6 +323,9 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "one_way": _one_way,
     "delay": _delay,
     "storm": _storm,
+    "damage": _damage,
+    "store_full": _store_full,
+    "store_hangs": _store_hangs,
     "coordinator": _coordinator,
     "both": _both,
     "torn": _torn,
@@ -320,6 +342,8 @@ GENTLE = (
     "storm",
     "forget",
     "slow",
+    "store_full",
+    "store_hangs",
     "coordinator",
     "torn",
     "disk",

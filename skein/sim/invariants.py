@@ -16,8 +16,10 @@ from skein.protocol.messages import Assign, Commit, Directive, NewGeneration, Pr
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.protocol.records import (
     Averaged,
+    CheckpointCommitted,
     EpochOpened,
     GenerationOpened,
+    JobEnded,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -31,6 +33,7 @@ from skein.types import (
     Generation,
     Incarnation,
     JobId,
+    JobState,
     MicrobatchId,
     StageIndex,
     StageSpec,
@@ -91,6 +94,8 @@ class Invariants:
     def __init__(self) -> None:
         self.visits: dict[Generation, Visits] = {}
         """By the generation whose plan was recorded."""
+        self.has_storage_failed = False
+        """Checkpoints were damaged, or could not be read or written for a while: no job may end for that."""
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)
@@ -145,6 +150,10 @@ class Invariants:
                 del branch.lineages[record.to_version + 1 :]
             case Averaged():
                 self._averaged(self._branches[record.job], record)
+            case JobEnded(state=JobState.FAILED) if self.has_storage_failed:
+                raise Violated(f"the job ends for what storage did: {record.reason}")
+            case CheckpointCommitted(version=version) if version > len(self._branches[record.job].records):
+                raise Violated(f"a checkpoint of version {version}, which does not count")
             case _:
                 pass
 

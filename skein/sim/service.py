@@ -18,6 +18,7 @@ from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
     Append,
+    CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
     Halt,
@@ -28,16 +29,19 @@ from skein.protocol.coordinator_io import (
     PruneCheckpoints,
     Send,
     TimePassed,
+    VerifyCheckpoint,
     WriteManifest,
 )
-from skein.protocol.records import EpochOpened, Record
+from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.invariants import Invariants
 from skein.topology.fleet import Fleet
-from skein.types import Epoch
+from skein.types import Condition, Epoch
 
 APPEND_S = 0.002
 """One durable append."""
+READ_S = 0.05
+"""Reading a checkpoint, to see whether it is whole."""
 PLAN_S = 0.2
 RESTART_S = 1.0
 """From a coordinator's death to its successor."""
@@ -82,6 +86,14 @@ class Service(ABC):
     @abstractmethod
     def _send_directive(self, command: Send) -> None:
         """Put a directive on its way."""
+
+    @abstractmethod
+    def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
+        """What reading all of a checkpoint finds."""
+
+    @abstractmethod
+    def _refusal(self) -> str:
+        """Why no manifest can be written now; "": it can."""
 
     @abstractmethod
     def _coordinator_is_up(self) -> None:
@@ -255,8 +267,9 @@ class Service(ABC):
             case MakePlan():
                 self.clock.after(PLAN_S, partial(self._tell_term, self._term, self._plan(command)))
             case WriteManifest():
-                written = ManifestWritten(checkpoint=command.checkpoint, error=None)
-                self.clock.after(APPEND_S, partial(self._tell_term, self._term, written))
+                self.clock.after(READ_S, partial(self._complete, self._term, command.checkpoint))
+            case VerifyCheckpoint():
+                self.clock.after(READ_S, partial(self._verify, self._term, command.checkpoint))
             case Halt():
                 self.halted = command.reason
                 self.coordinator = None
@@ -265,6 +278,14 @@ class Service(ABC):
                 self.lines.append(f"{self.clock.now:.3f} {command.line}")
             case PruneCheckpoints() | Append():
                 pass
+
+    def _complete(self, term: int, checkpoint: CheckpointCommitted) -> None:
+        error = self._look_at(checkpoint)[1] or self._refusal()
+        self._tell_term(term, ManifestWritten(checkpoint=checkpoint, error=error or None))
+
+    def _verify(self, term: int, checkpoint: CheckpointCommitted) -> None:
+        condition, reason = self._look_at(checkpoint)
+        self._tell_term(term, CheckpointVerified(checkpoint=checkpoint, condition=condition, reason=reason))
 
     def _plan(self, asked: MakePlan) -> PlanMade:
         job, fleet, before = asked.job, asked.fleet, asked.previous

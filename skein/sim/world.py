@@ -46,7 +46,7 @@ from skein.sim.process import SimWorker
 from skein.sim.service import Service
 from skein.sim.transport import Transport
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
+from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 CONTROL_S = 0.01
 """A message on a control stream, one way."""
@@ -87,6 +87,7 @@ class World(Service):
             give=self._give,
         )
         self.copies = self._builds.copies
+        self.store = self._builds.store
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
         self.network.on_healed = self._pass_on
         self._new_executor = new_executor
@@ -377,6 +378,31 @@ class World(Service):
         worker.to_fail = None
         worker.executor.spoil(command.op)
         return OpFailed(is_fatal=False, reason="made up")
+
+    def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
+        return self.store.look(checkpoint)
+
+    def _refusal(self) -> str:
+        return self.store.refusal()
+
+    def damage_checkpoint(self, number: int, seconds: float) -> None:
+        """Change a file of the newest checkpoint that counts; it is put back after so long."""
+        self.invariants.has_storage_failed = True
+        coordinator = self.coordinator
+        jobs = () if coordinator is None else coordinator.history.jobs.values()
+        for newest in [job.newest_checkpoint for job in jobs]:
+            if newest is not None and newest in self.log:
+                self.store.damage(newest, number, seconds=seconds)
+
+    def fill_store(self, seconds: float) -> None:
+        """Let no checkpoint be written for so long."""
+        self.invariants.has_storage_failed = True
+        self.store.fill(seconds)
+
+    def hang_store(self, seconds: float) -> None:
+        """Let nobody read or write checkpoints for so long."""
+        self.invariants.has_storage_failed = True
+        self.store.hang(seconds)
 
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""

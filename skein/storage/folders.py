@@ -2,14 +2,15 @@
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 import fsspec
+from fsspec.callbacks import Callback
 
+from skein.storage.outside import copy_pieces, moved, require_room, room_explained
 from skein.storage.roots import Inside
 
 
@@ -86,8 +87,12 @@ class RootedFolder:
 
     def put_file(self, path: str, source: Path) -> None:
         """See `Folder`."""
-        with source.open("rb") as given, self._draft(path) as draft:
-            shutil.copyfileobj(given, draft, 1 << 22)
+        num_bytes = source.stat().st_size
+        with self._at(path.rpartition("/")[0]).folder(makes=True):
+            where = self._at(path).path.parent
+            require_room(where, num_bytes)
+        with room_explained(num_bytes, where), source.open("rb") as given, self._draft(path) as draft:
+            copy_pieces(given, draft)
 
     def delete(self, path: str) -> None:
         """See `Folder`."""
@@ -116,6 +121,16 @@ class RootedFolder:
                 with suppress(FileNotFoundError):
                     os.unlink(draft, dir_fd=folder)
                 raise
+
+
+class _Moving(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Tells with each piece that a file system copies that it does."""
+
+    def relative_update(self, inc: int = 1) -> None:
+        moved()
+
+    def absolute_update(self, value: int) -> None:
+        moved()
 
 
 class ObjectFolder:
@@ -159,7 +174,7 @@ class ObjectFolder:
         """See `Folder`."""
         target = self._at(path)
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(source), target)
+        self._files.put_file(str(source), target, callback=_Moving())
 
     def delete(self, path: str) -> None:
         """See `Folder`."""

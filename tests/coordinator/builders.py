@@ -145,6 +145,10 @@ class Files:
         if self.error is not None:
             raise self.error
 
+    def verify(self, checkpoint: CheckpointCommitted) -> None:
+        if self.error is not None:
+            raise self.error
+
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
         self.pruned.append((job, tuple(keep)))
 

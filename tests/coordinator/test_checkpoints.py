@@ -10,11 +10,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from coordinator.checkpoints import MANIFEST, CheckpointStore, StoreFull
+from coordinator.checkpoints import MANIFEST, CheckpointStore, DamagedError
 from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
+from skein.storage.outside import NoRoomError
 from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
@@ -23,6 +24,7 @@ from worker.checkpoint import file_names
 JOB = JobId("digits-1")
 DATA = bytes(range(256)) * 40
 NAME = "stage-000.model.safetensors"
+PLACES = replace(ANYWHERE, schemes=(*SCHEMES, "memory", "locked"))
 STAGE, GENERATION = StageIndex(3), Generation(7)
 
 
@@ -40,7 +42,7 @@ def put(store: CheckpointStore, version: int, data: bytes = DATA, name: str = NA
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    places = replace(ANYWHERE, schemes=(*SCHEMES, "memory", "locked"))
+    places = PLACES
     return CheckpointStore(tmp_path / "checkpoints", places=places, reserved_bytes=0)
 
 
@@ -103,7 +105,7 @@ def test_jobs_that_could_leave_the_folder_are_refused(store: CheckpointStore, jo
 
 def test_a_file_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, reserved_bytes=1 << 62)
-    with pytest.raises(StoreFull, match="the disk of the coordinator"):
+    with pytest.raises(NoRoomError, match=f"needs 1 B at {tmp_path}, 0 B are free"):
         store.upload(JOB, Step(1), NAME, 1, replaces=True)
 
 
@@ -114,6 +116,36 @@ def test_a_new_upload_ends_the_checkpoint_that_was_there(store: CheckpointStore,
     assert manifest.exists()
     with store.upload(JOB, Step(10), NAME, 1, replaces=True):
         assert not manifest.exists()
+
+
+@pytest.mark.parametrize("damage", ["a byte", "short", "a file", "a folder"])
+def test_what_is_damaged_after_writing_is_found_and_named(url: str, damage: str) -> None:
+    store = CheckpointStore(Path("unused"), places=PLACES)
+    write(url, 10)
+    whole = checkpointed(JOB, 10, file_of(), url=url)
+    store.write_manifest(whole, job_spec())
+    store.verify(whole)
+    files, root = fsspec.core.url_to_fs(url)
+    folder = f"{root}/{JOB}/{checkpoint_folder(Step(10))}"
+    match damage:
+        case "a byte":
+            files.pipe_file(f"{folder}/{NAME}", DATA[:77] + b"!" + DATA[78:])
+        case "short":
+            files.pipe_file(f"{folder}/{NAME}", DATA[:77])
+        case "a file":
+            files.rm_file(f"{folder}/{NAME}")
+        case _:
+            files.rm(folder, recursive=True)
+    with pytest.raises(DamagedError, match=NAME):
+        store.verify(whole)
+
+
+def test_files_that_are_not_what_was_sent_make_no_checkpoint(url: str) -> None:
+    write(url, 10, DATA[:-1] + b"!")
+    store = CheckpointStore(Path("unused"), places=PLACES)
+    with pytest.raises(UserError, match="not what was written"):
+        store.write_manifest(checkpointed(JOB, 10, file_of(), url=url), job_spec())
+    assert MANIFEST not in names(url, 10)
 
 
 def test_the_manifest_says_what_there_is(store: CheckpointStore, url: str) -> None:

@@ -45,7 +45,8 @@ from skein.protocol.reports import (
     Vote,
 )
 from skein.protocol.runs.gathering import GATHER_S
-from skein.protocol.runs.run import RunPhase
+from skein.protocol.runs.phase import RunPhase
+from skein.protocol.runs.savings import AGAIN_S
 from skein.protocol.runs.strikes import MAX_STRIKES
 from skein.protocol.runs.watchdog import STALL_S, STUCK_STALLS
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, Step, WorkerId
@@ -53,7 +54,7 @@ from tests.support.desk import GRACE_S, Desk, checkpoint
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
 from tests.support.reports import attempt, hello, ledger, stage_done
-from tests.support.runs import PLAN, SPEC, began, ended, let_in, phase, stepping
+from tests.support.runs import PLAN, SPEC, began, ended, later, let_in, phase, stepping
 
 # --- the fence ---
 
@@ -389,7 +390,7 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_training_goes_on() -> No
     desk.step(PLAN)
     desk.step(PLAN)
     desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 2), error="disk full"))
-    assert desk.lines() == ["job=small-1 checkpoint=2 failed: disk full"]
+    assert desk.lines() == ["job=small-1 checkpoint=2 was not completed: disk full"]
     assert phase(desk) is RunPhase.STEPPING
 
 
@@ -405,13 +406,20 @@ def test_a_checkpoint_that_a_fence_cut_short_is_asked_for_again() -> None:
     assert {asked.version for asked in desk.told(Save).values()} == {2}
 
 
-def test_without_the_last_checkpoint_the_job_fails() -> None:
+def test_a_job_waits_with_its_last_checkpoint_until_there_is_room() -> None:
     desk = stepping(small_job(stages=2, replicas=1, microbatches=2, steps=1))
     desk.step(PLAN)
     desk.evaluate(PLAN, 2)
     assert phase(desk) is RunPhase.SAVING
-    desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 1), error="disk full"))
-    assert ended(desk) == (JobState.FAILED, "the last checkpoint could not be written: disk full")
+    desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 1), error="no room"))
+    assert phase(desk) is RunPhase.SAVING
+    assert (
+        desk.machine.reason_of(JobId("small-1")) == "waits to save checkpoint 1: was not completed: no room"
+    )
+    later(desk, AGAIN_S)
+    assert sorted(desk.told(Save)) == list(PLAN.workers)
+    desk.save()
+    assert ended(desk)[0] is JobState.FINISHED
 
 
 def test_a_manifest_of_another_job_is_ignored() -> None:

@@ -16,7 +16,7 @@ from skein.protocol.records import (
 )
 from skein.protocol.reports import Beat, Leaving, Suspected, Trouble
 from skein.protocol.runs.gathering import GATHER_S, PARDON_S
-from skein.protocol.runs.run import RunPhase
+from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.strikes import MAX_STRIKES
 from skein.types import JobId, JobState, WorkerId
 from tests.support.desk import Desk

@@ -138,15 +138,15 @@ def test_a_roll_back_forgets_what_was_being_written() -> None:
 def test_a_checkpoint_is_due_when_the_newest_is_older_than_it_should_be(
     job: JobHistory, is_due: bool
 ) -> None:
-    assert savings_of(job).is_due() is is_due
+    assert savings_of(job).is_due(now=0.0) is is_due
 
 
 def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
     found = savings_of(job_of(version=5))
     found.expect(Generation(1), Step(5), (StageIndex(0),))
-    assert not found.is_due()
+    assert not found.is_due(now=0.0)
     found.fenced()
-    assert found.is_due()
+    assert found.is_due(now=0.0)
 
 
 def test_workers_may_hold_what_no_checkpoint_has() -> None:

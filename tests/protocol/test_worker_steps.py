@@ -15,9 +15,19 @@ from skein.protocol.ops import (
     PackOp,
     SaveOp,
 )
-from skein.protocol.reports import Ack, CheckpointWritten, EvaluationDone, StageDone, Suspected, Trouble, Vote
+from skein.protocol.reports import (
+    Ack,
+    CheckpointUnwritten,
+    CheckpointWritten,
+    EvaluationDone,
+    StageDone,
+    Suspected,
+    Trouble,
+    Vote,
+)
 from skein.protocol.tensors import Direction, HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker_io import (
+    BytesMoved,
     CheckpointSaved,
     DropTensor,
     Exit,
@@ -475,22 +485,29 @@ def test_a_save_of_another_version_is_ignored() -> None:
     assert ready().hear(save(3)) == []
 
 
-def test_what_was_written_is_reported_and_what_was_not_is_trouble() -> None:
+def test_what_was_written_is_reported_and_so_is_what_was_not() -> None:
     hand = ready()
     hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
     assert only(hand.said(), CheckpointWritten).stage == 0
     hand.give(SaveFailed(generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="disk full"))
-    assert "disk full" in only(hand.said(), Trouble).reason
+    assert only(hand.said(), CheckpointUnwritten).reason == "disk full"
 
 
-def test_what_an_older_generation_could_not_save_is_no_trouble() -> None:
+def test_what_an_older_generation_could_not_save_is_told_as_of_that_one() -> None:
     hand = ready()
     hand.fence(PLAN, generation=2)
     failed = SaveFailed(
         generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="the job has ended"
     )
     hand.give(failed)
-    assert hand.said() == []
+    assert only(hand.said(), CheckpointUnwritten).generation == 1
+
+
+def test_bytes_that_move_are_progress() -> None:
+    hand = ready()
+    before = hand.machine.progress
+    hand.give(BytesMoved())
+    assert hand.machine.progress == before + 1
 
 
 # --- failures ---

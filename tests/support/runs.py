@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
+from skein.protocol.coordinator_io import CoordinatorCommand
 from skein.protocol.messages import Commit, NewGeneration, Start
 from skein.protocol.records import GenerationOpened, JobEnded
 from skein.protocol.reports import Beat
-from skein.protocol.runs.run import RunPhase
+from skein.protocol.runs.phase import RunPhase
 from skein.types import JobState, StageSpec
 from tests.support.desk import Desk
 from tests.support.jobs import small_job
@@ -66,6 +67,16 @@ def phase(desk: Desk) -> RunPhase:
 def ended(desk: Desk) -> tuple[JobState, str]:
     [record] = desk.recorded(JobEnded)
     return record.state, record.reason
+
+
+def later(desk: Desk, seconds: float) -> None:
+    """Time passes while all workers beat; the last commands are all that it caused."""
+    commands: list[CoordinatorCommand] = []
+    for _ in range(int(seconds)):
+        for worker in desk.live:
+            commands += desk.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
+        commands += desk.wait(1.0)
+    desk.commands = commands
 
 
 def beats(desk: Desk, seconds: int, *, progress: int = 0) -> None:

@@ -15,6 +15,7 @@ from skein.plan.balanced import make_plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
     Append,
+    CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
     Halt,
@@ -28,12 +29,13 @@ from skein.protocol.coordinator_io import (
     StreamBroken,
     SubmitAsked,
     TimePassed,
+    VerifyCheckpoint,
     WriteManifest,
 )
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, EpochOpened, JobEnded, Record, StepCommitted
 from skein.protocol.reports import Hello
-from skein.types import Epoch, Incarnation, JobId, JobState, Step, WorkerId
+from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLines, ManifestReply, PutReply, PutStart
@@ -136,6 +138,8 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
                 yield PlanMade(request=command.request, result=plan)
             case WriteManifest():
                 yield ManifestWritten(checkpoint=command.checkpoint, error=None)
+            case VerifyCheckpoint():
+                yield CheckpointVerified(checkpoint=command.checkpoint, condition=Condition.WHOLE)
             case Halt():
                 raise AssertionError(command.reason)
             case PruneCheckpoints() | Log():

@@ -69,7 +69,8 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
         raise LookupError("no credentials")
 
-    put_file = pipe_file
+    def put_file(self, lpath: str, rpath: str, callback: object = None) -> None:
+        raise LookupError("no credentials")
 
 
 def test_whatever_a_store_raises_is_one_kind_of_error(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from skein.protocol.messages import (
 from skein.protocol.reports import (
     Ack,
     Beat,
+    CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
     Leaving,
@@ -427,11 +428,11 @@ async def test_a_stage_is_written_where_the_job_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("url", "part"), [("/proc/nowhere", "nowhere"), (None, "release")])
-async def test_a_stage_that_cannot_be_written_is_the_workers_trouble(
+async def test_a_stage_that_cannot_be_written_is_told_and_is_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None, part: str
 ) -> None:
     """The puppet keeps no files, so uploads end like those to another release."""
-    monkeypatch.setattr("worker.driver._SAVE_PAUSES_S", (0.0,))
+    monkeypatch.setattr("worker.saving._PAUSES_S", (0.0,))
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
         session.say(WELCOME, new_generation(session, 1))
@@ -439,7 +440,6 @@ async def test_a_stage_that_cannot_be_written_is_the_workers_trouble(
         session.say(assignment(write_text(tmp_path), 1))
         await session.heard(ChunksReady)
         session.say(save(url))
-        trouble = await session.heard(Trouble)
-        assert not trouble.is_fatal
-        assert "checkpoint 0 of stage 0" in trouble.reason
-        assert part in trouble.reason
+        failed = await session.heard(CheckpointUnwritten)
+        assert (failed.version, failed.stage) == (0, 0)
+        assert part in failed.reason

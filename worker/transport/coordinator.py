@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+import grpc
 from grpc import aio
 
 from skein.errors import RemoteError, UserError
@@ -44,13 +45,15 @@ from skein.wire.extra import (
 )
 from skein.wire.failures import describe_rpc_error
 from skein.wire.leader import find_leader, named_leader
-from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetch import patiently
 from worker.transport.outbox import FINAL, Dial
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
 _PATIENCE_S = 30.0
 """For each part of a file."""
+_DISK_BYTES_PER_S = 20e6
+"""What a slow disk takes when all of a file is made durable at its end."""
 
 ControlCall = aio.StreamStreamCall[control_pb2.Report, control_pb2.Directive]
 
@@ -186,6 +189,10 @@ async def _reports(outgoing: asyncio.Queue[Upward | None]) -> AsyncIterator[cont
         outgoing.task_done()
 
 
+class FullError(RemoteError):
+    """The coordinator has no room for a file."""
+
+
 class CheckpointFiles:
     """Files of checkpoints at the coordinator, for jobs that name no URL."""
 
@@ -217,15 +224,20 @@ class CheckpointFiles:
         """Upload the file at `path` under `name`.
 
         Raises:
+            FullError: the coordinator has no room.
             RemoteError: the coordinator cannot be reached, or stored something else.
         """
         digest = hashlib.sha256()
         channel = self._dial(self._target, Lane.STATE)
         try:
-            parts = (PUT_PART.encode(part) for part in _put_parts(job, version, name, path, digest))
-            reply = PUT_REPLY.decode(await checkpoint_pb2_grpc.CheckpointStub(channel).Put(parts))
+            async with asyncio.timeout(_PATIENCE_S) as patience:
+                parts = _patient(_put_parts(job, version, name, path, digest), patience)
+                reply = PUT_REPLY.decode(await checkpoint_pb2_grpc.CheckpointStub(channel).Put(parts))
         except aio.AioRpcError as error:
-            raise RemoteError(describe_rpc_error(error, self._target)) from error
+            kind = FullError if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else RemoteError
+            raise kind(describe_rpc_error(error, self._target)) from error
+        except TimeoutError as error:
+            raise RemoteError(f"{self._target}: took no more of {name}") from error
         finally:
             await channel.close(None)
         if reply.sha256 != digest.hexdigest():
@@ -268,3 +280,13 @@ def _put_parts(
             digest.update(data)
             yield FileData(data=data)
     yield FileEnd(sha256=digest.hexdigest())
+
+
+def _patient(parts: Iterator[PutPart], patience: asyncio.Timeout) -> Iterator[checkpoint_pb2.PutPart]:
+    """The parts, each of which gives the coordinator more time; the last one as much as its disk may want for all."""
+    loop = asyncio.get_running_loop()
+    num_bytes = 0
+    for part in parts:
+        num_bytes += len(part.data) if isinstance(part, FileData) else 0
+        yield PUT_PART.encode(part)
+        patience.reschedule(loop.time() + _PATIENCE_S + num_bytes / _DISK_BYTES_PER_S)

@@ -87,6 +87,7 @@ class Fetcher:
             call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
             async for message in patiently(call, self._patience_s):
                 assembly.take(STATE_PART.decode(message))
+                self._statistics.state_parts += 1
         except aio.AioRpcError as error:
             reason = describe_rpc_error(error, member.address)
             if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -23,6 +23,8 @@ class Statistics:
     """Of `sent_bytes` those of aggregation, by job and peer."""
     sent_parts: Counter[Lane] = field(default_factory=Counter)
     received_parts: int = 0
+    state_parts: int = 0
+    """Of state and results that were asked for."""
     accepted: Counter[Lane] = field(default_factory=Counter)
     """Tensors that peers took."""
     resent: Counter[Lane] = field(default_factory=Counter)

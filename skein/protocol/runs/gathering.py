@@ -9,7 +9,8 @@ GATHER_S = 3.0
 RETURN_S = 5.0
 """How long a restarted coordinator waits for the members that it had: they try again every two seconds at least."""
 PARDON_S = 30.0
-"""How long who was excluded on the word of peers stays so when without them no plan exists."""
+"""How long who was excluded on the word of peers stays so when without them no plan exists; and how often checkpoints
+that a run waits for are looked at."""
 
 
 class Gathering:

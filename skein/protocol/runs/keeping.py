@@ -14,7 +14,7 @@ def is_sound(job: JobHistory, version: Step) -> bool:
 
 def newest_sound(job: JobHistory) -> Step:
     """The newest checkpoint whose parameters are good; 0 for none, which is what the seed draws."""
-    return max((x.version for x in job.checkpoints if is_sound(job, x.version)), default=Step(0))
+    return max((x.version for x in job.whole_checkpoints if is_sound(job, x.version)), default=Step(0))
 
 
 def kept_with(job: JobHistory, version: Step) -> tuple[Step, ...]:
@@ -23,7 +23,7 @@ def kept_with(job: JobHistory, version: Step) -> tuple[Step, ...]:
     These are the newest as many as the job asks for, the newest that was evaluated as finite, the newest whose training
     loss was good, and the one with the lowest validation loss.
     """
-    versions = sorted({*(x.version for x in job.checkpoints), version})
+    versions = sorted({*(x.version for x in job.whole_checkpoints), version})
     kept = {*versions[-job.spec.checkpoint.keep :]}
     kept.update([x for x in versions if is_sound(job, x)][-1:])
     scored = [x for x in versions if job.scores.get(x, inf) < inf]

@@ -93,6 +93,10 @@ class Members:
         """Whether every worker of the plan has its chunks."""
         return len(self.ready) == len(self.placed)
 
+    def late(self) -> tuple[WorkerId, ...]:
+        """Workers of the plan that have not built yet what they are to, while others have."""
+        return tuple(worker for worker in self.placed if worker not in self.ready) if self.ready else ()
+
     @property
     def sites(self) -> dict[WorkerId, SiteId]:
         """Where each member is."""

@@ -269,6 +269,10 @@ class Placement:
         self._adopt(plan, sources, {})
         return sources
 
+    def begins_anew(self, plan: Plan) -> bool:
+        """Whether nothing of what the job has learned could be had by this plan."""
+        return self._job.version > 0 and self._sources(plan).version == 0
+
     def _sources(self, plan: Plan) -> Sources:
         job, acks = self._job, self._members.acks
         version, checkpoint = job.version, job.newest_checkpoint

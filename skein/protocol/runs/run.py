@@ -1,8 +1,5 @@
 """The Run machine: one attempt to carry the active job forward, from gathering workers to the last checkpoint.
 
-GATHERING (too few workers) -> FENCING (a generation is open; acknowledgements and a plan come in) -> BUILDING (workers
-make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint that something waits for) -> ENDED.
-
 Rules of this file
 - Whatever goes wrong opens a new generation: `_bump`. There is no second way to recover. A step in progress then goes
   on with what its workers have done of it, if each stage has a holder left; else it begins anew.
@@ -11,11 +8,10 @@ Rules of this file
 - Nobody is let go, and nothing waits for more workers, while what they hold could be saved and is not.
 """
 
-from enum import StrEnum
 from typing import assert_never
 
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import ManifestWritten, Outbox, PlanMade, WriteManifest
+from skein.protocol.coordinator_io import CheckpointVerified, ManifestWritten, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import (
     Entry,
@@ -32,6 +28,8 @@ from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
 from skein.protocol.reports import (
     Ack,
     Beat,
+    CheckpointUnread,
+    CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
     EvaluationDone,
@@ -43,6 +41,7 @@ from skein.protocol.reports import (
     Vote,
 )
 from skein.protocol.round import GraceOver, LedgerHeard, Outvoted, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.runs.blame import Blame
 from skein.protocol.runs.ending import Ending, rewind_of
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
@@ -51,34 +50,29 @@ from skein.protocol.runs.incidents import Incidents
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
+from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
 from skein.protocol.runs.resuming import Resumed
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.stepping import Stepping
-from skein.protocol.runs.strikes import Strikes
+from skein.protocol.runs.storage import Storage
 from skein.protocol.runs.vigil import Vigil
-from skein.protocol.story import Story
 from skein.topology.fleet import Link
 from skein.types import JobState, WorkerId
 
-RunReport = Ack | ChunksReady | StageDone | Vote | EvaluationDone | TimesMeasured | Suspected | Trouble
+RunReport = (
+    Ack
+    | ChunksReady
+    | CheckpointUnread
+    | StageDone
+    | Vote
+    | EvaluationDone
+    | TimesMeasured
+    | Suspected
+    | Trouble
+)
 """What belongs to one generation."""
-
-
-class RunPhase(StrEnum):
-    """Where a run is."""
-
-    GATHERING = "gathering"
-    FENCING = "fencing"
-    BUILDING = "building"
-    STEPPING = "stepping"
-    EVALUATING = "evaluating"
-    SAVING = "saving"
-    ENDED = "ended"
-
-
-_COMPUTING = (RunPhase.STEPPING, RunPhase.EVALUATING)
 
 
 class Run:
@@ -103,7 +97,9 @@ class Run:
         self._measured = measured
         self._gathering = Gathering((member.worker for member in job.members), now=now)
         self._members = Members(job, membership, outbox)
-        self._strikes = Strikes()
+        self._blamed = Blame(job, outbox)
+        self._strikes = self._blamed.strikes
+        self._storage = Storage(job, self._blamed, self._gathering, outbox)
         self._savings = Savings(job, self._members, outbox)
         self._evaluation = Evaluation(job, self._members, outbox)
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
@@ -121,7 +117,6 @@ class Run:
         """What is being saved is then read again by stages that are cut otherwise."""
         self._vigil = Vigil(self._members, measured, now=now)
         self._watchdog = self._vigil.watchdog
-        self._story = Story()
         if job.members:
             silent_s = max(0.0, now - job.last_wall_s)
             reason = "the coordinator started again"
@@ -189,6 +184,9 @@ class Run:
             case Suspected():
                 reason = f"{worker} cannot reach it: {report.reason}"
                 self._blame(report.peer, reason, is_hearsay=True, now=now)
+            case CheckpointUnread():
+                if reason := self._storage.unread(worker, report, self._incidents, now=now):
+                    self._bump(reason, now=now)
             case Trouble():
                 # Once steps were made, the job can be run: what one worker lacks is its own trouble.
                 if report.is_fatal and self.job.version == 0:
@@ -217,29 +215,41 @@ class Run:
         self._incidents.noticed(kind, () if worker is None else (worker,), reason, silent_s=0.0, now=now)
         self._bump(reason, now=now)
 
-    def saved(self, report: CheckpointWritten, *, now: float) -> None:
-        """A stage of a checkpoint is durable, under whatever generation it was begun."""
-        checkpoint = self._savings.written(report, wall_s=now)
-        if checkpoint is not None:
-            self._out.commands.append(WriteManifest(checkpoint=checkpoint))
+    # --- checkpoints ---
+
+    def verified(self, event: CheckpointVerified, *, now: float) -> None:
+        """The coordinator has looked at a checkpoint; what it found is recorded."""
+        found = self._storage.looked(event, now=now)
+        if found.must_wait and self.phase is RunPhase.BUILDING:
+            self._wait(found.reason)
+        elif found.reason and self.phase is RunPhase.BUILDING:
+            self._bump(found.reason, now=now)
+        self.tick(now=now)
+
+    def saved(self, worker: WorkerId, report: CheckpointWritten | CheckpointUnwritten, *, now: float) -> None:
+        """A stage of a checkpoint is durable or could not be written, under whatever generation it was begun."""
+        self._watchdog.moved(now=now)
+        self._savings.heard(worker, report, now=now)
+        self._show_savings()
 
     def manifest_written(self, event: ManifestWritten, *, now: float) -> None:
         """A checkpoint exists, or could not be completed."""
-        checkpoint = event.checkpoint
-        is_awaited = self.phase is RunPhase.SAVING and checkpoint.version == self.job.version
-        if event.error is not None:
-            self._out.log(f"job={self.job.job} checkpoint={checkpoint.version} failed: {event.error}")
-            if is_awaited:
-                self.end(JobState.FAILED, f"the last checkpoint could not be written: {event.error}", now=now)
+        self._watchdog.moved(now=now)
+        self._savings.finished(event, now=now)
+        self._show_savings()
+        if event.error or self.phase is not RunPhase.SAVING or event.checkpoint.version != self.job.version:
             return
-        self._savings.record(checkpoint)
-        if is_awaited and self._paused_for is not None:
+        if self._paused_for is not None:
             self._wait(self._paused_for)
             self.tick(now=now)
-        elif is_awaited and self._is_to_recut:
+        elif self._is_to_recut:
             self._bump("saved what another cut of the stages needs", now=now)
-        elif is_awaited:
+        else:
             self._go_on(now=now)
+
+    def _show_savings(self) -> None:
+        if self.phase is RunPhase.SAVING and self._savings.waits_for:
+            self.reason = f"waits to save {self._savings.waits_for}"
 
     def progressed(self, *, now: float) -> None:
         """Some worker's op ended."""
@@ -260,17 +270,22 @@ class Run:
         if self.phase is RunPhase.GATHERING:
             pardons_at = self._gathering.pardons_at
             if pardons_at is not None and now >= pardons_at:
+                self._storage.look_again(now=now)
                 self._pardon()
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
-        elif self._is_grace_over(now=now):
+        elif self.phase is RunPhase.STEPPING and now >= self._stepping.grace_ends_at():
             self._drive(GraceOver(), now=now)
-        elif self.phase in _COMPUTING and now >= self._stalls_at():
-            still_s = self._watchdog.still_for(now=now)
-            reason = f"no op ended for {still_s:.0f} s"
-            self._incidents.noticed(IncidentKind.STALLED, (), reason, silent_s=still_s, now=now)
-            self._watchdog.barked()
-            self._bump(reason, now=now)
+        elif self._is_watched() and now >= self._watchdog.barks_at(self.plan):
+            self._bump(self._vigil.barked(self.phase, self._incidents, self._blamed, now=now), now=now)
+        elif self.phase is RunPhase.SAVING:
+            self._savings.tick(now=now)
+
+    def _is_watched(self) -> bool:
+        """Whether something should move by now and then."""
+        is_building = self.phase is RunPhase.BUILDING and not self._storage.is_looking
+        is_saving = self.phase is RunPhase.SAVING and not self._savings.is_resting
+        return self.phase.is_computing or is_building or is_saving
 
     def stuck(self, *, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, to be turned away, each with the reason."""
@@ -282,20 +297,11 @@ class Run:
             return self._gathers_at()
         if self.phase is RunPhase.GATHERING:
             return self._gathering.pardons_at
-        is_fencing = self.phase is RunPhase.FENCING and not self._members.is_fenced
-        if is_fencing:
+        if self.phase is RunPhase.FENCING and not self._members.is_fenced:
             return self._watchdog.gives_up_at(self.plan)
-        if self.phase not in _COMPUTING:
-            return None
-        ends_at = None if self.round is None else self.round.deadline()
-        return self._stalls_at() if ends_at is None else min(ends_at, self._stalls_at())
-
-    def _is_grace_over(self, *, now: float) -> bool:
-        ends_at = None if self.round is None else self.round.deadline()
-        return self.phase is RunPhase.STEPPING and ends_at is not None and now >= ends_at
-
-    def _stalls_at(self) -> float:
-        return self._watchdog.barks_at(self.plan)
+        if not self._is_watched():
+            return self._savings.again_at if self.phase is RunPhase.SAVING else None
+        return min(self._stepping.grace_ends_at(), self._watchdog.barks_at(self.plan))
 
     def _gathers_at(self) -> float:
         return self._gathering.ends_at(num_here=len(self._candidates()), num_wanted=self._num_wanted)
@@ -304,7 +310,7 @@ class Run:
 
     def story(self, about: str) -> tuple[str, ...]:
         """The last lines about "generation" or a worker."""
-        return self._story.of(about)
+        return self._blamed.story.of(about)
 
     @property
     def round(self) -> Round | None:
@@ -320,8 +326,7 @@ class Run:
 
     def _candidates(self) -> list[Entry]:
         """Workers that may be given work, by id."""
-        live, excluded = self._live, self._strikes.excluded
-        return [live[w] for w in sorted(live) if not live[w].is_leaving and w not in excluded]
+        return [entry for entry in self._holders() if not entry.is_leaving]
 
     def _holders(self) -> list[Entry]:
         """Workers whose part of a step in progress counts, by id: also those that want to go when it is over."""
@@ -329,8 +334,7 @@ class Run:
 
     def _may_save(self) -> bool:
         """Whether workers that get no more work may still hold what no checkpoint has."""
-        is_anybody_here = any(worker not in self._strikes.excluded for worker in self._live)
-        return is_anybody_here and self._savings.is_behind()
+        return bool(self._holders()) and self._savings.is_behind()
 
     def _is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
@@ -340,39 +344,23 @@ class Run:
 
     def _depends_on(self, worker: WorkerId) -> bool:
         """Whether the present phase would miss this worker."""
-        if worker not in self._members:
-            return False
-        match self.phase:
-            case RunPhase.FENCING | RunPhase.BUILDING:
-                return True
-            case RunPhase.STEPPING | RunPhase.EVALUATING | RunPhase.SAVING:
-                return worker in self._members.placed
-            case _:
-                return False
+        is_placed = self.phase.is_of_plan and worker in self._members.placed
+        return worker in self._members and (self.phase.is_of_all or is_placed)
 
     def _blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
         """Something failed on or towards this worker: try again, without it after too many times."""
         if self.phase is RunPhase.GATHERING or worker not in self._members:
             return
-        self._strike(worker, reason, is_hearsay=is_hearsay, now=now)
+        self._blamed.strike(worker, reason, is_hearsay=is_hearsay, now=now)
         kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
         self._failed(kind, worker, f"{worker}: {reason}", now=now)
 
-    def _strike(
-        self, worker: WorkerId, why: str, *, is_hearsay: bool, now: float, lasts: bool = False
-    ) -> None:
-        self._story.tell(worker, why, now=now)
-        if self._strikes.strike(worker, why, is_hearsay=is_hearsay, lasts=lasts):
-            self._out.log(f"job={self.job.job} excluded={worker}: {why}")
-
     def _pardon(self) -> bool:
         """Give another chance to those whom a broken link may have made look bad."""
-        pardoned = self._strikes.pardon()
-        for worker in pardoned:
-            self._out.log(f"job={self.job.job} pardoned={worker}")
-        if pardoned:
-            self._gathering.pardoned()
-        return bool(pardoned)
+        if not self._blamed.pardon():
+            return False
+        self._gathering.pardoned()
+        return True
 
     # --- the end, and waiting ---
 
@@ -396,8 +384,11 @@ class Run:
         self.reason = reason
 
     def _give_up_or_wait(self, reason: str, *, now: float) -> None:
-        if not self._live or any(worker not in self._strikes.excluded for worker in self._live):
+        if not self._live or self._holders():
             self._wait(f"no workers ({reason})")
+        elif self._strikes.is_for_storage:
+            self._gathering.failed(may_pardon=True, now=now)
+            self._wait(f"nobody can use the place of the checkpoints: {reason}")
         elif self._pardon():
             self._bump(reason, now=now)
         else:
@@ -425,7 +416,7 @@ class Run:
 
     def _save(self, plan: Plan) -> None:
         """Have the job's version saved; whoever led last is the main walker of the checkpoint."""
-        self._savings.ask(plan, main=self._leading.main(plan))
+        self._savings.ask(plan, main=self._leading.main(plan), is_awaited=self.phase is RunPhase.SAVING)
 
     # --- a new generation ---
 
@@ -434,7 +425,7 @@ class Run:
         if not self._candidates() and not self._may_save():
             self._give_up_or_wait(reason, now=now)
             return
-        self._may_go_on = self._may_go_on or self.phase in _COMPUTING
+        self._may_go_on = self._may_go_on or self.phase.is_computing
         self.phase = RunPhase.FENCING
         self.reason = reason
         self._stepping.round = None
@@ -443,11 +434,12 @@ class Run:
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
+        self._storage.fenced()
         self._leading.fenced()
         self._stepping.fenced()
         self._improving.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
-        self._story.tell("generation", f"{generation}: {reason}", now=now)
+        self._blamed.story.tell("generation", f"{generation}: {reason}", now=now)
 
     def _acknowledged(self, worker: WorkerId, ack: Ack, *, now: float) -> None:
         """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
@@ -476,6 +468,9 @@ class Run:
         self._revision.resumed(self.plan, now=now)
 
     def _build(self, plan: Plan, *, now: float) -> None:
+        if self.job.damaged and self._placement.begins_anew(plan):
+            self._wait(self._storage.lost(now=now))
+            return
         self.phase = RunPhase.BUILDING
         self._may_go_on = False
         version = self.job.version
@@ -491,7 +486,10 @@ class Run:
             self._incidents.rolled_back(num_steps=version - self.job.version)
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
-        if self.phase is not RunPhase.BUILDING or not self._placement.is_built(worker, report):
+        if self.phase is not RunPhase.BUILDING:
+            return
+        self._watchdog.moved(now=now)
+        if not self._placement.is_built(worker, report):
             return
         odd = self._placement.odd_readers()
         if odd:
@@ -512,7 +510,7 @@ class Run:
             return
         reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
         for worker in odd:
-            self._strike(worker, reason, is_hearsay=False, now=now)
+            self._blamed.strike(worker, reason, is_hearsay=False, now=now)
         self._bump(reason, now=now)
 
     # --- at a version, between steps ---
@@ -562,7 +560,7 @@ class Run:
             self._stepping.round = None
             self._leading.begin(self.plan)
             return
-        if self._savings.is_due() and self.plan is not None:
+        if self._savings.is_due(now=now) and self.plan is not None:
             self._save(self.plan)
         self._placement.begun()
         self._begin_step(now=now)
@@ -601,7 +599,7 @@ class Run:
                 self._commit(end.record, now=now)
                 continue
             for worker in end.blamed:
-                self._strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+                self._blamed.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
             if isinstance(end, Outvoted):
                 continue
             kind = IncidentKind.WORKER_FAILED
@@ -612,7 +610,7 @@ class Run:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._placement.resumed = None
-        self._strikes.committed()
+        self._blamed.committed()
         self._vigil.committed(now=now)
         self._stepping.round = None
         self._ending.look(is_evaluated=False, now=now)
@@ -633,7 +631,7 @@ class Run:
                 log_entry=self._out.history.num_records,
             )
         )
-        if self._savings.is_due() and self.plan is not None:
+        if self._savings.is_due(now=now) and self.plan is not None:
             self._save(self.plan)
         if goes_on:
             self._begin_step(now=now)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 from skein.config.aggregation import Lsgd
 from skein.config.schedule import learning_rate
@@ -51,6 +52,11 @@ class Stepping:
         """Whether walkers that a step is decided without go on with theirs: fast ones make more steps then."""
         rule = self._job.spec.aggregation
         return isinstance(rule, Lsgd) and rule.asynchronous
+
+    def grace_ends_at(self) -> float:
+        """When late walkers are waited for no longer; infinite while none are."""
+        ends_at = None if self.round is None else self.round.deadline()
+        return inf if ends_at is None else ends_at
 
     def fenced(self) -> None:
         """Other walkers may be there from now on."""

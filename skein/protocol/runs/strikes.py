@@ -1,4 +1,8 @@
-"""Who is to blame for failures: three in a row, and a worker gets no more work."""
+"""Who is to blame for failures: three in a row, and a worker gets no more work.
+
+A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
+what it needs, or until the run cannot do without it.
+"""
 
 from collections.abc import Mapping
 
@@ -23,6 +27,7 @@ class Strikes:
         self._num_lasting: dict[WorkerId, int] = {}
         self._excluded: dict[WorkerId, str] = {}
         self._accused: set[WorkerId] = set()
+        self._set_aside: set[WorkerId] = set()
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
@@ -31,8 +36,13 @@ class Strikes:
 
     @property
     def may_pardon(self) -> bool:
-        """Whether somebody was excluded on the word of peers alone."""
-        return bool(self._accused & self._excluded.keys())
+        """Whether somebody was excluded on the word of peers alone, or set aside."""
+        return bool((self._accused | self._set_aside) & self._excluded.keys())
+
+    @property
+    def is_for_storage(self) -> bool:
+        """Whether somebody is set aside: what that one lacks may be mended."""
+        return bool(self._set_aside)
 
     def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> bool:
         """Count a failure, which the worker itself reported unless `is_hearsay`; True if that excludes it."""
@@ -47,9 +57,24 @@ class Strikes:
         self._excluded[worker] = reason
         return True
 
-    def committed(self) -> None:
-        """A step was committed: old failures no longer count; exclusions stay."""
+    def set_aside(self, worker: WorkerId, reason: str) -> None:
+        """Give a worker no more work for now, for what may be no fault of its own."""
+        self._excluded[worker] = reason
+        self._set_aside.add(worker)
+
+    def exclude(self, worker: WorkerId, reason: str) -> None:
+        """Give a worker no more work until the run cannot do without it."""
+        self._excluded[worker] = reason
+        self._accused.add(worker)
+
+    def committed(self) -> tuple[WorkerId, ...]:
+        """A step was committed: old failures no longer count, exclusions stay; says who is set aside no longer."""
         self._num_by_worker.clear()
+        back = tuple(sorted(self._set_aside))
+        for worker in back:
+            del self._excluded[worker]
+        self._set_aside.clear()
+        return back
 
     def forget(self, worker: WorkerId) -> None:
         """A worker joined anew."""
@@ -57,10 +82,11 @@ class Strikes:
         self._num_by_worker.pop(worker, None)
         self._excluded.pop(worker, None)
         self._accused.discard(worker)
+        self._set_aside.discard(worker)
 
     def pardon(self) -> tuple[WorkerId, ...]:
-        """Give those who were excluded on the word of peers alone another chance; says who they are."""
-        pardoned = tuple(sorted(self._accused & self._excluded.keys()))
+        """Give another chance to whoever was set aside, or excluded on the word of peers alone; says who they are."""
+        pardoned = tuple(sorted((self._accused | self._set_aside) & self._excluded.keys()))
         for worker in pardoned:
             self.forget(worker)
         return pardoned

@@ -1,10 +1,14 @@
 """Notices that somebody, or everybody, gets nowhere although all of them live."""
 
 from skein.plan.plan import Plan
+from skein.protocol.records import IncidentKind
 from skein.protocol.reports import Beat
+from skein.protocol.runs.blame import Blame
 from skein.protocol.runs.detection import OpWatch
+from skein.protocol.runs.incidents import Incidents
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
+from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.watchdog import Watchdog
 from skein.types import WorkerId
 
@@ -33,6 +37,16 @@ class Vigil:
         """A step is."""
         self.watchdog.committed(now=now)
         self._ops.committed()
+
+    def barked(self, phase: RunPhase, incidents: Incidents, blame: Blame, *, now: float) -> str:
+        """Nothing has moved for too long; gives the reason to begin anew, without whoever builds while others have."""
+        still_s = self.watchdog.still_for(now=now)
+        late = self._members.late() if phase is RunPhase.BUILDING else ()
+        reason = phase.standstill(still_s)
+        incidents.noticed(IncidentKind.STALLED, late, reason, silent_s=still_s, now=now)
+        blame.exclude(late, reason, now=now)
+        self.watchdog.barked()
+        return reason
 
     def stuck(self, plan: Plan | None, *, is_fencing: bool, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, each with the reason: an op never ends, or they do not acknowledge."""

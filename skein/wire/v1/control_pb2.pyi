@@ -135,6 +135,8 @@ class Report(_message.Message):
     LOG_LINES_FIELD_NUMBER: _builtins.int
     TIMES_MEASURED_FIELD_NUMBER: _builtins.int
     PREFETCHED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_UNREAD_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_UNWRITTEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -165,6 +167,10 @@ class Report(_message.Message):
     def times_measured(self) -> Global___TimesMeasured: ...
     @_builtins.property
     def prefetched(self) -> Global___Prefetched: ...
+    @_builtins.property
+    def checkpoint_unread(self) -> Global___CheckpointUnread: ...
+    @_builtins.property
+    def checkpoint_unwritten(self) -> Global___CheckpointUnwritten: ...
     def __init__(
         self,
         *,
@@ -183,12 +189,14 @@ class Report(_message.Message):
         log_lines: Global___LogLines | None = ...,
         times_measured: Global___TimesMeasured | None = ...,
         prefetched: Global___Prefetched | None = ...,
+        checkpoint_unread: Global___CheckpointUnread | None = ...,
+        checkpoint_unwritten: Global___CheckpointUnwritten | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -945,6 +953,67 @@ class CheckpointWritten(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointWritten: _TypeAlias = CheckpointWritten  # noqa: Y015
+
+@_typing.final
+class CheckpointUnread(_message.Message):
+    """A checkpoint's files cannot be read, or are not what was written. Version 0: its place does not answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointUnread: _TypeAlias = CheckpointUnread  # noqa: Y015
+
+@_typing.final
+class CheckpointUnwritten(_message.Message):
+    """A stage of a checkpoint could not be written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WALKER_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    stage: _builtins.int
+    reason: _builtins.str
+    walker: _builtins.int
+    """As numbered in the Save."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        walker: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "stage", b"stage", "version", b"version", "walker", b"walker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointUnwritten: _TypeAlias = CheckpointUnwritten  # noqa: Y015
 
 @_typing.final
 class LinksMeasured(_message.Message):

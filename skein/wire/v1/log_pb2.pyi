@@ -42,6 +42,8 @@ class _IncidentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Incident
     """The coordinator itself."""
     INCIDENT_KIND_DIVERGED: _IncidentKind.ValueType  # 6
     """Training: it learned nothing any more."""
+    INCIDENT_KIND_STORAGE_FAILED: _IncidentKind.ValueType  # 7
+    """A checkpoint, or the place where it lies."""
 
 class IncidentKind(_IncidentKind, metaclass=_IncidentKindEnumTypeWrapper):
     """What failed."""
@@ -60,6 +62,8 @@ INCIDENT_KIND_COORDINATOR_LOST: IncidentKind.ValueType  # 5
 """The coordinator itself."""
 INCIDENT_KIND_DIVERGED: IncidentKind.ValueType  # 6
 """Training: it learned nothing any more."""
+INCIDENT_KIND_STORAGE_FAILED: IncidentKind.ValueType  # 7
+"""A checkpoint, or the place where it lies."""
 Global___IncidentKind: _TypeAlias = IncidentKind  # noqa: Y015
 
 class _Remedy:
@@ -115,6 +119,7 @@ class Record(_message.Message):
     DRAINED_FIELD_NUMBER: _builtins.int
     AVERAGED_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_CHECKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -141,6 +146,8 @@ class Record(_message.Message):
     def averaged(self) -> Global___Averaged: ...
     @_builtins.property
     def diverged(self) -> Global___Diverged: ...
+    @_builtins.property
+    def checkpoint_checked(self) -> Global___CheckpointChecked: ...
     def __init__(
         self,
         *,
@@ -157,12 +164,13 @@ class Record(_message.Message):
         drained: Global___Drained | None = ...,
         averaged: Global___Averaged | None = ...,
         diverged: Global___Diverged | None = ...,
+        checkpoint_checked: Global___CheckpointChecked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -408,6 +416,39 @@ class CheckpointCommitted(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
 
 Global___CheckpointCommitted: _TypeAlias = CheckpointCommitted  # noqa: Y015
+
+@_typing.final
+class CheckpointChecked(_message.Message):
+    """A checkpoint was found damaged, or whole again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    IS_WHOLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    is_whole: _builtins.bool
+    reason: _builtins.str
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        is_whole: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_whole", b"is_whole", "job", b"job", "reason", b"reason", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointChecked: _TypeAlias = CheckpointChecked  # noqa: Y015
 
 @_typing.final
 class RolledBack(_message.Message):

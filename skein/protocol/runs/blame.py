@@ -1,0 +1,63 @@
+"""Who gets no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
+
+from collections.abc import Mapping
+
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.runs.strikes import Strikes
+from skein.protocol.story import Story
+from skein.types import WorkerId
+
+
+class Blame:
+    """The strikes of one run, and its stories."""
+
+    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+        self.strikes = Strikes()
+        self.story = Story()
+        self._job = job
+        self._out = outbox
+
+    @property
+    def excluded(self) -> Mapping[WorkerId, str]:
+        """Workers that get no more work, with the last thing that failed."""
+        return self.strikes.excluded
+
+    def strike(
+        self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float, lasts: bool = False
+    ) -> None:
+        """Count a failure, which the worker itself reported unless `is_hearsay`; `lasts`: as of `Strikes.strike`."""
+        self.story.tell(worker, reason, now=now)
+        if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
+            self._log(f"excluded={worker}: {reason}")
+
+    def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float) -> None:
+        """Give these no work until a step is committed: they lack what is no fault of theirs."""
+        for worker, reason in reasons.items():
+            self.story.tell(worker, reason, now=now)
+            self.strikes.set_aside(worker, reason)
+            self._log(f"excluded={worker} for now: {reason}")
+
+    def exclude(self, workers: tuple[WorkerId, ...], reason: str, *, now: float) -> None:
+        """Give these no more work until the run cannot do without."""
+        for worker in workers:
+            self.story.tell(worker, reason, now=now)
+            self.strikes.exclude(worker, reason)
+            self._log(f"excluded={worker}: {reason}")
+
+    def committed(self) -> None:
+        """A step was: who was set aside can have from others what it lacked."""
+        self._tell(self.strikes.committed())
+
+    def pardon(self) -> bool:
+        """Give another chance to whoever may have been made to look bad; whether there is anybody."""
+        pardoned = self.strikes.pardon()
+        self._tell(pardoned)
+        return bool(pardoned)
+
+    def _tell(self, pardoned: tuple[WorkerId, ...]) -> None:
+        for worker in pardoned:
+            self._log(f"pardoned={worker}")
+
+    def _log(self, said: str) -> None:
+        self._out.log(f"job={self._job.job} {said}")

@@ -1,0 +1,66 @@
+"""Where simulated checkpoints lie, shared by all as an object store is; and what befalls it."""
+
+from functools import partial
+
+from skein.protocol.records import CheckpointCommitted
+from skein.sim.clock import Clock
+from skein.types import Condition, StageSpec
+
+
+class Store:
+    """Files by name, each with the stage and the lineage that it holds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.files: dict[str, tuple[StageSpec, str]] = {}
+        self._clock = clock
+        self._damaged: set[str] = set()
+        self._full_until = 0.0
+        self._hangs_until = 0.0
+
+    # --- what befalls it ---
+
+    def damage(self, checkpoint: CheckpointCommitted, number: int, *, seconds: float) -> None:
+        """Change one of its files; somebody puts back after so long what was there."""
+        names = _names(checkpoint)
+        name = names[number % len(names)]
+        self._damaged.add(name)
+        self._clock.after(seconds, partial(self._damaged.discard, name))
+
+    def fill(self, seconds: float) -> None:
+        """Take no more files for so long."""
+        self._full_until = max(self._full_until, self._clock.now + seconds)
+
+    def hang(self, seconds: float) -> None:
+        """Answer nobody for so long."""
+        self._hangs_until = max(self._hangs_until, self._clock.now + seconds)
+
+    # --- what others see of it ---
+
+    @property
+    def hangs(self) -> bool:
+        """Whether whoever asks waits in vain."""
+        return self._clock.now < self._hangs_until
+
+    def refusal(self) -> str:
+        """Why a file cannot be written now; "": it can."""
+        if self.hangs:
+            return "the store does not answer"
+        return "the store is full" if self._clock.now < self._full_until else ""
+
+    def trouble(self, checkpoint: CheckpointCommitted) -> str:
+        """Why a checkpoint cannot be read now; "": it can."""
+        damaged = sorted(self._damaged.intersection(_names(checkpoint)))
+        if self.hangs:
+            return "the store does not answer"
+        return f"{damaged[0]} is not what was written" if damaged else ""
+
+    def look(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
+        """What whoever reads all of a checkpoint finds."""
+        reason = self.trouble(checkpoint)
+        if not reason:
+            return Condition.WHOLE, ""
+        return (Condition.UNKNOWN if self.hangs else Condition.DAMAGED), reason
+
+
+def _names(checkpoint: CheckpointCommitted) -> list[str]:
+    return [file.name for part in checkpoint.stages for file in part.files]

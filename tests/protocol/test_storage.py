@@ -1,0 +1,273 @@
+"""What a run does where checkpoints cannot be written or read: it waits, falls back, and ends for none of it."""
+
+import pytest
+
+from skein.protocol.coordinator_io import CheckpointVerified, MakePlan, VerifyCheckpoint
+from skein.protocol.messages import Assign, NewGeneration, Save, SourceKind, Start
+from skein.protocol.records import (
+    CheckpointChecked,
+    GenerationOpened,
+    Incident,
+    IncidentKind,
+    JobEnded,
+    RolledBack,
+)
+from skein.protocol.reports import Beat, CheckpointUnread, CheckpointUnwritten, CheckpointWritten
+from skein.protocol.runs.gathering import PARDON_S
+from skein.protocol.runs.phase import RunPhase
+from skein.protocol.runs.savings import AGAIN_S, LATER_S
+from skein.protocol.runs.strikes import MAX_STRIKES
+from skein.protocol.runs.watchdog import STALL_S
+from skein.types import Condition, JobId, JobState, StageIndex, Step
+from tests.support.desk import Desk
+from tests.support.jobs import small_job
+from tests.support.plans import grid_plan
+from tests.support.reports import hello
+from tests.support.runs import PLAN, beats, ended, later, phase, stepping
+
+JOB = JobId("small-1")
+SAVING = small_job(stages=2, replicas=1, microbatches=2, steps=20, save_every=2)
+FULL = "needs 251 MiB at /checkpoints, 3 MiB are free"
+
+
+def unwritten(desk: Desk, version: int, stage: int) -> CheckpointUnwritten:
+    return CheckpointUnwritten(
+        generation=desk.generation, version=Step(version), stage=StageIndex(stage), reason=FULL
+    )
+
+
+def unread(desk: Desk, version: int, reason: str = "other bytes") -> CheckpointUnread:
+    return CheckpointUnread(generation=desk.generation, version=Step(version), reason=reason)
+
+
+def saved(*versions: int) -> Desk:
+    """Steps have been made, one more than there are checkpoints of, and then everything died."""
+    desk = stepping(SAVING)
+    while desk.machine.history.jobs[JOB].version <= versions[-1]:
+        desk.step(PLAN)
+        if desk.told(Save):
+            desk.save()
+    assert [c.version for c in desk.machine.history.jobs[JOB].checkpoints] == list(versions)
+    return desk
+
+
+def reading(desk: Desk) -> Desk:
+    """The next coordinator has its workers read a checkpoint."""
+    desk = Desk(desk.log)
+    desk.join(*PLAN.workers, incarnation=2)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    return desk
+
+
+def look(desk: Desk, condition: Condition, reason: str = "") -> None:
+    """The coordinator reads the checkpoint that is in question among the last commands."""
+    [asked] = desk.found(VerifyCheckpoint)
+    desk.give(CheckpointVerified(checkpoint=asked.checkpoint, condition=condition, reason=reason))
+
+
+# --- what cannot be written ---
+
+
+def test_a_stage_without_room_is_asked_for_again_and_no_other_and_nobody_is_to_blame() -> None:
+    desk = stepping(small_job(stages=2, replicas=1, microbatches=2, steps=1))
+    desk.step(PLAN)
+    desk.evaluate(PLAN, 2)
+    generation = desk.generation
+    written = CheckpointWritten(generation=generation, version=Step(1), stage=StageIndex(0), files=())
+    desk.report("w0a", written)
+    for turn in range(2 * MAX_STRIKES):
+        desk.report("w1a", unwritten(desk, 1, 1))
+        # The same reason again is no news.
+        assert desk.lines() == (
+            [] if turn else [f"job=small-1 checkpoint=1 stage 1 was not written by w1a: {FULL}"]
+        )
+        later(desk, AGAIN_S)
+        assert list(desk.told(Save)) == ["w1a"]
+    desk.save()
+    assert (ended(desk)[0], desk.generation) == (JobState.FINISHED, generation)
+
+
+def test_what_waits_for_room_is_asked_of_another_holder_of_the_stage() -> None:
+    plan = grid_plan(stages=1, replicas=2, num_microbatches=2)
+    desk = stepping(small_job(stages=1, replicas=2, microbatches=2, steps=1), plan)
+    desk.step(plan)
+    desk.evaluate(plan, 2)
+    [first] = desk.told(Save)
+    desk.report(first, unwritten(desk, 1, 0))
+    later(desk, AGAIN_S)
+    assert set(desk.told(Save)) == set(plan.workers) - {first}
+
+
+def test_a_checkpoint_without_room_beside_steps_is_told_and_a_newer_version_saved_later() -> None:
+    desk = stepping(small_job(stages=2, replicas=1, microbatches=2, steps=20, save_every=2))
+    desk.step(PLAN)
+    desk.step(PLAN)
+    desk.report("w1a", unwritten(desk, 2, 1))
+    assert desk.lines() == [f"job=small-1 checkpoint=2 stage 1 was not written by w1a: {FULL}"]
+    desk.step(PLAN)
+    assert phase(desk) is RunPhase.STEPPING
+    assert not desk.told(Save)
+    desk.now += LATER_S
+    desk.step(PLAN)
+    assert {asked.version for asked in desk.told(Save).values()} == {4}
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_where_nothing_moves_while_building_or_saving_a_new_generation_is_opened(is_saving: bool) -> None:
+    desk = stepping(small_job(stages=2, replicas=1, microbatches=2, steps=1))
+    if is_saving:
+        desk.step(PLAN)
+        desk.evaluate(PLAN, 2)
+    else:
+        desk.report("w0a", hello("w0a", "w0a-1"))
+        desk.acknowledge(desk.live)
+        desk.adopt(PLAN)
+    before = desk.generation
+    assert phase(desk) is (RunPhase.SAVING if is_saving else RunPhase.BUILDING)
+    beats(desk, int(STALL_S) - 1)
+    assert desk.generation == before
+    beats(desk, 2)
+    assert desk.generation == before + 1
+
+
+# --- what cannot be read ---
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_read() -> None:
+    desk = reading(saved(2, 4))
+    assert desk.recorded(RolledBack)[0].to_version == 4
+    desk.report("w1a", unread(desk, 4))
+    assert not desk.recorded(GenerationOpened)
+    look(desk, Condition.DAMAGED, "stage-001 is not there")
+    [checked] = desk.recorded(CheckpointChecked)
+    assert (checked.version, checked.is_whole, checked.reason) == (4, False, "stage-001 is not there")
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert desk.recorded(RolledBack)[0].to_version == 2
+    sources = [chunk.source for told in desk.told(Assign).values() for chunk in told.chunks]
+    assert {(source.kind, source.version) for source in sources} == {(SourceKind.CHECKPOINT, 2)}
+    desk.ready(PLAN.workers)
+    assert sorted(desk.told(Start)) == list(PLAN.workers)
+    [incident] = desk.recorded(Incident)
+    assert incident.kind is not IncidentKind.WORKER_FAILED
+    assert incident.num_steps_lost == 3
+
+
+def test_a_worker_that_alone_cannot_read_a_whole_checkpoint_is_set_aside_until_a_step_is_made() -> None:
+    plan = grid_plan(stages=1, replicas=2, num_microbatches=2)
+    alone = grid_plan(stages=1, replicas=1, num_microbatches=2)
+    spec = small_job(stages=1, replicas=2, microbatches=2, steps=20, save_every=2)
+    desk = stepping(spec, plan)
+    for _ in range(3):
+        desk.step(plan)
+        if desk.told(Save):
+            desk.save()
+    desk = Desk(desk.log)
+    desk.join(*plan.workers, incarnation=2)
+    desk.acknowledge(desk.live)
+    desk.adopt(plan)
+    desk.report("w0b", unread(desk, 2, "no such folder"))
+    look(desk, Condition.WHOLE)
+    assert not desk.recorded(CheckpointChecked)
+    assert "job=small-1 excluded=w0b for now: no such folder" in desk.lines()
+    desk.acknowledge(desk.live)
+    [asked] = desk.found(MakePlan)
+    assert [worker.worker for worker in asked.fleet.workers] == ["w0a"]
+    desk.plan(alone)
+    desk.ready(alone.workers)
+    desk.step(alone)
+    assert "job=small-1 pardoned=w0b" in desk.lines()
+
+
+def test_while_the_place_does_not_answer_the_job_waits_and_looks_again() -> None:
+    desk = reading(saved(2, 4))
+    for worker in PLAN.workers:
+        desk.report(worker, unread(desk, 4, "silent for 30 s"))
+    desk.commands = [c for c in desk.commands if not isinstance(c, VerifyCheckpoint)]
+    job = desk.machine.history.jobs[JOB]
+    silent = CheckpointVerified(checkpoint=job.checkpoints[-1], condition=Condition.UNKNOWN, reason="silent")
+    desk.give(silent)
+    assert (phase(desk), desk.machine.state_of(JOB)) == (RunPhase.GATHERING, JobState.PAUSED)
+    assert desk.machine.reason_of(JOB) == "checkpoint 4 cannot be read: silent"
+    before = desk.generation
+    for _ in range(3):
+        later(desk, PARDON_S)
+        look(desk, Condition.UNKNOWN, "silent")
+    assert (phase(desk), desk.generation) == (RunPhase.GATHERING, before)
+    later(desk, PARDON_S)
+    look(desk, Condition.WHOLE)
+    assert set(desk.told(NewGeneration)) == set(PLAN.workers)
+
+
+def test_with_every_checkpoint_damaged_the_job_waits_until_one_is_put_back() -> None:
+    desk = reading(saved(2))
+    desk.report("w0a", unread(desk, 2))
+    look(desk, Condition.DAMAGED, "stage-000 is not there")
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert phase(desk) is RunPhase.GATHERING
+    assert "no checkpoint is whole" in desk.machine.reason_of(JOB)
+    assert "stage-000 is not there" in desk.machine.reason_of(JOB)
+    later(desk, PARDON_S)
+    look(desk, Condition.DAMAGED, "stage-000 is not there")
+    assert phase(desk) is RunPhase.GATHERING
+    later(desk, PARDON_S)
+    look(desk, Condition.WHOLE)
+    assert desk.recorded(CheckpointChecked)[0].is_whole
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    sources = [chunk.source for told in desk.told(Assign).values() for chunk in told.chunks]
+    assert {(source.kind, source.version) for source in sources} == {(SourceKind.CHECKPOINT, 2)}
+
+
+def test_a_restarted_coordinator_remembers_which_checkpoints_are_damaged() -> None:
+    desk = reading(saved(2, 4))
+    desk.report("w1a", unread(desk, 4))
+    look(desk, Condition.DAMAGED, "short")
+    again = Desk(desk.log).machine.history.jobs[JOB]
+    assert again.damaged == {4: "short"}
+    assert again.newest_checkpoint is not None
+    assert again.newest_checkpoint.version == 2
+
+
+def test_before_the_first_step_who_cannot_reach_the_place_goes_without_and_all_wait_for_it() -> None:
+    spec = small_job(stages=2, replicas=1, microbatches=2, steps=3)
+    desk = Desk()
+    desk.join(*PLAN.workers)
+    desk.submit(spec)
+    for worker in PLAN.workers:
+        desk.acknowledge(desk.live)
+        desk.plan(PLAN)
+        desk.report(worker, unread(desk, 0, "the place is silent"))
+    assert not desk.recorded(JobEnded)
+    assert desk.machine.state_of(JOB) is JobState.PAUSED
+    assert "the place is silent" in desk.machine.reason_of(JOB)
+    later(desk, PARDON_S)
+    assert set(desk.told(NewGeneration)) == set(PLAN.workers)
+
+
+def test_who_builds_for_ever_while_others_have_is_left_out() -> None:
+    desk = stepping()
+    desk.report("w0a", hello("w0a", "w0a-1"))
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    desk.ready(["w0a"])
+    beats(desk, int(STALL_S) + 1)
+    assert "job=small-1 excluded=w1a: nothing moved for 60 s while building" in desk.lines()
+    desk.acknowledge(desk.live)
+    [asked] = desk.found(MakePlan)
+    assert [worker.worker for worker in asked.fleet.workers] == ["w0a"]
+
+
+def test_a_build_during_which_bytes_move_is_waited_for() -> None:
+    desk = stepping()
+    desk.report("w0a", hello("w0a", "w0a-1"))
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    before = desk.generation
+    for progress in range(3 * int(STALL_S)):
+        for worker in desk.live:
+            desk.report(worker, Beat(progress=progress, running_s=0.0, statistics=()))
+        desk.wait(1.0)
+    assert (phase(desk), desk.generation) == (RunPhase.BUILDING, before)
