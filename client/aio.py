@@ -159,6 +159,16 @@ class AsyncClient:
             await self._connection.call(lambda: self._connection.jobs.Drain, request)
         )
 
+    async def measure(self, worker: str = "") -> tuple[WorkerStatus, ...]:
+        """Has a worker, or with no name every worker, measure its device again; gives those that were asked.
+
+        Raises:
+            NotFound: there is no such worker.
+        """
+        request = jobs_pb2.MeasureRequest(worker=worker)
+        reply = await self._connection.call(lambda: self._connection.jobs.Measure, request)
+        return tuple(codec.WORKER_STATUS.decode(found) for found in reply.workers)
+
     async def incidents(self, job: str) -> tuple[Incident, ...]:
         """What failures there were in a job so far and what each cost, oldest first; `skein.protocol.incident` sums up.
 

@@ -99,6 +99,10 @@ class Client:
         """Takes work away from a worker, step by step, and lets it exit."""
         return self._loop.run(self._client.drain(worker))
 
+    def measure(self, worker: str = "") -> tuple[WorkerStatus, ...]:
+        """Has a worker, or with no name every worker, measure its device again; gives those that were asked."""
+        return self._loop.run(self._client.measure(worker))
+
     def incidents(self, job: str) -> tuple[Incident, ...]:
         """What failures there were in a job so far and what each cost, oldest first."""
         return self._loop.run(self._client.incidents(job))

@@ -36,6 +36,7 @@ from skein.protocol.coordinator_io import (
     Log,
     MakePlan,
     ManifestWritten,
+    MeasureAsked,
     PlanMade,
     PruneCheckpoints,
     ReportArrived,
@@ -101,7 +102,7 @@ class Meter(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
-Asked = SubmitAsked | CancelAsked | DrainAsked
+Asked = SubmitAsked | CancelAsked | DrainAsked | MeasureAsked
 
 
 def wall_clock() -> Callable[[], float]:

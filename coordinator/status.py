@@ -8,6 +8,7 @@ from coordinator.journal import Journal
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
 from skein.plan.redundancy import Shortfall, shortfalls
+from skein.plan.silent import busy_workers
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.membership import Entry
 from skein.protocol.runs.measuring import Measured
@@ -54,8 +55,22 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         transfer_times=()
         if plan is None
         else transfer_times(plan.plan, machine.measured.get(job), machine.links),
+        predicted_spread=0.0 if plan is None else _spread(machine, job, plan.plan),
         shortfalls=_shortfalls(machine, run.plan, history.spec) if is_active and run is not None else (),
     )
+
+
+def _spread(machine: Coordinator, job: JobId, plan: Plan) -> float:
+    """How far first measurements lay apart that the prediction of `plan` still rests on."""
+    live, measured = machine.membership.live, machine.measured.get(job)
+    stages = {stage.index: stage for stage in plan.stages}
+    known = {
+        x.chunk.worker
+        for x in plan.chunk_times
+        if measured is not None and measured.chunk_time(x.chunk, stages[x.chunk.stage]) is not None
+    }
+    spreads = (live[worker].hello.profile.spread for worker in busy_workers(plan) - known if worker in live)
+    return max(spreads, default=0.0)
 
 
 def _shortfalls(machine: Coordinator, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
@@ -144,6 +159,7 @@ class Roster:
             profile=entry.hello.profile,
             stages=stages,
             beat_age_s=max(0.0, now - entry.heard_at),
+            measured_age_s=max(0.0, now - entry.measured_at),
         )
 
     def _state(self, worker: WorkerId, entry: Entry, *, has_work: bool) -> WorkerState:

@@ -39,6 +39,7 @@ from skein.protocol.runs import (
     strikes,
     watchdog,
 )
+from skein.protocol.runs.phase import RunPhase
 from skein.protocol.work import pipeline, reduction, steps, timing
 
 PAGE = Path(__file__).with_name("protocol.md")
@@ -113,7 +114,7 @@ MACHINES = (
             Table(title="Commands", members=coordinator_io.CoordinatorCommand),
         ),
     ),
-    Section(title="Run", module=run, tables=(Table(title="Phases", members=run.RunPhase),)),
+    Section(title="Run", module=run, tables=(Table(title="Phases", members=RunPhase),)),
     Section(
         title="Round",
         module=round,

@@ -26,6 +26,7 @@ from skein.protocol.worker_io import (
     BuildFailed,
     Built,
     CancelBuild,
+    DeviceMeasured,
     DirectiveArrived,
     DropCopies,
     DropTensor,
@@ -34,6 +35,7 @@ from skein.protocol.worker_io import (
     ForgetJob,
     LinksProbed,
     LogShortened,
+    MeasureDevice,
     MeasureLinks,
     OpEnded,
     RunOp,
@@ -50,7 +52,7 @@ from skein.protocol.worker_io import (
     WorkerEvent,
 )
 from skein.storage.outside import Outside
-from skein.topology.fleet import Link
+from skein.topology.fleet import Link, Profile
 from skein.types import Generation, WorkerId
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines, Refusal
@@ -60,7 +62,7 @@ from worker.bundle import Bundle
 from worker.compute.ops import Saved, operand_keys
 from worker.compute.payload import Payload, PayloadStore, key_of, pack
 from worker.copies import Copies
-from worker.executor import Executor, Ran
+from worker.executor import Executor, Ran, one_line
 from worker.metrics import Metrics
 from worker.moments import named, op_named, tell_directive, tell_report, unwatched
 from worker.saving import Moves, Saver
@@ -158,6 +160,7 @@ class Driver:
     """Drives one Worker machine from its inbox. Children live in `group`, which is left after `run` has returned.
 
     Args:
+        measure: blocks while it measures the device; called on torch's thread.
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
         log: keeps boundary tensors until their step commits; one with the default budgets if not given.
         outside: asks file systems, which may never answer.
@@ -178,6 +181,7 @@ class Driver:
         copies: Copies,
         files: Files,
         metrics: Metrics,
+        measure: Callable[[], Profile],
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
         log: BoundaryLog | None = None,
@@ -195,6 +199,8 @@ class Driver:
         self._builder = builder
         self._copies = copies
         self._metrics = metrics
+        self._device_profile = measure
+        self._is_measuring = False
         self._take_log_lines = take_log_lines
         self._on_generation = on_generation
         self._moves = Moves(inbox.post, num_moved)
@@ -265,6 +271,9 @@ class Driver:
                 self._copies.carry_out(command)
             case MeasureLinks():
                 self._begin(self._measure(command.peers))
+            case MeasureDevice():
+                if not self._is_measuring:
+                    self._begin(self._measure_device())
             case ForgetJob():
                 self._forget_job()
             case Exit():
@@ -402,6 +411,21 @@ class Driver:
         event = await self._saver.save(saved)
         self._num_saving -= 1
         self._inbox.post(event)
+
+    async def _measure_device(self) -> None:
+        """Between two ops, on torch's thread: beside one it would measure that."""
+        self._is_measuring = True
+        try:
+            found = await asyncio.wrap_future(self._executor.call(self._device_profile))
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("the device could not be measured: %s", one_line(error))
+        else:
+            _log.info(
+                "measured %.3g GFLOP/s, runs %.0f %% apart", found.flops_per_s / 1e9, 100 * found.spread
+            )
+            self._inbox.post(DeviceMeasured(flops_per_s=found.flops_per_s, spread=found.spread))
+        finally:
+            self._is_measuring = False
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
         """One after the other: two probes at once would measure each other."""

@@ -1,8 +1,10 @@
-"""Measures this worker's own device, once, at start-up."""
+"""Measures this worker's own device, at start-up and whenever it is asked to."""
 
 import platform
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -12,40 +14,62 @@ from skein.topology.fleet import Profile
 _SIZES = {"cpu": 1024, "cuda": 4096}
 _SMALL_CPU_SIZE, _FEW_THREADS = 256, 4
 """A product of few threads shall end within one slice of the operating system's scheduler."""
+_NUM_RUNS = 5
 _MEMORY_SHARE = 0.8
 """Of what is free now; the rest is for the framework, fragmentation and others."""
 
 
 def measure_device(device: torch.device, *, seconds: float = 0.5) -> Profile:
-    """What `device` can do: the fastest fp32 matrix product found in `seconds`, with the threads torch uses now.
+    """What `device` can do now: fp32 matrix products with the threads that torch uses, in several short runs.
 
-    The fastest, because workers that start together on one machine measure at the same time and would otherwise
-    measure each other. Blocks for a little longer than `seconds`.
+    Of each run the median product counts, which is neither one that was interrupted nor one that a coarse clock makes
+    look short; of the runs their median, with how far they lie apart. Blocks for a little longer than `seconds`.
     """
+    flops_per_s, spread = settled(_rates(device, seconds))
     return Profile(
         device=str(device),
         device_name=_name(device),
-        flops_per_s=_flops_per_s(device, seconds),
+        flops_per_s=flops_per_s,
         memory_bytes=int(_free_bytes(device) * _MEMORY_SHARE),
+        spread=spread,
     )
 
 
-def _flops_per_s(device: torch.device, seconds: float) -> float:
+def settled(rates: Sequence[float]) -> tuple[float, float]:
+    """The median of several runs, and from the slowest to the fastest as a share of it.
+
+    >>> settled([4.0, 326.0, 5.0, 4.5, 5.0])
+    (5.0, 64.4)
+    """
+    middle = median(rates)
+    return middle, (max(rates) - min(rates)) / middle
+
+
+def _rates(device: torch.device, seconds: float) -> list[float]:
+    """FLOP/s of each run."""
     size = _SIZES.get(device.type, 1024)
     if device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS:
         size = _SMALL_CPU_SIZE
     a_MK = torch.ones(size, size, device=device)
     b_KN = torch.ones(size, size, device=device)
     out_MN = torch.empty(size, size, device=device)
-    torch.mm(a_MK, b_KN, out=out_MN)  # the first one also starts threads and loads kernels
-    _synchronize(device)
-    fastest_s, until_s = float("inf"), time.perf_counter() + seconds
-    while fastest_s == float("inf") or time.perf_counter() < until_s:
+
+    def product_s() -> float:
         began_s = time.perf_counter()
         torch.mm(a_MK, b_KN, out=out_MN)
         _synchronize(device)
-        fastest_s = min(fastest_s, time.perf_counter() - began_s)
-    return 2 * size**3 / fastest_s
+        return time.perf_counter() - began_s
+
+    product_s()  # the first one also starts threads and loads kernels
+    return [2 * size**3 / _median_s(product_s, seconds / _NUM_RUNS) for _ in range(_NUM_RUNS)]
+
+
+def _median_s(product_s: Callable[[], float], seconds: float) -> float:
+    """Of as many products as `seconds` hold, one at least."""
+    until_s, found = time.perf_counter() + seconds, [product_s()]
+    while time.perf_counter() < until_s:
+        found.append(product_s())
+    return max(median(found), 1e-9)
 
 
 def _synchronize(device: torch.device) -> None:

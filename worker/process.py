@@ -172,6 +172,7 @@ class _Parts:
                 copies=self.copies,
                 files=files,
                 metrics=metrics,
+                measure=partial(setting.measure, setting.device),
                 take_log_lines=setting.take_log_lines,
                 on_generation=partial(self._forget, peers),
                 log=setting.boundary_log(),

@@ -81,6 +81,9 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     ),
     "workers": Verb(help="List workers.", module="client.cli.fleet", attribute="workers"),
     "links": Verb(help="List measured links.", module="client.cli.fleet", attribute="links"),
+    "measure": Verb(
+        help="Have workers measure their devices again.", module="client.cli.fleet", attribute="measure"
+    ),
     "drain": Verb(help="Take work away from a worker.", module="client.cli.fleet", attribute="drain"),
     "job": _JOB,
     "plan": Verb(

@@ -13,6 +13,7 @@ import click
 from skein.config.job import JobSpec
 from skein.plan.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
+from skein.topology.fleet import Profile
 from skein.units import format_bytes
 from skein.wire.views import (
     CheckpointFinished,
@@ -136,7 +137,7 @@ def job_lines(status: JobStatus) -> list[str]:
     if status.measured_step_s is not None:
         seconds += f", median {status.measured_step_s:.3g} s"
     if status.predicted_step_s > 0:
-        seconds += f", planned {status.predicted_step_s:.3g} s, no plan below {status.lower_bound_s:.3g} s"
+        seconds += f", planned {status.predicted_step_s:.3g} s{_doubt(status)}"
     incidents = _NONE
     if status.num_incidents:
         lost = f"{counted(status.num_steps_lost, 'step')} lost"
@@ -162,6 +163,28 @@ def job_lines(status: JobStatus) -> list[str]:
         "checkpoint": checkpoint,
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+PARTED = 2.0
+"""Times as long as planned, or a part of that: what the plan was made by is wrong, and its bound says nothing."""
+
+
+def _doubt(status: JobStatus) -> str:
+    """How far a prediction may be off, and is; how near the best plan it is, where that can be told."""
+    spread = f" ± {status.predicted_spread:.0%} by first measurements" if status.predicted_spread else ""
+    off = (status.measured_step_s or status.predicted_step_s) / status.predicted_step_s
+    if not 1 / PARTED <= off <= PARTED:
+        return f"{spread}: off by {factor(off)}, so nobody knows how good the plan is; skein measure"
+    return f"{spread}, no plan below {status.lower_bound_s:.3g} s"
+
+
+def factor(ratio: float) -> str:
+    """How many times more or less.
+
+    >>> factor(657.02), factor(0.25)
+    ('657 times', 'a 4th')
+    """
+    return f"{ratio:.3g} times" if ratio >= 1 else f"a {1 / ratio:.3g}th"
 
 
 def _rule(text: str) -> str:
@@ -195,8 +218,16 @@ def time_rows(status: JobStatus) -> list[tuple[str, ...]]:
 def _time_row(name: str, op: str, planned_s: float, measured_s: float | None) -> tuple[str, ...]:
     if not measured_s:
         return name, op, seconds_text(planned_s), _NONE, _NONE
-    off = f"{measured_s / planned_s - 1:+.0%}" if planned_s > 0 else _NONE
+    off = _off(measured_s / planned_s) if planned_s > 0 else _NONE
     return name, op, seconds_text(planned_s), seconds_text(measured_s), off
+
+
+def _off(ratio: float) -> str:
+    """
+    >>> _off(1.25), _off(657.0)
+    ('+25%', '657 times')
+    """
+    return f"{ratio - 1:+.0%}" if 1 / PARTED <= ratio <= PARTED else factor(ratio)
 
 
 def seconds_text(seconds: float) -> str:
@@ -230,12 +261,21 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
         status.site,
         status.address,
         profile.device,
-        f"{profile.flops_per_s / 1e9:,.0f}",
+        _speed(profile),
         format_bytes(profile.memory_bytes),
         status.job or _NONE,
         ",".join(map(str, status.stages)) or _NONE,
         f"{status.beat_age_s:.1f} s ago",
     )
+
+
+def _speed(profile: Profile) -> str:
+    """GFLOP/s, with how far runs lay apart where that is much."""
+    doubt = f" ± {profile.spread / 2:.0%}" if profile.spread >= _MUCH else ""
+    return f"{profile.flops_per_s / 1e9:,.0f}{doubt}"
+
+
+_MUCH = 0.1
 
 
 def event_text(event: JobEvent) -> str:

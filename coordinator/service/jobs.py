@@ -13,7 +13,7 @@ from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled
-from skein.protocol.coordinator_io import CancelAsked, DrainAsked, SubmitAsked
+from skein.protocol.coordinator_io import CancelAsked, DrainAsked, MeasureAsked, SubmitAsked
 from skein.protocol.records import Incident, JobSubmitted
 from skein.storage.places import Places
 from skein.types import JobId, WorkerId
@@ -98,6 +98,15 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         if status is None:
             raise NotFoundError("worker", worker, "it has just gone")
         return codec.WORKER_STATUS.encode(status)
+
+    async def Measure(self, request: jobs_pb2.MeasureRequest, context: Context) -> jobs_pb2.WorkersReply:
+        named, live = WorkerId(request.worker), self._machine.membership.live
+        if named and named not in live:
+            raise NotFoundError("worker", named, "no such worker is here; see skein workers")
+        _ = await self._driver.ask(MeasureAsked(worker=named or None))
+        workers = (x for x in self._roster.workers(now=self._driver.now()) if x.worker in live)
+        asked = [codec.WORKER_STATUS.encode(x) for x in workers if not named or x.worker == named]
+        return jobs_pb2.WorkersReply(workers=asked)
 
     async def Version(self, request: jobs_pb2.VersionRequest, context: Context) -> jobs_pb2.VersionReply:
         return codec.VERSION_REPLY.encode(

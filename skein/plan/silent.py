@@ -29,6 +29,11 @@ def silent_chunks(plan: Plan) -> frozenset[ChunkRef]:
     return frozenset(x.chunk for x in plan.chunks if x.chunk not in visited) if visited else frozenset()
 
 
+def busy_workers(plan: Plan) -> frozenset[WorkerId]:
+    """Workers that microbatches of a step visit."""
+    return frozenset(hop.worker for path in plan.paths for hop in path.hops)
+
+
 def working(plan: Plan, alive: Collection[WorkerId]) -> Plan:
     """`plan` without its silent chunks; those of a stage whose other holders are not `alive` stay."""
     silent = silent_chunks(plan)

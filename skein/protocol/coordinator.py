@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import assert_never
 
+from skein.plan.silent import busy_workers
 from skein.protocol.coordinator_io import (
     CancelAsked,
     CheckpointVerified,
@@ -20,6 +21,7 @@ from skein.protocol.coordinator_io import (
     DrainAsked,
     Halt,
     ManifestWritten,
+    MeasureAsked,
     Outbox,
     PlanMade,
     ReportArrived,
@@ -49,10 +51,12 @@ from skein.protocol.membership import (
     NameRemembered,
     Rejected,
     Returned,
+    SpeedHeard,
     StreamBroke,
 )
-from skein.protocol.messages import Directive, Dismiss, LogPosition, Probe, Refused, Welcome
+from skein.protocol.messages import Directive, Dismiss, LogPosition, Measure, Probe, Refused, Welcome
 from skein.protocol.records import Drained, EpochOpened, JobEnded, JobSubmitted, Record
+from skein.protocol.remeasuring import Pace, Remeasuring
 from skein.protocol.reports import (
     Ack,
     Beat,
@@ -66,6 +70,7 @@ from skein.protocol.reports import (
     LinksMeasured,
     Prefetched,
     Report,
+    SpeedMeasured,
     StageDone,
     Suspected,
     TimesMeasured,
@@ -78,7 +83,7 @@ from skein.protocol.runs.run import Run
 from skein.protocol.runs.storage import judge
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
-from skein.types import Incarnation, JobId, JobState, WorkerId
+from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
 
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
@@ -103,6 +108,9 @@ class Coordinator:
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history)
+        self._remeasuring = Remeasuring()
+        self._paced_at: tuple[Generation, Step | None] | None = None
+        self._pace_then = Pace(busy=None, parted=None)
         self._num_refused: Counter[Incarnation] = Counter()
         self._story = Story()
 
@@ -135,6 +143,9 @@ class Coordinator:
                 self._cancel(event.job, event.reason, now=now)
             case DrainAsked():
                 self._drain(event.worker, now=now)
+            case MeasureAsked():
+                for worker in (*self.membership.live,) if event.worker is None else (event.worker,):
+                    self._measure(worker, now=now)
             case PlanMade():
                 if self.run is not None:
                     self.run.planned(event, now=now)
@@ -248,6 +259,10 @@ class Coordinator:
                 if run is not None:
                     run.beat(worker, report)
                     self._turn_away_stuck(now=now)
+                if self._remeasuring.is_due(worker, self._pace(), now=now):
+                    self._measure(worker, now=now)
+            case SpeedMeasured():
+                self._speed_measured(worker, report, now=now)
             case LinksMeasured():
                 self._measured(report)
             case Leaving():
@@ -293,6 +308,35 @@ class Coordinator:
         elif self.run is not None:
             trouble = Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
             self.run.report(event.worker, trouble, now=now)
+
+    def _measure(self, worker: WorkerId, *, now: float) -> None:
+        entry = self.membership.live.get(worker)
+        if entry is not None:
+            self._remeasuring.asked(worker, now=now)
+            self._send(worker, entry.hello.incarnation, Measure())
+
+    def _pace(self) -> Pace:
+        """Looked at once for each step, for everybody's beats ask for it."""
+        run, place = self.run, (self.history.generation, None if self.run is None else self.run.job.version)
+        if run is None or run.plan is None or run.phase is not RunPhase.STEPPING:
+            # Amid a change of generation anybody may be busy with building.
+            return Pace(busy=None if run is not None else frozenset(), parted=None)
+        if self._paced_at != place:
+            has_parted = self.measured[run.job.job].has_parted(run.plan)
+            parted = self.history.generation if has_parted else None
+            self._paced_at, self._pace_then = place, Pace(busy=busy_workers(run.plan), parted=parted)
+        return self._pace_then
+
+    def _speed_measured(self, worker: WorkerId, report: SpeedMeasured, *, now: float) -> None:
+        before = self.membership.live[worker].hello.profile.flops_per_s
+        heard = SpeedHeard(worker=worker, flops_per_s=report.flops_per_s, spread=report.spread)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if self.run is not None and not self._pace().is_at_work(worker):
+            self.measured[self.run.job.job].measured_again(worker, report.flops_per_s / max(1.0, before))
+        self._outbox.log(
+            f"worker={worker} measured {report.flops_per_s / 1e9:.3g} GFLOP/s (runs {report.spread:.0%} apart), "
+            f"before {before / 1e9:.3g}"
+        )
 
     def _measured(self, report: LinksMeasured) -> None:
         for link in report.links:
@@ -348,7 +392,7 @@ class Coordinator:
         for change in changes:
             match change:
                 case Joined() | Returned():
-                    self._welcome(change.worker, is_new=isinstance(change, Joined))
+                    self._welcome(change.worker, is_new=isinstance(change, Joined), now=now)
                 case Rejected():
                     self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")
@@ -356,6 +400,7 @@ class Coordinator:
                     if change.is_final:
                         self._num_refused.pop(change.incarnation, None)
                         self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                    self._remeasuring.lost(change.worker)
                     how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
                     self._outbox.log(f"worker={change.worker} {how}")
                 case IsLeaving():
@@ -368,7 +413,7 @@ class Coordinator:
             if self.run is not None:
                 self.run.changed(change, now=now)
 
-    def _welcome(self, worker: WorkerId, *, is_new: bool) -> None:
+    def _welcome(self, worker: WorkerId, *, is_new: bool, now: float) -> None:
         entry = self.membership.live[worker]
         incarnation = entry.hello.incarnation
         welcome = Welcome(
@@ -383,6 +428,7 @@ class Coordinator:
         if not is_new:
             return
         self._outbox.log(f"worker={worker} joined")
+        self._remeasuring.joined(worker, now=now)
         others = [self.membership.live[w].member for w in sorted(self.membership.live) if w != worker]
         if others:
             self._send(worker, incarnation, Probe(peers=tuple(others[:NUM_PROBED_PEERS])))

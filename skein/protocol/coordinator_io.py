@@ -65,6 +65,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureAsked:
+    """An operator wants workers to measure their devices again: this one, or all."""
+
+    worker: WorkerId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMade:
     """The answer to MakePlan of the same number.
 
@@ -109,6 +116,7 @@ CoordinatorEvent = (
     | SubmitAsked
     | CancelAsked
     | DrainAsked
+    | MeasureAsked
     | PlanMade
     | ManifestWritten
     | CheckpointVerified

@@ -14,7 +14,7 @@ Rules of this file
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from heapq import heappop, heappush, heapreplace
 from typing import assert_never
@@ -60,6 +60,15 @@ class Heard:
     worker: WorkerId
     incarnation: Incarnation
     progress: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedHeard:
+    """A live worker has measured its device again."""
+
+    worker: WorkerId
+    flops_per_s: float
+    spread: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,7 @@ class LeaseTime:
 MembershipEvent = (
     HelloHeard
     | Heard
+    | SpeedHeard
     | StreamBroke
     | Doubted
     | LeaveHeard
@@ -189,6 +199,8 @@ class Entry:
     progress: int = 0
     heard_at: float = 0.0
     progressed_at: float = 0.0
+    measured_at: float = 0.0
+    """When its speed was last measured, as far as is known here."""
 
     @property
     def holder(self) -> GenerationMember:
@@ -249,6 +261,9 @@ class Membership:
                 return self._hello(event.hello, now=now)
             case Heard():
                 return self._heard(event, now=now)
+            case SpeedHeard():
+                self._speed(event, now=now)
+                return []
             case StreamBroke():
                 self._broke(event, now=now)
                 return []
@@ -352,7 +367,7 @@ class Membership:
     def _join(self, entry: Entry, *, now: float) -> list[MembershipChange]:
         worker, incarnation = entry.hello.worker, entry.hello.incarnation
         entry.is_leaving = incarnation in self._leaving
-        entry.heard_at = now
+        entry.heard_at = entry.measured_at = now
         entry.lease_until = now + self.lease_s
         self._entries[worker] = entry
         self._queue_lease(entry)
@@ -379,6 +394,12 @@ class Membership:
         if event.progress is not None and event.progress != entry.progress:
             entry.progress = event.progress
             entry.progressed_at = now
+
+    def _speed(self, event: SpeedHeard, *, now: float) -> None:
+        entry = self._entries[event.worker]
+        profile = replace(entry.hello.profile, flops_per_s=event.flops_per_s, spread=event.spread)
+        entry.hello = replace(entry.hello, profile=profile)
+        entry.measured_at = now
 
     def _broke(self, event: StreamBroke, *, now: float) -> None:
         silent = self._silent.get(event.worker)

@@ -425,6 +425,11 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Measure the device again. Answered by `SpeedMeasured`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
     """The job is over for this worker: drop all state of it. `may_exit` answers `Leaving`."""
 
@@ -447,5 +452,6 @@ Directive = (
     | Prefetch
     | Follow
     | Probe
+    | Measure
     | Dismiss
 )

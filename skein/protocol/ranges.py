@@ -147,6 +147,7 @@ RANGES: Mapping[str, Range] = {
     "lease_s": SECONDS,
     "beat_s": SECONDS,
     "beat_age_s": SECONDS,
+    "measured_age_s": SECONDS,
     "silent_s": SECONDS,
     "fenced_s": SECONDS,
     "step_s": SECONDS,
@@ -159,6 +160,8 @@ RANGES: Mapping[str, Range] = {
     "origin_s": WALL,
     # speeds
     "flops_per_s": SPEED,
+    "spread": STATISTIC,
+    "predicted_spread": STATISTIC,
     "bytes_per_s": BANDWIDTH,
     "tokens_per_s": RATE,
     # what is learned

@@ -177,6 +177,14 @@ class LinksMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedMeasured:
+    """What this worker's device does now; see `Profile`."""
+
+    flops_per_s: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimesMeasured:
     """What this worker's chunks take, medians of the last ops, and its tensors until peers have accepted them.
 
@@ -235,6 +243,7 @@ Report = (
     | CheckpointUnread
     | CheckpointUnwritten
     | LinksMeasured
+    | SpeedMeasured
     | TimesMeasured
     | Prefetched
     | Suspected

@@ -6,6 +6,7 @@ Rules of this file
 - What is built counts as held, whatever generation asked for it, unless the job was forgotten meanwhile.
 """
 
+from dataclasses import replace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
@@ -16,6 +17,7 @@ from skein.protocol.messages import (
     Dismiss,
     Evaluate,
     Follow,
+    Measure,
     NewGeneration,
     Prefetch,
     Prepare,
@@ -50,6 +52,7 @@ from skein.protocol.reports import (
     Hello,
     Leaving,
     LinksMeasured,
+    SpeedMeasured,
     Suspected,
     Trouble,
 )
@@ -66,12 +69,14 @@ from skein.protocol.worker_io import (
     BytesMoved,
     CancelBuild,
     CheckpointSaved,
+    DeviceMeasured,
     DirectiveArrived,
     Exit,
     ForgetJob,
     Identity,
     LinksProbed,
     LogShortened,
+    MeasureDevice,
     MeasureLinks,
     OpEnded,
     PrefetchEnded,
@@ -149,6 +154,8 @@ class Worker:
                 self._copies.ended(event)
             case LinksProbed():
                 self._standing.tell(LinksMeasured(links=event.links))
+            case DeviceMeasured():
+                self._device_measured(event)
             case StreamOpened():
                 self._stream_opened(now=now)
             case StreamLost():
@@ -262,6 +269,12 @@ class Worker:
             suspected = Suspected(generation=self.generation, peer=event.to, reason=event.reason)
             self._standing.tell(suspected)
 
+    def _device_measured(self, event: DeviceMeasured) -> None:
+        """Whoever is told later, by a new coordinator's stream, hears the same."""
+        profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
+        self.identity = replace(self.identity, profile=profile)
+        self._standing.tell(SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
+
     def _saved(self, event: CheckpointSaved) -> None:
         self._standing.tell(
             CheckpointWritten(
@@ -304,6 +317,8 @@ class Worker:
                     self._copies.snapshot(directive)
             case Probe():
                 self._standing.commands.append(MeasureLinks(peers=directive.peers))
+            case Measure():
+                self._standing.commands.append(MeasureDevice())
             case Dismiss():
                 self._dismiss(directive)
             case NewGeneration():

@@ -187,6 +187,14 @@ class LinksProbed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMeasured:
+    """The device was measured again."""
+
+    flops_per_s: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
     """The operator wants this worker to go (SIGTERM)."""
 
@@ -223,6 +231,7 @@ WorkerEvent = (
     | PrefetchEnded
     | PrefetchFailed
     | LinksProbed
+    | DeviceMeasured
     | StopRequested
     | LogShortened
     | TimePassed
@@ -300,6 +309,11 @@ class DropCopies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureDevice:
+    """Measure the device, between ops. Answered by DeviceMeasured, once for all that were given meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLinks:
     """Probe these peers. Answered by LinksProbed."""
 
@@ -330,6 +344,7 @@ WorkerCommand = (
     | FollowCommit
     | DropCopies
     | MeasureLinks
+    | MeasureDevice
     | ForgetJob
     | Exit
 )

@@ -129,8 +129,9 @@ class SimExecutor:
     """
 
     def __init__(self, worker: WorkerId, flops_per_s: float) -> None:
+        """`flops_per_s` is what the worker says when it starts."""
         self.worker = worker
-        self.flops_per_s = flops_per_s
+        self.flops_per_s = self.nominal_flops_per_s = flops_per_s
         self.chunks: dict[StageIndex, SimChunk] = {}
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}

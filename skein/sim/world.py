@@ -18,6 +18,7 @@ from skein.protocol.worker_io import (
     Build,
     BuildFailed,
     CancelBuild,
+    DeviceMeasured,
     DirectiveArrived,
     DropCopies,
     DropTensor,
@@ -27,6 +28,7 @@ from skein.protocol.worker_io import (
     Identity,
     LinksProbed,
     LogShortened,
+    MeasureDevice,
     MeasureLinks,
     OpEnded,
     RunOp,
@@ -54,6 +56,10 @@ DIAL_S = 0.05
 """From a broken stream to the next try."""
 DIAL_AGAIN_S = 0.5
 """To the one after that, where nobody answers."""
+
+
+def _measured(worker: SimWorker) -> DeviceMeasured:
+    return DeviceMeasured(flops_per_s=worker.executor.flops_per_s, spread=0.0)
 
 
 class World(Service):
@@ -181,9 +187,8 @@ class World(Service):
         """A new process under the same name."""
         old = self.workers.get(name)
         if old is not None:
-            profile = old.machine.identity.profile
-            site = old.machine.identity.site
-            self.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
+            speed, memory_bytes = old.executor.nominal_flops_per_s, old.machine.identity.profile.memory_bytes
+            self.add_worker(name, old.machine.identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
 
     def freeze_worker(self, name: WorkerId, seconds: float) -> None:
         """Stop a process as SIGSTOP does: it says and does nothing, and goes on later."""
@@ -215,11 +220,10 @@ class World(Service):
                 worker.down.popleft()()
 
     def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
-        """Have a worker's ops take `factor` times as long as its profile says, for so long; None: for good."""
+        """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good."""
         worker = self.workers.get(name)
         if worker is not None:
-            profile_flops_per_s = worker.machine.identity.profile.flops_per_s
-            worker.executor.flops_per_s = profile_flops_per_s / factor
+            worker.executor.flops_per_s = worker.executor.nominal_flops_per_s / factor
             if seconds is not None:
                 self.clock.after(seconds, partial(self.slow_worker, name, 1.0))
 
@@ -314,6 +318,8 @@ class World(Service):
                 self.copies.follow(worker, command)
             case DropCopies():
                 self.copies.drop(worker, command)
+            case MeasureDevice():
+                self.clock.after(0.5, partial(self._give, worker, _measured(worker)))
             case MeasureLinks():
                 links = tuple(
                     link

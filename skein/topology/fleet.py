@@ -13,13 +13,15 @@ from skein.types import SiteId, StageSpec, WorkerId
 class Profile:
     """What a worker measured of itself.
 
-    `flops_per_s` is sustained fp32 matrix multiplication on the device; `memory_bytes` what a job may use.
+    `flops_per_s` is sustained fp32 matrix multiplication on the device, the median of several short runs, and `spread`
+    how far these lay apart, as a share of it; `memory_bytes` is what a job may use.
     """
 
     device: str
     device_name: str
     flops_per_s: float
     memory_bytes: int
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,8 @@ class JobStatus:
     """Committed steps that all incidents together cost."""
     shortfalls: tuple[Shortfall, ...] = ()
     """Stages of a running job with fewer holders than asked; empty in a list of jobs."""
+    predicted_spread: float = 0.0
+    """Share by which first measurements lay apart that the prediction rests on; 0: all were measured while training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class WorkerStatus:
     profile: Profile
     stages: tuple[StageIndex, ...]
     beat_age_s: float
+    measured_age_s: float = 0.0
+    """Since it last measured its device, as far as this coordinator knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import hashlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -277,6 +277,16 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
                 context, UserError("worker", request.worker, "is not here"), grpc.StatusCode.NOT_FOUND
             )
         return codec.WORKER_STATUS.encode(worker(request.worker, state=WorkerState.DRAINING))
+
+    async def Measure(self, request: jobs_pb2.MeasureRequest, context: Context) -> jobs_pb2.WorkersReply:
+        await self._checked(context)
+        script = self._script
+        script.workers = [
+            replace(x, profile=replace(x.profile, flops_per_s=3e10, spread=0.2), measured_age_s=0.0)
+            for x in script.workers
+        ]
+        found = [x for x in script.workers if request.worker in ("", x.worker)]
+        return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(x) for x in found])
 
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
         await self._checked(context)

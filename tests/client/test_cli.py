@@ -348,6 +348,30 @@ def test_incidents_in_json_are_one_object(coordinator: Scripted, capsys: Capture
     assert found["totals"] == plain(total([incident(seconds=1.0), incident(seconds=3.0)]))
 
 
+def test_measuring_again_shows_what_was_found_and_its_doubt(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.workers = [replace(worker(name), measured_age_s=500.0) for name in ("w1", "w2")]
+    assert run(["measure"]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["w1", "w2"]
+    assert all("30 ± 10%" in row for row in rows)
+    assert run(["measure", "w2", "--json"]) == 0
+    assert [found["worker"] for found in lines(capsys.readouterr().out)] == ["w2"]
+
+
+def test_a_prediction_that_is_far_off_is_told_instead_of_how_good_the_plan_is(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    [(name, now)] = coordinator.script.jobs.items()
+    off = replace(now, predicted_step_s=2.42e-3, measured_step_s=1.59, predicted_spread=0.4)
+    coordinator.script.jobs[name] = off
+    assert run(["status", name]) == 0
+    out = capsys.readouterr().out
+    assert "planned 0.00242 s ± 40% by first measurements: off by 657 times" in out
+    assert "no plan below" not in out
+    [row] = [line for line in out.splitlines() if line.startswith("step ")]
+    assert row.split()[-2:] == ["657", "times"]
+
+
 def test_workers_links_drain_and_cancel(capsys: Captured) -> None:
     assert run(["workers"]) == run(["links"]) == run(["drain", "w1"]) == run(["cancel", "first-job-1"]) == 0
     out = capsys.readouterr().out

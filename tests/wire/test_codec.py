@@ -39,6 +39,7 @@ PLAIN_REQUESTS = {
     "LinksRequest",
     "LinksReply",
     "ListIncidentsRequest",
+    "MeasureRequest",
     "ListIncidentsReply",
 }
 """Ids and lists of values: used without a dataclass of their own."""

@@ -23,6 +23,8 @@ from skein.types import ChunkRef, StageSpec, WorkerId
 
 NUM_STEPS = 5
 """Steps of one plan whose median is believed."""
+PARTED = 2.0
+"""Times as long as planned, or a part of that: first measurements are wrong then, not the plan."""
 _NUM_KEPT = 2 * NUM_STEPS
 """So few that a change shows within a few steps."""
 
@@ -39,6 +41,8 @@ class Measured:
         self._transfers: dict[_Pair, TransferTime] = {}
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._stragglers = Stragglers()
+        self.anew: set[WorkerId] = set()
+        """Who has measured another speed than plans were made with, and waits for a plan that knows."""
 
     # --- what is told ---
 
@@ -73,9 +77,15 @@ class Measured:
         """Another plan is in place: its steps are other steps."""
         self._steps_s.clear()
 
+    def measured_again(self, worker: WorkerId, factor: float) -> None:
+        """A worker without work has measured its device, and found so many times the speed."""
+        if not 1 / (1 + self._spec.plan.replan_if_off_by) < factor < 1 + self._spec.plan.replan_if_off_by:
+            self.anew.add(worker)
+
     def lose(self, worker: WorkerId) -> None:
         """A worker is gone; who comes in its name may be another machine."""
         self._chunks.pop(worker, None)
+        self.anew.discard(worker)
         self._stragglers.lose(worker)
         for pair in [pair for pair in self._transfers if worker in pair]:
             del self._transfers[pair]
@@ -86,6 +96,19 @@ class Measured:
     def step_s(self) -> float | None:
         """Median of the last steps of the present plan; None while there are too few."""
         return median(self._steps_s) if len(self._steps_s) >= NUM_STEPS else None
+
+    def has_parted(self, plan: Plan) -> bool:
+        """Whether most ops take more than `PARTED` times as long as `plan` has them, or less than a part of that."""
+        if self.step_s is None:
+            return False
+        stages = {stage.index: stage for stage in plan.stages}
+        ratios = [
+            time.total_s / planned.total_s
+            for planned in plan.chunk_times
+            if (time := self.chunk_time(planned.chunk, stages[planned.chunk.stage])) is not None
+            and planned.total_s > 0
+        ]
+        return bool(ratios) and not 1 / PARTED <= median(ratios) <= PARTED
 
     def chunk_time(self, chunk: ChunkRef, stage: StageSpec) -> ChunkTime | None:
         """What a chunk takes."""

@@ -58,6 +58,8 @@ class Seen:
     changed_links: tuple[tuple[WorkerId, WorkerId], ...]
     blamed: str
     stragglers: tuple[tuple[WorkerId, float], ...] = ()
+    measured_anew: tuple[WorkerId, ...] = ()
+    """Without work so far, for they had measured another speed."""
 
 
 class Replanning:
@@ -103,6 +105,8 @@ class Replanning:
         newcomers = sorted(set(seen.candidates) - self._workers)
         if newcomers:
             return f"{', '.join(newcomers)} could work too"
+        if seen.measured_anew:
+            return f"{', '.join(seen.measured_anew)} measured another speed"
         if seen.step_s is not None and abs(seen.step_s - self._expected_s) > self._off_by * self._expected_s:
             return (
                 f"measured {seen.step_s:.2g} s, planned {self._planned_s:.2g} s: replanned for {seen.blamed}"

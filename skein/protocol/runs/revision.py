@@ -84,6 +84,7 @@ class Revision:
         if why is not None:
             self._why = why
             self.policy.asked(seen, now=now)
+            self._measured.anew.clear()
             self._placement.ask_beside(candidates)
 
     def _seen(self, plan: Plan, candidates: Sequence[Entry]) -> Seen:
@@ -97,6 +98,7 @@ class Revision:
             else self._measured.changed_links(plan, links, off_by=off_by, step_s=step_s),
             blamed=self._measured.blamed(plan, links),
             stragglers=self._measured.stragglers,
+            measured_anew=tuple(sorted(self._measured.anew)),
         )
 
     def _is_safer(self, plan: Plan, present: Plan) -> bool:

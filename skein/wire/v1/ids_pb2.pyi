@@ -728,10 +728,13 @@ class Profile(_message.Message):
     DEVICE_NAME_FIELD_NUMBER: _builtins.int
     FLOPS_PER_S_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     device_name: _builtins.str
     flops_per_s: _builtins.float
     memory_bytes: _builtins.int
+    spread: _builtins.float
+    """Of several short runs, as a share of flops_per_s."""
     def __init__(
         self,
         *,
@@ -739,10 +742,11 @@ class Profile(_message.Message):
         device_name: _builtins.str = ...,
         flops_per_s: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
+        spread: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "flops_per_s", b"flops_per_s", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "flops_per_s", b"flops_per_s", "memory_bytes", b"memory_bytes", "spread", b"spread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

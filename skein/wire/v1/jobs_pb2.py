@@ -27,15 +27,15 @@ from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
 from skein.wire.v1 import log_pb2 as skein_dot_wire_dot_v1_dot_log__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\x1a\x17skein/wire/v1/log.proto\"*\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"Q\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\x12\n\nsince_line\x18\x03 \x01(\x04\x12\x11\n\tuntil_now\x18\x04 \x01(\x08\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x10\n\x0eVersionRequest\"H\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"A\n\x14ListIncidentsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"W\n\x12ListIncidentsReply\x12*\n\tincidents\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.Incident\x12\x15\n\rnum_incidents\x18\x02 \x01(\x04\"\xc6\x05\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimes\x12\x15\n\rnum_incidents\x18\x17 \x01(\x04\x12\x16\n\x0enum_steps_lost\x18\x18 \x01(\x04\x12,\n\nshortfalls\x18\x19 \x03(\x0b\x32\x18.skein.wire.v1.ShortfallB\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"\x7f\n\tShortfall\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bnum_holders\x18\x02 \x01(\r\x12\x11\n\tnum_asked\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12(\n\x08left_out\x18\x05 \x03(\x0b\x32\x16.skein.wire.v1.LeftOut\"0\n\x07LeftOut\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x15\n\rmissing_bytes\x18\x02 \x01(\x04\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xcf\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x42\x06\n\x04_job\"\xad\x04\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x12\x36\n\x0eincident_ended\x18\x0b \x01(\x0b\x32\x1c.skein.wire.v1.IncidentEndedH\x00\x12\x0c\n\x04line\x18\x0c \x01(\x04\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\":\n\rIncidentEnded\x12)\n\x08incident\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.Incident\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\xbd\x05\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReply\x12W\n\rListIncidents\x12#.skein.wire.v1.ListIncidentsRequest\x1a!.skein.wire.v1.ListIncidentsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\x1a\x17skein/wire/v1/log.proto\"*\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"Q\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\x12\n\nsince_line\x18\x03 \x01(\x04\x12\x11\n\tuntil_now\x18\x04 \x01(\x08\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\" \n\x0eMeasureRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x10\n\x0eVersionRequest\"H\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"A\n\x14ListIncidentsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"W\n\x12ListIncidentsReply\x12*\n\tincidents\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.Incident\x12\x15\n\rnum_incidents\x18\x02 \x01(\x04\"\xe0\x05\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimes\x12\x15\n\rnum_incidents\x18\x17 \x01(\x04\x12\x16\n\x0enum_steps_lost\x18\x18 \x01(\x04\x12,\n\nshortfalls\x18\x19 \x03(\x0b\x32\x18.skein.wire.v1.Shortfall\x12\x18\n\x10predicted_spread\x18\x1a \x01(\x01\x42\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"\x7f\n\tShortfall\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bnum_holders\x18\x02 \x01(\r\x12\x11\n\tnum_asked\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12(\n\x08left_out\x18\x05 \x03(\x0b\x32\x16.skein.wire.v1.LeftOut\"0\n\x07LeftOut\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x15\n\rmissing_bytes\x18\x02 \x01(\x04\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xe7\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x12\x16\n\x0emeasured_age_s\x18\t \x01(\x01\x42\x06\n\x04_job\"\xad\x04\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x12\x36\n\x0eincident_ended\x18\x0b \x01(\x0b\x32\x1c.skein.wire.v1.IncidentEndedH\x00\x12\x0c\n\x04line\x18\x0c \x01(\x04\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\":\n\rIncidentEnded\x12)\n\x08incident\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.Incident\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\x84\x06\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Measure\x12\x1d.skein.wire.v1.MeasureRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReply\x12W\n\rListIncidents\x12#.skein.wire.v1.ListIncidentsRequest\x1a!.skein.wire.v1.ListIncidentsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.jobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=3439
-  _globals['_WORKERSTATE']._serialized_end=3581
+  _globals['_WORKERSTATE']._serialized_start=3523
+  _globals['_WORKERSTATE']._serialized_end=3665
   _globals['_SUBMITREQUEST']._serialized_start=122
   _globals['_SUBMITREQUEST']._serialized_end=164
   _globals['_SUBMITREPLY']._serialized_start=166
@@ -54,52 +54,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSREQUEST']._serialized_end=461
   _globals['_WORKERSREPLY']._serialized_start=463
   _globals['_WORKERSREPLY']._serialized_end=523
-  _globals['_DRAINREQUEST']._serialized_start=525
-  _globals['_DRAINREQUEST']._serialized_end=555
-  _globals['_VERSIONREQUEST']._serialized_start=557
-  _globals['_VERSIONREQUEST']._serialized_end=573
-  _globals['_VERSIONREPLY']._serialized_start=575
-  _globals['_VERSIONREPLY']._serialized_end=647
-  _globals['_LINKSREQUEST']._serialized_start=649
-  _globals['_LINKSREQUEST']._serialized_end=663
-  _globals['_LINKSREPLY']._serialized_start=665
-  _globals['_LINKSREPLY']._serialized_end=713
-  _globals['_LISTINCIDENTSREQUEST']._serialized_start=715
-  _globals['_LISTINCIDENTSREQUEST']._serialized_end=780
-  _globals['_LISTINCIDENTSREPLY']._serialized_start=782
-  _globals['_LISTINCIDENTSREPLY']._serialized_end=869
-  _globals['_JOBSTATUS']._serialized_start=872
-  _globals['_JOBSTATUS']._serialized_end=1582
-  _globals['_SHORTFALL']._serialized_start=1584
-  _globals['_SHORTFALL']._serialized_end=1711
-  _globals['_LEFTOUT']._serialized_start=1713
-  _globals['_LEFTOUT']._serialized_end=1761
-  _globals['_CHUNKTIMES']._serialized_start=1763
-  _globals['_CHUNKTIMES']._serialized_end=1880
-  _globals['_TRANSFERTIMES']._serialized_start=1882
-  _globals['_TRANSFERTIMES']._serialized_end=2008
-  _globals['_WORKERSTATUS']._serialized_start=2011
-  _globals['_WORKERSTATUS']._serialized_end=2218
-  _globals['_JOBEVENT']._serialized_start=2221
-  _globals['_JOBEVENT']._serialized_end=2778
-  _globals['_STATECHANGED']._serialized_start=2780
-  _globals['_STATECHANGED']._serialized_end=2850
-  _globals['_STEPFINISHED']._serialized_start=2852
-  _globals['_STEPFINISHED']._serialized_end=2947
-  _globals['_EVALUATIONFINISHED']._serialized_start=2949
-  _globals['_EVALUATIONFINISHED']._serialized_end=3020
-  _globals['_CHECKPOINTFINISHED']._serialized_start=3022
-  _globals['_CHECKPOINTFINISHED']._serialized_end=3085
-  _globals['_GENERATIONBEGUN']._serialized_start=3087
-  _globals['_GENERATIONBEGUN']._serialized_end=3157
-  _globals['_WENTBACK']._serialized_start=3159
-  _globals['_WENTBACK']._serialized_end=3227
-  _globals['_LINELOGGED']._serialized_start=3229
-  _globals['_LINELOGGED']._serialized_end=3311
-  _globals['_INCIDENTENDED']._serialized_start=3313
-  _globals['_INCIDENTENDED']._serialized_end=3371
-  _globals['_ENDED']._serialized_start=3373
-  _globals['_ENDED']._serialized_end=3436
-  _globals['_JOBS']._serialized_start=3584
-  _globals['_JOBS']._serialized_end=4285
+  _globals['_MEASUREREQUEST']._serialized_start=525
+  _globals['_MEASUREREQUEST']._serialized_end=557
+  _globals['_DRAINREQUEST']._serialized_start=559
+  _globals['_DRAINREQUEST']._serialized_end=589
+  _globals['_VERSIONREQUEST']._serialized_start=591
+  _globals['_VERSIONREQUEST']._serialized_end=607
+  _globals['_VERSIONREPLY']._serialized_start=609
+  _globals['_VERSIONREPLY']._serialized_end=681
+  _globals['_LINKSREQUEST']._serialized_start=683
+  _globals['_LINKSREQUEST']._serialized_end=697
+  _globals['_LINKSREPLY']._serialized_start=699
+  _globals['_LINKSREPLY']._serialized_end=747
+  _globals['_LISTINCIDENTSREQUEST']._serialized_start=749
+  _globals['_LISTINCIDENTSREQUEST']._serialized_end=814
+  _globals['_LISTINCIDENTSREPLY']._serialized_start=816
+  _globals['_LISTINCIDENTSREPLY']._serialized_end=903
+  _globals['_JOBSTATUS']._serialized_start=906
+  _globals['_JOBSTATUS']._serialized_end=1642
+  _globals['_SHORTFALL']._serialized_start=1644
+  _globals['_SHORTFALL']._serialized_end=1771
+  _globals['_LEFTOUT']._serialized_start=1773
+  _globals['_LEFTOUT']._serialized_end=1821
+  _globals['_CHUNKTIMES']._serialized_start=1823
+  _globals['_CHUNKTIMES']._serialized_end=1940
+  _globals['_TRANSFERTIMES']._serialized_start=1942
+  _globals['_TRANSFERTIMES']._serialized_end=2068
+  _globals['_WORKERSTATUS']._serialized_start=2071
+  _globals['_WORKERSTATUS']._serialized_end=2302
+  _globals['_JOBEVENT']._serialized_start=2305
+  _globals['_JOBEVENT']._serialized_end=2862
+  _globals['_STATECHANGED']._serialized_start=2864
+  _globals['_STATECHANGED']._serialized_end=2934
+  _globals['_STEPFINISHED']._serialized_start=2936
+  _globals['_STEPFINISHED']._serialized_end=3031
+  _globals['_EVALUATIONFINISHED']._serialized_start=3033
+  _globals['_EVALUATIONFINISHED']._serialized_end=3104
+  _globals['_CHECKPOINTFINISHED']._serialized_start=3106
+  _globals['_CHECKPOINTFINISHED']._serialized_end=3169
+  _globals['_GENERATIONBEGUN']._serialized_start=3171
+  _globals['_GENERATIONBEGUN']._serialized_end=3241
+  _globals['_WENTBACK']._serialized_start=3243
+  _globals['_WENTBACK']._serialized_end=3311
+  _globals['_LINELOGGED']._serialized_start=3313
+  _globals['_LINELOGGED']._serialized_end=3395
+  _globals['_INCIDENTENDED']._serialized_start=3397
+  _globals['_INCIDENTENDED']._serialized_end=3455
+  _globals['_ENDED']._serialized_start=3457
+  _globals['_ENDED']._serialized_end=3520
+  _globals['_JOBS']._serialized_start=3668
+  _globals['_JOBS']._serialized_end=4440
 # @@protoc_insertion_point(module_scope)

@@ -246,6 +246,26 @@ class WorkersReply(_message.Message):
 Global___WorkersReply: _TypeAlias = WorkersReply  # noqa: Y015
 
 @_typing.final
+class MeasureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Empty: every worker."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureRequest: _TypeAlias = MeasureRequest  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,6 +441,7 @@ class JobStatus(_message.Message):
     NUM_INCIDENTS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_LOST_FIELD_NUMBER: _builtins.int
     SHORTFALLS_FIELD_NUMBER: _builtins.int
+    PREDICTED_SPREAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -447,6 +468,8 @@ class JobStatus(_message.Message):
     num_incidents: _builtins.int
     num_steps_lost: _builtins.int
     """By all incidents together."""
+    predicted_spread: _builtins.float
+    """Of what the prediction rests on and was not measured while training."""
     @_builtins.property
     def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
         """Not in a list of jobs."""
@@ -487,10 +510,11 @@ class JobStatus(_message.Message):
         num_incidents: _builtins.int = ...,
         num_steps_lost: _builtins.int = ...,
         shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
+        predicted_spread: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_incidents", b"num_incidents", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "num_incidents", b"num_incidents", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
@@ -638,12 +662,14 @@ class WorkerStatus(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     BEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    MEASURED_AGE_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     site: _builtins.str
     address: _builtins.str
     state: Global___WorkerState.ValueType
     job: _builtins.str
     beat_age_s: _builtins.float
+    measured_age_s: _builtins.float
     @_builtins.property
     def profile(self) -> _ids_pb2.Profile: ...
     @_builtins.property
@@ -659,10 +685,11 @@ class WorkerStatus(_message.Message):
         profile: _ids_pb2.Profile | None = ...,
         stages: _abc.Iterable[_builtins.int] | None = ...,
         beat_age_s: _builtins.float = ...,
+        measured_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "job", b"job", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "profile", b"profile", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "measured_age_s", b"measured_age_s", "profile", b"profile", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__job: _TypeAlias = _typing.Literal["job"]  # noqa: Y015
     _WhichOneofArgType__job: _TypeAlias = _typing.Literal["_job", b"_job"]  # noqa: Y015

@@ -69,6 +69,11 @@ class JobsStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.DrainRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/skein.wire.v1.Jobs/Measure',
+                request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.WorkersReply.FromString,
+                _registered_method=True)
         self.Version = channel.unary_unary(
                 '/skein.wire.v1.Jobs/Version',
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.VersionRequest.SerializeToString,
@@ -135,6 +140,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """Has workers measure their devices again; which they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Version(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -192,6 +204,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.DrainRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.WorkerStatus.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.MeasureRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.WorkersReply.SerializeToString,
             ),
             'Version': grpc.unary_unary_rpc_method_handler(
                     servicer.Version,
@@ -398,6 +415,33 @@ class Jobs:
             '/skein.wire.v1.Jobs/Drain',
             skein_dot_wire_dot_v1_dot_jobs__pb2.DrainRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_jobs__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Jobs/Measure',
+            skein_dot_wire_dot_v1_dot_jobs__pb2.MeasureRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_jobs__pb2.WorkersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class JobsStub:
     Workers: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.WorkersRequest, _jobs_pb2.WorkersReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.DrainRequest, _jobs_pb2.WorkerStatus]
     """Takes work away from a worker, step by step, and lets it exit."""
+    Measure: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.MeasureRequest, _jobs_pb2.WorkersReply]
+    """Has workers measure their devices again; which they are."""
     Version: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.VersionRequest, _jobs_pb2.VersionReply]
     Links: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.LinksRequest, _jobs_pb2.LinksReply]
     """What probes found."""
@@ -62,6 +64,8 @@ class JobsAsyncStub(JobsStub):
     Workers: _aio.UnaryUnaryMultiCallable[_jobs_pb2.WorkersRequest, _jobs_pb2.WorkersReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_jobs_pb2.DrainRequest, _jobs_pb2.WorkerStatus]  # type: ignore[assignment]
     """Takes work away from a worker, step by step, and lets it exit."""
+    Measure: _aio.UnaryUnaryMultiCallable[_jobs_pb2.MeasureRequest, _jobs_pb2.WorkersReply]  # type: ignore[assignment]
+    """Has workers measure their devices again; which they are."""
     Version: _aio.UnaryUnaryMultiCallable[_jobs_pb2.VersionRequest, _jobs_pb2.VersionReply]  # type: ignore[assignment]
     Links: _aio.UnaryUnaryMultiCallable[_jobs_pb2.LinksRequest, _jobs_pb2.LinksReply]  # type: ignore[assignment]
     """What probes found."""
@@ -121,6 +125,14 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.WorkerStatus, _abc.Awaitable[_jobs_pb2.WorkerStatus]]:
         """Takes work away from a worker, step by step, and lets it exit."""
+
+    @_abc_1.abstractmethod
+    def Measure(
+        self,
+        request: _jobs_pb2.MeasureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.WorkersReply, _abc.Awaitable[_jobs_pb2.WorkersReply]]:
+        """Has workers measure their devices again; which they are."""
 
     @_abc_1.abstractmethod
     def Version(

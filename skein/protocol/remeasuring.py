@@ -1,0 +1,62 @@
+"""When workers measure their devices again: a first measurement may have been taken at a bad moment.
+
+Rules of this file
+- Who works is measured by its ops all the time; who does not, silent holders too, measures itself now and then, each
+  time after a longer pause.
+- Where planned and measured ops part, first measurements are what is wrong: everybody measures once under that plan.
+"""
+
+from dataclasses import dataclass
+
+from skein.protocol.runs.replanning import Backoff
+from skein.types import Generation, WorkerId
+
+FIRST_PAUSE_S = 60.0
+"""From joining, with a measurement, to the next one of a worker without work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What matters of the job that is active.
+
+    Microbatches visit those who are `busy`, None: everybody may be; `parted` is the plan's generation if it takes ops
+    for much faster or slower than they are.
+    """
+
+    busy: frozenset[WorkerId] | None
+    parted: Generation | None
+
+    def is_at_work(self, worker: WorkerId) -> bool:
+        """Whether a worker may have something to do."""
+        return self.busy is None or worker in self.busy
+
+
+class Remeasuring:
+    """Of each worker when it was asked last."""
+
+    def __init__(self) -> None:
+        self._pauses: dict[WorkerId, Backoff] = {}
+        self._parted: dict[WorkerId, Generation] = {}
+
+    def joined(self, worker: WorkerId, *, now: float) -> None:
+        """It has measured itself just now."""
+        self._pauses[worker] = Backoff(FIRST_PAUSE_S)
+        self._pauses[worker].happened(now=now)
+
+    def lost(self, worker: WorkerId) -> None:
+        """A worker is gone."""
+        self._pauses.pop(worker, None)
+        self._parted.pop(worker, None)
+
+    def is_due(self, worker: WorkerId, pace: Pace, *, now: float) -> bool:
+        """Whether this live worker should measure itself now."""
+        if pace.parted is not None and self._parted.get(worker) != pace.parted:
+            self._parted[worker] = pace.parted
+            return True
+        pause = self._pauses.get(worker)
+        return not pace.is_at_work(worker) and pause is not None and pause.may(now=now)
+
+    def asked(self, worker: WorkerId, *, now: float) -> None:
+        """It was asked to."""
+        if worker in self._pauses:
+            self._pauses[worker].happened(now=now)
