@@ -20,6 +20,7 @@ from typing import Self
 
 from client.card import model_card
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
+from client.curves.points import Course
 from client.download import OnBytes, fetch_weights, weight_prefixes
 from client.export import Dtype, require_unused, write_huggingface
 from client.jobfile import prepare_job, read_job, read_job_text
@@ -270,9 +271,9 @@ class AsyncJob:
         """What happened after the event of that key or number, then what happens, through restarts, until the end."""
         return self._connection.watch(self.id, since=(since, 0) if isinstance(since, int) else since)
 
-    async def history(self) -> tuple[JobEvent, ...]:
-        """All that has happened so far, each event once and in order."""
-        async with aclosing(self._connection.watch(self.id, is_following=False)) as events:
+    async def history(self, *, since: Key = (0, 0)) -> tuple[JobEvent, ...]:
+        """All that has happened so far, after the event of that key: each event once and in order."""
+        async with aclosing(self._connection.watch(self.id, since=since, is_following=False)) as events:
             return tuple([event async for event in events])
 
     async def wait(self) -> JobStatus:
@@ -290,12 +291,9 @@ class AsyncJob:
         )
 
     async def metrics(self) -> Metrics:
-        """Loss, gradient norm, rates and the like of every step and evaluation so far."""
-        bodies = [event.body for event in await self.history()]
-        return Metrics(
-            steps=tuple(body for body in bodies if isinstance(body, StepFinished)),
-            evaluations=tuple(body for body in bodies if isinstance(body, EvaluationFinished)),
-        )
+        """Loss, gradient norm, rates and the like of every step and evaluation that counts so far."""
+        course = Course(await self.history())
+        return Metrics(steps=course.steps, evaluations=course.evaluations)
 
 
 def new_key(job: JobSpec) -> str:

@@ -155,9 +155,9 @@ class Job:
         finally:
             self._loop.run(_close(events))
 
-    def history(self) -> tuple[JobEvent, ...]:
-        """All that has happened so far, each event once and in order."""
-        return self._loop.run(self._job.history())
+    def history(self, *, since: Key = (0, 0)) -> tuple[JobEvent, ...]:
+        """All that has happened so far, after the event of that key: each event once and in order."""
+        return self._loop.run(self._job.history(since=since))
 
     def wait(self) -> JobStatus:
         """The job when it has ended, well or not."""

@@ -68,6 +68,11 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     "jobs": Verb(help="List jobs.", module="client.cli.jobs", attribute="jobs"),
     "status": Verb(help="Show one job.", module="client.cli.jobs", attribute="status"),
     "logs": Verb(help="Tell the story of a job.", module="client.cli.logs", attribute="logs"),
+    "curve": Verb(
+        help="Draw a job's losses, or write its curves to files.",
+        module="client.cli.curve",
+        attribute="curve",
+    ),
     "incidents": Verb(
         help="List a job's failures and what they cost.",
         module="client.cli.incidents",

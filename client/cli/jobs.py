@@ -9,6 +9,7 @@ from rich.console import Console
 
 from client.api import Client, Job
 from client.cli import DONE, FAILED, INTERRUPTED
+from client.cli.curve import watch
 from client.cli.files import outline
 from client.cli.follow import follow, view
 from client.cli.options import connect, connection_options, json_option, overrides_option
@@ -131,11 +132,20 @@ def jobs(*, is_json: bool) -> int:
 
 @click.command()
 @click.argument("job")
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="Show it anew, with its curve, until the job ends."
+)
 @json_option
 @connection_options
-def status(job: str, *, is_json: bool) -> int:
+def status(job: str, *, is_watching: bool, is_json: bool) -> int:
     """Show how far JOB is, and what its plan takes ops, transfers and steps for beside what they take."""
+    if is_watching and is_json:
+        raise click.UsageError(
+            "--watch shows a screen, --json prints once: skein logs -f --json tells events"
+        )
     with connect() as client:
+        if is_watching:
+            return watch(client.job(job), Console())
         found = client.job(job).status()
     if is_json:
         print_json(status_object(found))
