@@ -59,6 +59,8 @@ MAX_WAITING = 8192
 """Events that may wait in the inbox; streams are read no further until there is room."""
 MAX_TURN = 1024
 """Events handled in one turn, so that what they cause is not put off for long."""
+SETTLE_S = 1.0
+"""How long who asks waits for what is being recorded; appends take milliseconds where a disk has room."""
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
 
@@ -188,6 +190,7 @@ class Driver:
         self._unanswered: set[asyncio.Future[tuple[Record, ...]]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
+        self._appending_since = 0.0
         self._is_stopping = False
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
@@ -238,9 +241,17 @@ class Driver:
         finally:
             self._unanswered.discard(done)
 
-    async def settled(self) -> None:
-        """Waits until all that the machine knows now is durable, so that an answer made of it stays true."""
-        await self._settled.wait()
+    async def settled(self, patience_s: float = SETTLE_S) -> str:
+        """Waits until all that the machine knows now is durable, so that an answer made of it stays true.
+
+        Not for ever: on a full disk it gives, after `patience_s`, what is to be told with the answer; else "".
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._settled.wait()
+                return ""
+        waited_s = time.monotonic() - self._appending_since
+        return f"the run log has taken nothing for {waited_s:.0f} s, so nothing is decided: is its disk full?"
 
     def said(self, worker: WorkerId, lines: Sequence[LogLine]) -> None:
         """A worker's log lines go to those who watch the active job."""
@@ -383,7 +394,7 @@ class Driver:
     async def _append(self, records: tuple[Record, ...]) -> None:
         """Make a turn's records durable, all at once."""
         self._settled.clear()
-        began = time.monotonic()
+        self._appending_since = began = time.monotonic()
         await asyncio.get_running_loop().run_in_executor(self._writer, self._log.append, records)
         self._meter.appended(records, time.monotonic() - began)
         self.journal.recorded(records)

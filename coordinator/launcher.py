@@ -30,8 +30,10 @@ from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.protocol.membership import LEASE_S
+from skein.storage.outside import is_full
 from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
+from skein.units import format_bytes
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.logs import LogFormat
 from skein.wire.tokens import read_token
@@ -43,6 +45,8 @@ DEFAULT_PORT = 7411
 DEFAULT_METRICS_PORT = 7412
 RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
+START_BYTES = 1 << 20
+"""What the log and its files take until the first step."""
 _TICK_S = 0.5
 
 
@@ -177,7 +181,7 @@ class _Signals:
 
 
 def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> None:
-    state_dir = _prepare(options)
+    state_dir = _prepare(options, signals)
     if options.ray_address is None:
         if not options.is_standby:
             _wait_for_lock(state_dir, signals)
@@ -191,17 +195,25 @@ def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> Non
     _host(options, state_dir, cluster, signals, undo)
 
 
-def _prepare(options: CoordinatorOptions) -> Path:
-    """The state directory, made and whole."""
-    state_dir = options.state_dir.expanduser().resolve()
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=state_dir) as probe:
-            probe.write(b"0")
-    except OSError as error:
-        hint = f"{error.strerror}; give a directory that you can write"
-        raise UserError("state_dir", str(state_dir), hint) from error
-    return state_dir
+def _prepare(options: CoordinatorOptions, signals: _Signals) -> Path:
+    """The state directory, made and whole; on a full disk, once there is room."""
+    state_dir, is_told = options.state_dir.expanduser().resolve(), False
+    while True:
+        try:
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=state_dir) as probe:
+                os.posix_fallocate(probe.fileno(), 0, START_BYTES)
+            return state_dir
+        except OSError as error:
+            if not is_full(error):
+                hint = f"{error.strerror}; give a directory that you can write"
+                raise UserError("state_dir", str(state_dir), hint) from error
+            if not is_told:
+                line = f"waiting: {error.strerror}: a start needs {format_bytes(START_BYTES)} in {state_dir}; make room"
+                print(line, file=sys.stderr, flush=True)
+                is_told = True
+        signals.check()
+        time.sleep(_TICK_S)
 
 
 def _log_file(options: CoordinatorOptions, state_dir: Path) -> Path:

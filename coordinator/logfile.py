@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.records import EpochOpened, Record
+from skein.storage.outside import is_full
 from skein.types import Epoch
 from skein.wire.codec import RECORD
 
@@ -51,6 +52,15 @@ ALTER TABLE owner ADD COLUMN has_lock INTEGER NOT NULL DEFAULT 1;
 _CHAIN = "ALTER TABLE entries ADD COLUMN digest BLOB"
 """What format 3 added: NULL in entries that are older."""
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+_PERHAPS_FULL = {
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+    sqlite3.SQLITE_CANTOPEN,
+}
+"""What SQLite says, too, where it cannot make one of the files that it works with."""
+_LEAST_BYTES = 1 << 16
+"""With less than that free no log can be opened: its shared memory alone takes half of it."""
 _SHARED = {
     "nfs",
     "nfs4",
@@ -205,12 +215,28 @@ def damage_explained(path: Path) -> Iterator[None]:
     """Turns what SQLite says of a file into what its owner can do about it."""
     try:
         yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise LogFull(f"{path}: {error.strerror}") from error
     except sqlite3.OperationalError as error:
+        if _is_for_room(error, path):
+            raise LogFull(f"{path}: {error}, and no room is left") from error
         raise UserError(
             FIELD, str(path), f"{error}; give a directory on a local disk that you can write"
         ) from error
     except sqlite3.DatabaseError as error:
         raise UserError(FIELD, str(path), f"{error}; {RESTORE}") from error
+
+
+def _is_for_room(error: sqlite3.Error, path: Path) -> bool:
+    """Whether a file could not be made or written because the disk is full."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code not in _PERHAPS_FULL:
+        return code in _FULL
+    room = os.statvfs(path.parent)
+    has_files = room.f_favail > 0 or room.f_files == 0  # some file systems do not count them
+    return room.f_bavail * room.f_frsize < _LEAST_BYTES or not has_files
 
 
 def sync_directory(directory: Path) -> None:

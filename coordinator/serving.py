@@ -20,8 +20,8 @@ from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
 from coordinator.exposition import Exposition
 from coordinator.joblines import FOLDER, JobLines
 from coordinator.journal import Journal
-from coordinator.lead.lease import Lead, PatientLog
-from coordinator.logfile import Holder
+from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
+from coordinator.logfile import Holder, LogFull
 from coordinator.metrics import Metrics
 from coordinator.service.server import Service, listen
 from coordinator.status import Roster
@@ -293,7 +293,8 @@ class Serving:
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:
-    """The run log, waiting a little for whoever has it to be gone."""
+    """The run log, waiting a little for whoever has it to be gone, and without end for room on a full disk."""
+    is_told = False
     began = since = time.monotonic()
     seen = lapsed = None
     holder = Holder(name=options.name, address=options.advertise or "")
@@ -317,6 +318,11 @@ async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunL
         except LogHeld:
             if now - began > LOCK_WAIT_S:
                 raise
+        except LogFull as full:
+            if not is_told:
+                _log.error("cannot open the run log: %s; waiting, make room", full)
+            is_told, began = True, now
+            await asyncio.sleep(AGAIN_S)
         await asyncio.sleep(_LOCK_POLL_S)
 
 

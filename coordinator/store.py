@@ -27,6 +27,7 @@ from coordinator.logfile import (
     Holder,
     Lease,
     LogBusy,
+    LogFull,
     Tail,
     connect,
     current,
@@ -46,8 +47,9 @@ from coordinator.logfile import (
     transaction,
 )
 from coordinator.mirror import LogLost, read_mirror, what_is_lost, write_mirror
-from skein.errors import LocalError, UserError
+from skein.errors import LocalError, SkeinError, UserError
 from skein.protocol.records import Record
+from skein.storage.outside import is_full
 from skein.types import Epoch
 
 LOCK_FILE = "lock"
@@ -123,9 +125,9 @@ class RunLog:
             lock = _take_lock(directory)
             undo.callback(os.close, lock)
             path = current(directory)
+            undo.enter_context(damage_explained(path))
             # Who sealed it may have died before the copy was there.
             path = move_on(path) if is_sealed(path) else path
-            undo.enter_context(damage_explained(path))
             connection = connect(path)
             undo.callback(connection.close)
             sync_directory(directory)
@@ -410,7 +412,9 @@ def _make(directory: Path) -> None:
         raise _unusable(directory, error) from error
 
 
-def _unusable(directory: Path, error: OSError) -> UserError:
+def _unusable(directory: Path, error: OSError) -> SkeinError:
+    if is_full(error):
+        return LogFull(f"{directory}: {error.strerror}")
     return UserError(FIELD, str(directory), f"{error.strerror}; give a directory that you can write")
 
 
@@ -430,6 +434,8 @@ def _take_lock(directory: Path) -> int:
             f"the coordinator with process id {holder} is using it; stop that one, or give another directory"
         )
         raise LogHeld(FIELD, str(directory), hint) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    # The lock counts; what it says is for people, and on a full disk nobody can say it.
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

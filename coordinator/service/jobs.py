@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -60,14 +61,15 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        jobs = [codec.JOB_STATUS.encode(brief(self._status(job))) for job in self._machine.history.jobs]
-        await self._driver.settled()
-        return jobs_pb2.ListJobsReply(jobs=jobs)
+        found = [brief(self._status(job)) for job in self._machine.history.jobs]
+        trouble = await self._driver.settled()
+        return jobs_pb2.ListJobsReply(
+            jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]
+        )
 
     async def Get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.JobStatus:
         status = self._status(self._known(request.job))
-        await self._driver.settled()
-        return codec.JOB_STATUS.encode(status)
+        return codec.JOB_STATUS.encode(_with(status, await self._driver.settled()))
 
     async def Watch(
         self, request: jobs_pb2.WatchRequest, context: Context
@@ -158,6 +160,13 @@ def parse_spec(text: str) -> JobSpec:
             raise cause from error
         field = ".".join(str(part) for part in first["loc"]) or "job"
         raise UserError(field, first["input"], first["msg"].removeprefix("Value error, ")) from error
+
+
+def _with(status: JobStatus, trouble: str) -> JobStatus:
+    """A status that may not be durable, and says so."""
+    if not trouble:
+        return status
+    return replace(status, reason=f"{status.reason}; {trouble}" if status.reason else trouble)
 
 
 def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
+from coordinator.checkpoints import DamagedError
 from coordinator.driver import wall_clock
 from coordinator.logfile import LogFull
 from coordinator.store import Fenced
 from coordinator.streams import Stream
-from skein.errors import LocalError, RemoteError
+from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator_io import (
     CancelAsked,
@@ -22,7 +23,7 @@ from skein.protocol.coordinator_io import (
 from skein.protocol.messages import Directive, NewGeneration, Welcome
 from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
 from skein.protocol.reports import Beat
-from skein.types import Epoch, JobId, JobState, WorkerId
+from skein.types import Condition, Epoch, JobId, JobState, WorkerId
 from tests.coordinator.builders import (
     MemoryLog,
     checkpointed,
@@ -98,6 +99,29 @@ async def test_an_answer_waits_until_what_it_says_is_durable() -> None:
         await settled
         assert it.log.appends
         await asked
+
+
+async def test_on_a_full_disk_who_asks_is_answered_from_memory_and_told_so() -> None:
+    async with lab() as it:
+        assert await it.driver.settled() == ""
+        it.log.gate.clear()
+        asked = asyncio.create_task(it.driver.ask(submit("a")))
+        await it.log.is_entered()
+        assert "the run log has taken nothing for" in await it.driver.settled(patience_s=0.01)
+        it.log.gate.set()
+        await asked
+        assert await it.driver.settled() == ""
+
+
+async def test_a_checkpoint_in_question_is_read_and_what_was_found_is_told() -> None:
+    async with lab() as it:
+        checkpoint = checkpointed("digits-1", 1)
+        assert (await it.driver.look_at(checkpoint)).condition is Condition.WHOLE
+        it.files.error = DamagedError("stage-000 is not there")
+        found = await it.driver.look_at(checkpoint)
+        assert (found.condition, found.reason) == (Condition.DAMAGED, "stage-000 is not there")
+        it.files.error = UserError("checkpoint.url", "s3://b", "no such host")
+        assert (await it.driver.look_at(checkpoint)).condition is Condition.UNKNOWN
 
 
 @pytest.mark.parametrize("error", [LogFull("disk full"), Fenced("epoch 1 is over")])

@@ -1,5 +1,6 @@
 """What a coordinator refuses before it starts anything: one line, the cause and the cure, exit code 1 or 2."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -105,6 +106,25 @@ def test_a_state_directory_in_use_is_waited_for_and_then_refused(
     waiting, line = capsys.readouterr().err.splitlines()
     assert waiting.endswith(f"process 4711 to leave {tmp_path}")
     assert "the coordinator with process id 4711 is using it" in line
+
+
+def test_a_start_on_a_full_disk_waits_for_room_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def allocate(descriptor: int, offset: int, length: int) -> None:
+        tries.append(length)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launcher, "_TICK_S", 0.0)
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    with launcher._Signals() as signals:
+        assert launcher._prepare(CoordinatorOptions(state_dir=tmp_path), signals) == tmp_path
+    assert len(tries) == 3
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"waiting: No space left on device: a start needs 1.0 MiB in {tmp_path}; make room"
 
 
 def test_ray_is_told_to_keep_strangers_out_and_reports_to_nobody(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator import serving
+from coordinator.logfile import Holder, LogFull
 from coordinator.metrics import Metrics
 from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
@@ -595,6 +596,26 @@ async def test_two_coordinators_never_share_a_state_directory(
             await Serving.start(ServingOptions(state_dir=tmp_path), plan_at_once)
     async with coordinator(tmp_path) as second:
         assert second.where().epoch == 2
+
+
+async def test_a_start_on_a_full_disk_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[float] = []
+    really = RunLog.open
+
+    def open_log(directory: Path, *, wall_s: float, holder: Holder, **others: object) -> RunLog:
+        tries.append(wall_s)
+        if len(tries) < 3:
+            raise LogFull("database or disk is full")
+        return really(directory, wall_s=wall_s, holder=holder)
+
+    monkeypatch.setattr(RunLog, "open", open_log)
+    monkeypatch.setattr(serving, "AGAIN_S", 0.0)
+    async with coordinator(tmp_path) as here:
+        assert here.where().epoch == 1
+    said = [record.getMessage() for record in caplog.records if "make room" in record.getMessage()]
+    assert said == ["cannot open the run log: database or disk is full; waiting, make room"]
 
 
 async def test_a_port_in_use_is_named_and_the_directory_is_free_again(tmp_path: Path) -> None:

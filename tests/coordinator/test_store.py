@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.logfile import LOG_FILE, LogFull, chained, checksum
+from coordinator.logfile import LOG_FILE, LogFull, chained, checksum, damage_explained
 from coordinator.store import LOCK_FILE, Fenced, RunLog
 from skein.errors import LocalError, UserError
 from skein.protocol.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
@@ -237,6 +238,21 @@ def test_full_disk_refuses_the_append_and_keeps_the_log(tmp_path: Path) -> None:
         assert list(log.read()) == [opened(1), submitted("before")]
         log.append([submitted("after")])
     assert entries_of(tmp_path, epoch=2) == [opened(1), submitted("before"), submitted("after")]
+
+
+def test_a_log_that_cannot_be_opened_for_want_of_room_is_told_from_one_that_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk SQLite has no memory to share between processes, and calls that an I/O error."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    with pytest.raises(UserError, match="give a directory"), damage_explained(tmp_path / LOG_FILE):
+        raise error
+    here = os.statvfs(tmp_path)
+    full = SimpleNamespace(f_favail=1, f_files=1, f_bavail=3, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda path: full if path == tmp_path else here)
+    with pytest.raises(LogFull, match="no room is left"), damage_explained(tmp_path / LOG_FILE):
+        raise error
 
 
 def test_closed_log_takes_nothing(tmp_path: Path) -> None:
