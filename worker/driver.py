@@ -35,9 +35,11 @@ from skein.protocol.worker_io import (
     ForgetJob,
     LinksProbed,
     LogShortened,
+    LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
+    PeersLookedAt,
     RunOp,
     SendFailed,
     SendReport,
@@ -66,6 +68,7 @@ from worker.executor import Executor, Ran, one_line
 from worker.metrics import Metrics
 from worker.moments import named, op_named, tell_directive, tell_report, unwatched
 from worker.saving import Moves, Saver
+from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +85,8 @@ class PeerLinks(Protocol):
     def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None: ...
 
     async def measure_link(self, member: Member) -> tuple[Link, Link]: ...
+
+    async def look_at(self, member: Member) -> Sight: ...
 
 
 class WorkerInbox:
@@ -274,6 +279,8 @@ class Driver:
             case MeasureDevice():
                 if not self._is_measuring:
                     self._begin(self._measure_device())
+            case LookAtPeers():
+                self._begin(self._look_at(command.peers))
             case ForgetJob():
                 self._forget_job()
             case Exit():
@@ -437,6 +444,15 @@ class Driver:
                 self._metrics.rpc_failed("probe")
                 _log.warning("peer=%s could not be probed: %s", peer.worker, error)
         self._inbox.post(LinksProbed(links=tuple(links)))
+
+    async def _look_at(self, peers: tuple[Member, ...]) -> None:
+        """All at once: it is asked when work stands still."""
+        sights = await asyncio.gather(*(self._peers.look_at(peer) for peer in peers))
+        found = {
+            sight: tuple(peer.incarnation for peer, seen in zip(peers, sights, strict=True) if seen is sight)
+            for sight in Sight
+        }
+        self._inbox.post(PeersLookedAt(reached=found[Sight.REACHED], gone=found[Sight.GONE]))
 
     # --- after every event ---
 

@@ -13,6 +13,7 @@ from math import inf
 from typing import assert_never
 
 from skein.plan.silent import busy_workers
+from skein.protocol.absence import Absence
 from skein.protocol.coordinator_io import (
     CancelAsked,
     CheckpointVerified,
@@ -68,6 +69,7 @@ from skein.protocol.reports import (
     Hello,
     Leaving,
     LinksMeasured,
+    PeersSeen,
     Prefetched,
     Report,
     SpeedMeasured,
@@ -103,6 +105,7 @@ class Coordinator:
     def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S) -> None:
         self.history = History()
         self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
+        self.absence = Absence()
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.run: Run | None = None
         self.measured: dict[JobId, Measured] = {}
@@ -235,7 +238,7 @@ class Coordinator:
         measured = self.measured[job.job] = Measured(job.spec)
         while len(self.measured) > MAX_MEASURED:
             del self.measured[next(iter(self.measured))]
-        run = Run(job, self.membership, self._outbox, self.links, measured, now=now)
+        run = Run(job, self.membership, self.absence, self._outbox, self.links, measured, now=now)
         for worker in self.membership.live:
             run.met(worker)
         return run
@@ -265,6 +268,10 @@ class Coordinator:
                 self._speed_measured(worker, report, now=now)
             case LinksMeasured():
                 self._measured(report)
+            case PeersSeen():
+                self.absence.looked(report, now=now)
+                if run is not None:
+                    run.tick(now=now)
             case Leaving():
                 self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
             case Suspected():
@@ -392,6 +399,7 @@ class Coordinator:
         for change in changes:
             match change:
                 case Joined() | Returned():
+                    self.absence.joined(self.membership.live[change.worker].member, now=now)
                     self._welcome(change.worker, is_new=isinstance(change, Joined), now=now)
                 case Rejected():
                     self._send(change.worker, change.incarnation, Refused(reason=change.reason))
@@ -401,6 +409,9 @@ class Coordinator:
                         self._num_refused.pop(change.incarnation, None)
                         self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     self._remeasuring.lost(change.worker)
+                    self.absence.lost(
+                        change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
+                    )
                     how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
                     self._outbox.log(f"worker={change.worker} {how}")
                 case IsLeaving():

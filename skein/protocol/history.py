@@ -1,6 +1,7 @@
 """The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite, prod
 from typing import assert_never
@@ -12,7 +13,7 @@ from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
 from skein.protocol.divergence import LossWatch
-from skein.protocol.messages import Decision, LogPosition, StepRecord
+from skein.protocol.messages import ChunkVersion, Decision, LogPosition, StepRecord
 from skein.protocol.records import (
     Averaged,
     CheckpointChecked,
@@ -31,7 +32,10 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step
+from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step, WorkerId
+
+Holding = Mapping[GenerationMember, frozenset[StageSpec]]
+"""By process, what a plan gives it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +72,12 @@ class JobHistory:
     """Of many walkers, those of the last step that no plan adopted since may have given anything."""
     worked_by: tuple[GenerationMember, ...] = ()
     """Who was a member at the last step."""
+    holding: tuple[Holding, ...] = ()
+    """Who may hold what at `version`: by the plan of the last step, and by those that were adopted since."""
+    behind: dict[GenerationMember, frozenset[ChunkVersion]] = field(default_factory=dict)
+    """What processes may hold that were away when later steps were made; newer than any checkpoint."""
+    given_up: dict[Incarnation, Step] = field(default_factory=dict)
+    """Processes that were not here when a version was given up which they may hold, and that version."""
     turned_at: Step | None = None
     """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
     what had been done of that step under an older plan is of another step."""
@@ -78,6 +88,16 @@ class JobHistory:
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     end: JobEnded | None = None
+
+    @property
+    def may_hold(self) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+        """What processes may hold, here or not: stages at `version`, or as they were when these went away."""
+        merged = dict(self.behind)
+        for held in self.holding:
+            for member, stages in held.items():
+                now = {ChunkVersion(stage=stage, version=self.version) for stage in stages}
+                merged[member] = merged.get(member, frozenset()) | now
+        return merged
 
     @property
     def newest_checkpoint(self) -> CheckpointCommitted | None:
@@ -186,8 +206,10 @@ class History:
                 job.standing = _still_standing(job, record)
                 job.learned = _still_learned(job, record.plan)
                 job.plan = record
+                job.holding = (*job.holding, _holding(job.members, record.plan))
             case StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
+                job.behind, job.holding = _behind(job), job.holding[-1:]
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.losses.stepped(record.record)
@@ -219,6 +241,9 @@ class History:
                     job.damaged[record.version] = record.reason
             case RolledBack():
                 assert record.from_version == job.version >= record.to_version
+                job.given_up |= _absent(job)
+                job.holding = ()
+                job.behind.clear()
                 job.version = record.to_version
                 job.learned = ()
                 job.last_commit = None
@@ -238,6 +263,10 @@ class History:
                 job.turned_at = job.version
                 job.losses.changed()
                 job.averaged.update(dict.fromkeys(record.stages, record.version))
+                job.given_up |= _absent(job)
+                job.behind.clear()
+                here = set(job.members)
+                job.holding = tuple({m: x for m, x in held.items() if m in here} for held in job.holding)
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():
                 job.incidents.append(record)
@@ -277,6 +306,37 @@ class History:
         """The final state of a job; None while it has not ended."""
         end = self.jobs[job].end
         return None if end is None else end.state
+
+
+def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:
+    stages = {stage.index: stage for stage in plan.stages}
+    by_worker: dict[WorkerId, set[StageSpec]] = {}
+    for placed in plan.chunks:
+        by_worker.setdefault(placed.chunk.worker, set()).add(stages[placed.chunk.stage])
+    return {m: frozenset(by_worker[m.worker]) for m in members if m.worker in by_worker}
+
+
+def _behind(job: JobHistory) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+    """What `behind` is once the step at hand is made by the newest plan."""
+    if len(job.holding) < 2 and not job.behind:
+        return job.behind
+    here = {member.worker for member in job.members}
+    saved = Step(0) if job.newest_checkpoint is None else job.newest_checkpoint.version
+    away = {
+        member: frozenset(held for held in chunks if held.version > saved)
+        for member, chunks in job.may_hold.items()
+        if member.worker not in here
+    }
+    return {member: chunks for member, chunks in away.items() if chunks}
+
+
+def _absent(job: JobHistory) -> dict[Incarnation, Step]:
+    """Who may hold something and is no member of the newest generation, and the version of it."""
+    return {
+        member.incarnation: max(held.version for held in chunks)
+        for member, chunks in job.may_hold.items()
+        if member not in job.members
+    }
 
 
 def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:

@@ -206,7 +206,12 @@ class Entry:
     def holder(self) -> GenerationMember:
         """Who has the name, as the log knows it."""
         hello = self.hello
-        return GenerationMember(worker=hello.worker, incarnation=hello.incarnation, proof=proof_of(hello))
+        return GenerationMember(
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            proof=proof_of(hello),
+            address=hello.address,
+        )
 
     @property
     def member(self) -> Member:
@@ -308,6 +313,10 @@ class Membership:
         """Whether this incarnation is the live one."""
         entry = self._entries.get(worker)
         return entry is not None and entry.hello.incarnation == incarnation
+
+    def is_refused(self, incarnation: Incarnation) -> bool:
+        """Whether this process was turned away for good."""
+        return incarnation in self._refused
 
     def _hello(self, hello: Hello, *, now: float) -> list[MembershipChange]:
         if hello.protocol_version != PROTOCOL_VERSION:

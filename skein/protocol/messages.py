@@ -430,6 +430,13 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Say who of these peers is there: the coordinator hears nothing of them. Answered by `PeersSeen`."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
     """The job is over for this worker: drop all state of it. `may_exit` answers `Leaving`."""
 
@@ -453,5 +460,6 @@ Directive = (
     | Follow
     | Probe
     | Measure
+    | Look
     | Dismiss
 )

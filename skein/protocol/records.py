@@ -5,7 +5,7 @@ What is not here (leases, ledgers, votes) is soft: a restarted coordinator learn
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.plan.plan import Plan
@@ -48,11 +48,15 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationMember:
-    """A worker of a generation, by incarnation. `proof`: what a process that takes its name shows; "" for none."""
+    """A worker of a generation, by incarnation. `proof`: what a process that takes its name shows; "" for none.
+
+    `address` is where peers reach it; older logs have none.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     proof: str = ""
+    address: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,17 @@ class SpeedMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeersSeen:
+    """Who of the processes that this worker was to look at has answered, and who is gone: its machine refuses.
+
+    Of those in neither list nothing is known: they stand still, or nothing passes.
+    """
+
+    reached: tuple[Incarnation, ...]
+    gone: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimesMeasured:
     """What this worker's chunks take, medians of the last ops, and its tensors until peers have accepted them.
 
@@ -244,6 +255,7 @@ Report = (
     | CheckpointUnwritten
     | LinksMeasured
     | SpeedMeasured
+    | PeersSeen
     | TimesMeasured
     | Prefetched
     | Suspected

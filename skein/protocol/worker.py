@@ -17,6 +17,7 @@ from skein.protocol.messages import (
     Dismiss,
     Evaluate,
     Follow,
+    Look,
     Measure,
     NewGeneration,
     Prefetch,
@@ -52,6 +53,7 @@ from skein.protocol.reports import (
     Hello,
     Leaving,
     LinksMeasured,
+    PeersSeen,
     SpeedMeasured,
     Suspected,
     Trouble,
@@ -76,9 +78,11 @@ from skein.protocol.worker_io import (
     Identity,
     LinksProbed,
     LogShortened,
+    LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
+    PeersLookedAt,
     PrefetchEnded,
     PrefetchFailed,
     RunOp,
@@ -156,6 +160,8 @@ class Worker:
                 self._standing.tell(LinksMeasured(links=event.links))
             case DeviceMeasured():
                 self._device_measured(event)
+            case PeersLookedAt():
+                self._standing.tell(PeersSeen(reached=event.reached, gone=event.gone))
             case StreamOpened():
                 self._stream_opened(now=now)
             case StreamLost():
@@ -319,6 +325,8 @@ class Worker:
                 self._standing.commands.append(MeasureLinks(peers=directive.peers))
             case Measure():
                 self._standing.commands.append(MeasureDevice())
+            case Look():
+                self._standing.commands.append(LookAtPeers(peers=directive.peers))
             case Dismiss():
                 self._dismiss(directive)
             case NewGeneration():

@@ -195,6 +195,14 @@ class DeviceMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeersLookedAt:
+    """These processes have answered, and the machines of those say that they are gone; the others were silent."""
+
+    reached: tuple[Incarnation, ...]
+    gone: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
     """The operator wants this worker to go (SIGTERM)."""
 
@@ -232,6 +240,7 @@ WorkerEvent = (
     | PrefetchFailed
     | LinksProbed
     | DeviceMeasured
+    | PeersLookedAt
     | StopRequested
     | LogShortened
     | TimePassed
@@ -321,6 +330,13 @@ class MeasureLinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookAtPeers:
+    """See whether these processes answer. Answered by PeersLookedAt."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJob:
     """Drop every chunk and payload."""
 
@@ -345,6 +361,7 @@ WorkerCommand = (
     | DropCopies
     | MeasureLinks
     | MeasureDevice
+    | LookAtPeers
     | ForgetJob
     | Exit
 )

@@ -18,6 +18,8 @@ SLOWER = 4.0
 AWAY_S = 5.0
 """At least so long is a worker away that was killed."""
 FAILING: tuple[type[Op], ...] = (ForwardOp, LossOp, BackwardOp, PackOp, SumOp, JoinOp, ApplyOp)
+SILENCES_S = (2.0, 4.0, 8.0)
+"""How long holders of a stage are cut off."""
 _NUM_FLAPS = 6
 _STORM = Weather(jitter_s=0.3, loss=0.1, repeats=0.1)
 _MUD = Weather(slower=20.0)
@@ -254,6 +256,28 @@ def _weather(
         world.clock.after(2 * fault.seconds, partial(world.network.set_weather, sender, receiver, FAIR))
 
 
+def _silence(world: World, fault: Fault) -> None:
+    """All holders of one stage are cut off from the coordinator, and not from each other."""
+    for name in _holders(world, fault):
+        world.mute_worker(name, SILENCES_S[fault.number % len(SILENCES_S)])
+
+
+def _late(world: World, fault: Fault) -> None:
+    """The same while the coordinator starts again: they reach it long after the others."""
+    holders = _holders(world, fault)
+    _coordinator(world, fault)
+    for name in holders:
+        world.mute_worker(name, fault.seconds / 3 + SILENCES_S[fault.number % len(SILENCES_S)])
+
+
+def _holders(world: World, fault: Fault) -> tuple[WorkerId, ...]:
+    run = None if world.coordinator is None else world.coordinator.run
+    if run is None or run.plan is None:
+        return ()
+    stage = run.plan.stages[fault.number % len(run.plan.stages)]
+    return run.plan.holders(stage.index)
+
+
 # --- checkpoints ---
 
 
@@ -321,6 +345,8 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "cut": _cut,
     "partition": _partition,
     "one_way": _one_way,
+    "silence": _silence,
+    "late": _late,
     "delay": _delay,
     "storm": _storm,
     "damage": _damage,
@@ -336,6 +362,13 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
 GENTLE = (
     "impostor",
     "stream",
+    "freeze",
+    "mute",
+    "half_mute",
+    "silence",
+    "late",
+    "partition",
+    "one_way",
     "cut",
     "drain",
     "delay",
@@ -349,4 +382,4 @@ GENTLE = (
     "disk",
     "clock",
 )
-"""Faults in which nobody dies, and nobody is silent beyond its lease: no state is ever lost."""
+"""Faults in which nobody dies: no state is ever lost."""

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
 from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.history import History
@@ -74,6 +75,16 @@ def visits_of(plan: Plan) -> Visits:
         by_stage={stage: frozenset(ids) for stage, ids in by_stage.items()},
         by_chunk=plan.microbatches_by_chunk(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A stage in some process's memory."""
+
+    worker: WorkerId
+    stage: StageSpec
+    version: Step
+    lineage: str
 
 
 @dataclass(slots=True)
@@ -173,6 +184,25 @@ class Invariants:
         text = f"{before} averages {[stage.index for stage in record.stages]}"
         branch.lineages[-1] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         branch.averages[before] = branch.lineages[-1], record.stages
+
+    def gives_up(self, record: RolledBack, within_reach: Iterable[Found]) -> None:
+        """Steps are about to be given up: those who are here, or were not waited for, may not hold them all."""
+        job, branch = self._replayed.jobs[record.job], self._branches[record.job]
+        is_wanted = record.learning_rate_ratio is not None
+        if is_wanted or job.spec.aggregation.walkers is Walkers.MANY or job.worked is None:
+            return
+        held: dict[int, dict[StageSpec, WorkerId]] = {}
+        for found in within_reach:
+            lineage = self.lineage_now(record.job, found.stage, found.lineage)
+            if lineage in branch.lineages[found.version : found.version + 1]:
+                held.setdefault(found.version, {})[found.stage] = found.worker
+        for version in range(record.to_version + 1, record.from_version + 1):
+            holders = held.get(version, {})
+            if holders.keys() >= set(job.worked.plan.stages):
+                raise Violated(
+                    f"steps from {record.to_version} on are given up, and {sorted(set(holders.values()))} "
+                    f"hold version {version} of {record.from_version}"
+                )
 
     def lineage_now(self, job: JobId, stage: StageSpec, lineage: str) -> str:
         """The lineage of a stage that was held when others were averaged; an average itself is not what was before."""

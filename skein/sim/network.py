@@ -40,12 +40,12 @@ FAIR = Weather()
 class Network:
     """Latency and bandwidth of every directed pair of workers, drawn per pair of sites from `seed`.
 
-    Between sites: 5 to 150 ms one way, 10 to 125 MB/s, unlike in the two directions. `on_healed` is called whenever
-    something gets through again.
+    Between sites: 5 to 150 ms one way, 10 to 125 MB/s, unlike in the two directions. `on_changed` is called whenever
+    less gets through, or more.
     """
 
     def __init__(self, sites: Sequence[SiteId], *, seed: int) -> None:
-        self.on_healed: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[], None] = lambda: None
         self._between: dict[tuple[SiteId, SiteId], tuple[float, float]] = {}
         for sender in sites:
             for receiver in sites:
@@ -79,26 +79,28 @@ class Network:
     def cut(self, sender: WorkerId, receiver: WorkerId) -> None:
         """Let nothing through in this direction until `mend`, or `heal`."""
         self._cut[sender, receiver] += 1
+        self.on_changed()
 
     def mend(self, sender: WorkerId, receiver: WorkerId) -> None:
         """Take one cut back."""
         self._cut[sender, receiver] -= self._cut[sender, receiver] > 0
-        self.on_healed()
+        self.on_changed()
 
     def cut_sites(self, sender: SiteId, receiver: SiteId) -> None:
         """Let nothing through from one site to another, whoever comes there meanwhile, until `mend_sites`."""
         self._cut_sites[sender, receiver] += 1
+        self.on_changed()
 
     def mend_sites(self, sender: SiteId, receiver: SiteId) -> None:
         """Take one cut between sites back."""
         self._cut_sites[sender, receiver] -= self._cut_sites[sender, receiver] > 0
-        self.on_healed()
+        self.on_changed()
 
     def heal(self) -> None:
         """Let everything through again."""
         self._cut.clear()
         self._cut_sites.clear()
-        self.on_healed()
+        self.on_changed()
 
     def is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
         """Whether nothing gets from one to the other."""

@@ -4,14 +4,15 @@ It carries out commands as the real drivers do: records are durable before what 
 lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
 from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
+from skein.protocol.messages import Member
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.records import CheckpointCommitted, Record, RolledBack
 from skein.protocol.reports import Hello, Report
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
@@ -28,9 +29,11 @@ from skein.protocol.worker_io import (
     Identity,
     LinksProbed,
     LogShortened,
+    LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
+    PeersLookedAt,
     RunOp,
     SendReport,
     SendTensor,
@@ -43,8 +46,10 @@ from skein.protocol.worker_io import (
 )
 from skein.sim.builds import Builds
 from skein.sim.executor import SimExecutor
+from skein.sim.invariants import Found
 from skein.sim.network import COORDINATOR, Network
 from skein.sim.process import SimWorker
+from skein.sim.reach import Reach
 from skein.sim.service import Service
 from skein.sim.transport import Transport
 from skein.topology.fleet import Profile
@@ -52,6 +57,8 @@ from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step,
 
 CONTROL_S = 0.01
 """A message on a control stream, one way."""
+LOOK_S = 0.05
+"""From a look at a peer to what is found."""
 DIAL_S = 0.05
 """From a broken stream to the next try."""
 DIAL_AGAIN_S = 0.5
@@ -95,13 +102,30 @@ class World(Service):
         self.copies = self._builds.copies
         self.store = self._builds.store
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
-        self.network.on_healed = self._pass_on
+        self.network.on_changed = self._pass_on
+        self._reach = Reach()
         self._new_executor = new_executor
         self._num_incarnations = 0
 
     # --- the coordinator, as others see it ---
 
+    def _hold(self, record: Record) -> None:
+        if isinstance(record, RolledBack):
+            self.invariants.gives_up(record, self._within_reach())
+        super()._hold(record)
+
+    def _within_reach(self) -> Iterator[Found]:
+        """What processes hold that hear the coordinator, or may do so again in time."""
+        for name, worker in self.workers.items():
+            incarnation = worker.machine.identity.incarnation
+            is_refused = self.coordinator is not None and self.coordinator.membership.is_refused(incarnation)
+            if is_refused or not self._reach.counts(incarnation, now=self.clock.now):
+                continue
+            for chunk in worker.executor.chunks.values():
+                yield Found(worker=name, stage=chunk.stage, version=chunk.version, lineage=chunk.lineage)
+
     def _coordinator_is_up(self) -> None:
+        self._reach.serves(now=self.clock.now)
         for name in sorted(self.workers):
             incarnation = self.workers[name].machine.identity.incarnation
             self.clock.after(DIAL_S, partial(self._dial, name, incarnation))
@@ -195,10 +219,12 @@ class World(Service):
         worker = self.workers.get(name)
         if worker is not None:
             worker.is_frozen = True
+            self._note_reach()
             self.clock.after(seconds, partial(self._thaw, worker))
 
     def _thaw(self, worker: SimWorker) -> None:
         worker.thaw()
+        self._note_reach()
         self._give(worker, TimePassed())
 
     def mute_worker(
@@ -211,13 +237,21 @@ class World(Service):
                 self.clock.after(seconds, partial(self.network.mend, sender, receiver))
 
     def _pass_on(self) -> None:
-        """Links are healed: control streams pass on what was said meanwhile, in order."""
+        """Links are cut or healed: control streams pass on what was said meanwhile, in order."""
+        self._note_reach()
         for name in sorted(self.workers):
             worker = self.workers[name]
             while worker.up and not self.network.is_cut(name, COORDINATOR):
                 worker.up.popleft()()
             while worker.down and not self.network.is_cut(COORDINATOR, name):
                 worker.down.popleft()()
+
+    def _note_reach(self) -> None:
+        for name, worker in self.workers.items():
+            is_cut = self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name)
+            is_reached = worker.is_connected and not worker.is_frozen and not is_cut
+            incarnation = worker.machine.identity.incarnation
+            self._reach.note(incarnation, is_reached=is_reached, now=self.clock.now)
 
     def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
         """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good."""
@@ -273,12 +307,14 @@ class World(Service):
             self.clock.after(DIAL_AGAIN_S, partial(self._dial, name, incarnation))
             return
         worker.is_connected = True
+        self._note_reach()
         self._give(worker, StreamOpened())
 
     def _disconnect(self, worker: SimWorker, reason: str) -> None:
         if not worker.is_connected:
             return
         worker.disconnect()
+        self._note_reach()
         identity = worker.machine.identity
         broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
         self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))
@@ -328,6 +364,9 @@ class World(Service):
                     for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
                 )
                 self.clock.after(0.5, partial(self._give, worker, LinksProbed(links=links)))
+            case LookAtPeers():
+                seen = self._seen_by(name, command.peers)
+                self.clock.after(LOOK_S, partial(self._give, worker, seen))
             case ForgetJob():
                 self.copies.forget(worker)
                 worker.is_to_forget = worker.is_busy
@@ -338,6 +377,19 @@ class World(Service):
                 self.kill_worker(name)
             case DropTensor():
                 pass
+
+    def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersLookedAt:
+        """Whom a look finds: where a link is cut, or a process stands still, nothing is heard."""
+        reached, gone = [], []
+        for peer in peers:
+            found = self.workers.get(peer.worker)
+            if self.network.is_cut(me, peer.worker) or self.network.is_cut(peer.worker, me):
+                continue
+            if found is None or found.machine.identity.incarnation != peer.incarnation:
+                gone.append(peer.incarnation)
+            elif not found.is_frozen:
+                reached.append(peer.incarnation)
+        return PeersLookedAt(reached=tuple(reached), gone=tuple(gone))
 
     def _send_report(self, worker: SimWorker, report: Report) -> None:
         if not worker.is_connected:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import ChunkVersion, Dismiss, Probe, Refused, Welcome
+from skein.protocol.messages import ChunkVersion, Dismiss, Look, Probe, Refused, Welcome
 from skein.protocol.ops import (
     BackwardOp,
     ForwardOp,
@@ -17,6 +17,7 @@ from skein.protocol.reports import (
     Hello,
     Leaving,
     LinksMeasured,
+    PeersSeen,
     Report,
     Suspected,
     TimesMeasured,
@@ -31,13 +32,15 @@ from skein.protocol.worker_io import (
     Exit,
     ForgetJob,
     LinksProbed,
+    LookAtPeers,
     MeasureLinks,
+    PeersLookedAt,
     StopRequested,
     StreamLost,
     StreamOpened,
     TimePassed,
 )
-from skein.types import Epoch, Generation, JobId, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import Epoch, Generation, Incarnation, JobId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.hands import JOB, Hand
 from tests.support.plans import grid_plan, stage_spec
 from tests.support.stages import (
@@ -141,6 +144,14 @@ def test_links_are_measured_when_asked() -> None:
     assert hand.hear(Probe(peers=())) == [MeasureLinks(peers=())]
     hand.give(LinksProbed(links=()))
     assert only(hand.said(), LinksMeasured).links == ()
+
+
+def test_peers_are_looked_at_when_asked() -> None:
+    hand = Hand()
+    hand.connect()
+    assert hand.hear(Look(peers=())) == [LookAtPeers(peers=())]
+    hand.give(PeersLookedAt(reached=(Incarnation("a"),), gone=(Incarnation("b"),)))
+    assert only(hand.said(), PeersSeen) == PeersSeen(reached=(Incarnation("a"),), gone=(Incarnation("b"),))
 
 
 # --- leaving ---

@@ -6,6 +6,7 @@ import pytest
 
 from skein.protocol.coordinator_io import DrainAsked
 from skein.protocol.records import GenerationOpened
+from skein.protocol.runs.giving_up import LEAST_S
 from skein.sim.faults import GENTLE, Fault, schedule
 from skein.sim.world import World
 from skein.types import SiteId
@@ -25,9 +26,6 @@ ALONE = (
     "kill",
     "restart",
     "flap",
-    "freeze",
-    "mute",
-    "half_mute",
     "op",
     "forget",
     "neighbours",
@@ -105,20 +103,21 @@ def test_tensors_that_arrive_twice_count_once() -> None:
 
 
 def test_who_comes_back_after_a_roll_back_brings_nothing_of_the_old_history() -> None:
-    """One holder is frozen, the other dies: the job goes back. Then the coordinator restarts and the holder wakes."""
+    """One holder stands still for too long, the other dies: the job goes back. The coordinator restarts, it wakes."""
 
     def disturb(world: World) -> None:
         run_until(world, lambda world: version_of(world) == 2)
         plan = plan_of(world)
         first, second = plan.holders(plan.stages[1].index)
-        world.freeze_worker(first, 9.0)
+        world.freeze_worker(first, LEAST_S + 9.0)
         world.kill_worker(second)
-        world.clock.after(7.0, world.crash_coordinator)
+        world.clock.after(LEAST_S + 7.0, world.crash_coordinator)
 
     job = small_job(steps=8)
     run = simulate(job, 4, disturb=disturb)
     assert run.num_rollbacks == 1
     assert run.curve == undisturbed(job, 4).curve
+    assert any("is back, too late" in line for line in run.world.lines)
 
 
 def test_a_drained_worker_is_let_go_and_its_state_is_passed_on() -> None:

@@ -29,10 +29,12 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.runs.giving_up import LEAST_S
 from skein.protocol.tensors import Direction, HopTensor, Phase
 from skein.protocol.worker import Worker
 from skein.sim.executor import SimExecutor, stage_times
-from skein.sim.invariants import INITIAL, Invariants, Violated, lineage_after, visits_of
+from skein.sim.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of
+from skein.sim.reach import ASKED_S, Reach
 from skein.types import (
     Epoch,
     Generation,
@@ -106,6 +108,34 @@ def test_a_step_that_is_committed_twice_is_caught() -> None:
 
 def test_a_roll_back_allows_its_steps_again() -> None:
     followed(committed(FIRST), committed(SECOND), rolled_back(2, 1), committed(record(1)))
+
+
+def test_a_roll_back_from_what_is_held_is_caught() -> None:
+    plan = grid_plan(stages=2, replicas=1)
+    adopted = PlanAdopted(job=JOB, generation=Generation(1), plan=plan)
+    invariants = followed(adopted, committed(FIRST), committed(SECOND))
+    found = [
+        Found(worker=WorkerId(name), stage=stage, version=Step(1), lineage=AFTER_FIRST)
+        for name, stage in zip(("a", "b"), plan.stages, strict=True)
+    ]
+    invariants.gives_up(rolled_back(2, 1), found)
+    invariants.gives_up(rolled_back(2, 0), found[:1])
+    invariants.gives_up(rolled_back(2, 0), [found[0], replace(found[1], lineage=INITIAL)])
+    with pytest.raises(Violated, match=r"given up, and \['a', 'b'\] hold version 1 of 2"):
+        invariants.gives_up(rolled_back(2, 0), found)
+
+
+def test_who_counts_as_reached_was_asked_or_may_still_come_back() -> None:
+    reach, process = Reach(), Incarnation("i")
+    reach.note(process, is_reached=False, now=10.0)
+    assert reach.counts(process, now=10.0 + LEAST_S - 1.0)
+    assert not reach.counts(process, now=10.0 + LEAST_S)
+    reach.serves(now=20.0)
+    assert reach.counts(process, now=10.0 + LEAST_S)
+    reach.note(process, is_reached=True, now=30.0)
+    assert not reach.counts(process, now=30.0)
+    reach.note(process, is_reached=True, now=30.0 + ASKED_S)
+    assert reach.counts(process, now=30.0 + ASKED_S)
 
 
 def test_an_announcement_before_its_record_is_caught() -> None:

@@ -21,14 +21,16 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Prefetch, Save
+from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Look, Prefetch, Save
 from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
 from skein.protocol.reports import (
     Ack,
+    Beat,
     CheckpointWritten,
     ChunksReady,
     EvaluationDone,
     Hello,
+    PeersSeen,
     Prefetched,
     Report,
     StageDone,
@@ -63,6 +65,7 @@ class Desk:
         self.machine.replay(self.log)
         self.commands: list[CoordinatorCommand] = []
         self.incarnations: dict[WorkerId, Incarnation] = {}
+        self._dead: set[Incarnation] = set()
 
     # --- what happens ---
 
@@ -102,10 +105,31 @@ class Desk:
         return commands
 
     def break_stream(self, worker: str) -> list[CoordinatorCommand]:
-        """A worker's process dies: its stream breaks and the grace passes, while the others beat on."""
+        """A worker's process dies: its stream breaks and the grace passes, while the others beat on.
+
+        Who is asked whether it is there says that it is gone.
+        """
         name = WorkerId(worker)
+        self._dead.add(self.incarnations[name])
         self.give(StreamBroken(worker=name, incarnation=self.incarnations[name], reason="reset"))
-        return self.wait(GRACE_S)
+        commands = self.wait(GRACE_S)
+        for looking, look in sorted(self.told(Look).items()):
+            gone = tuple(peer.incarnation for peer in look.peers if peer.incarnation in self._dead)
+            commands = [*commands, *self.report(looking, PeersSeen(reached=(), gone=gone))]
+        self.commands = commands
+        return commands
+
+    def beat(self, *workers: str, seconds: float = 0.0) -> list[CoordinatorCommand]:
+        """Let time pass in which only these workers are heard, once a second."""
+        commands: list[CoordinatorCommand] = []
+        until = self.now + seconds
+        while True:
+            for worker in workers:
+                commands += self.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
+            if self.now >= until:
+                self.commands = commands
+                return commands
+            commands += self.wait(min(1.0, until - self.now))
 
     # --- what comes out ---
 
@@ -130,6 +154,11 @@ class Desk:
 
     def directives(self) -> list[Directive]:
         return [command.directive for command in self.found(Send)]
+
+    @property
+    def job(self) -> JobId:
+        """The newest that was submitted."""
+        return list(self.machine.history.jobs)[-1]
 
     @property
     def generation(self) -> Generation:

@@ -15,6 +15,7 @@ from skein.protocol.messages import (
     Assign,
     ChunkAssignment,
     Dismiss,
+    Look,
     Member,
     NewGeneration,
     Origin,
@@ -32,6 +33,7 @@ from skein.protocol.reports import (
     ChunksReady,
     Leaving,
     LinksMeasured,
+    PeersSeen,
     Suspected,
     Trouble,
 )
@@ -161,6 +163,10 @@ async def test_links_are_measured_in_both_directions() -> None:
         links = (await sessions[WorkerId("w0")].heard(LinksMeasured)).links
         assert [(link.sender, link.receiver) for link in links] == [("w0", "w1"), ("w1", "w0")]
         assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in links)
+        gone = replace(nobody, address="127.0.0.1:1")
+        sessions[WorkerId("w0")].say(Look(peers=(gone, peer)))
+        seen = await sessions[WorkerId("w0")].heard(PeersSeen)
+        assert (seen.reached, seen.gone) == ((peer.incarnation,), (gone.incarnation,))
 
 
 async def test_a_peer_is_dialled_where_the_setting_says() -> None:

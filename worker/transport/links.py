@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from enum import Enum
 from typing import Protocol
 
+import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
@@ -56,6 +58,31 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
         Link(sender=me, receiver=peer.worker, latency_s=latency_s, bytes_per_s=up),
         Link(sender=peer.worker, receiver=me, latency_s=latency_s, bytes_per_s=down),
     )
+
+
+class Sight(Enum):
+    """What a look at a peer found; SILENT says nothing of it."""
+
+    REACHED = "reached"
+    GONE = "gone"
+    SILENT = "silent"
+
+
+async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
+    """Whether a process answers, or its machine says that nobody listens there; anything else is silence."""
+    channel = dial(peer.address, Lane.STATE)
+    try:
+        await _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s).exchange(1, b"", 0)
+    except aio.AioRpcError as error:
+        is_refused = (
+            error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
+        )
+        return Sight.GONE if is_refused else Sight.SILENT
+    except (RemoteError, TimeoutError):
+        return Sight.SILENT
+    finally:
+        await channel.close(None)
+    return Sight.REACHED
 
 
 class Exchanges(Protocol):

@@ -11,12 +11,14 @@ from skein.wire.channel import Lane
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetch import Fetcher
-from worker.transport.links import measure_link
+from worker.transport.links import Sight, look_at, measure_link
 from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, ignore_taken
 from worker.transport.pace import Pace, Patience
 from worker.transport.statistics import Statistics
 from worker.transport.watch import Watch
 
+_LOOK_S = 2.0
+"""Whoever does not answer within it stands still, or nothing passes."""
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
 
 
@@ -150,6 +152,10 @@ class Peers:
         now = asyncio.get_running_loop().time()
         self._pace(member).probed(2 * there.latency_s, there.bytes_per_s, now=now)
         return there, back
+
+    async def look_at(self, member: Member) -> Sight:
+        """Whether `member` answers."""
+        return await look_at(member, dial=self._dial, patience_s=_LOOK_S)
 
     def _pace(self, member: Member) -> Pace:
         """What is known of a process; who has taken its name begins anew."""

@@ -87,6 +87,7 @@ class Improving:
 
     def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
         """A copy of a stage is whole, or cannot be had."""
+        self._members.copied(worker, report)
         self._joining.prefetched(worker, report)
         self._backups.prefetched(report)
 

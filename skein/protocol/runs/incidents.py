@@ -7,6 +7,7 @@ from skein.plan.rest import Contribution
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.incident import told
+from skein.protocol.membership import Lost
 from skein.protocol.records import Incident, IncidentKind, Remedy, Replayed
 from skein.protocol.runs.resuming import Resumed
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
@@ -51,6 +52,11 @@ class Incidents:
         self._workers |= dict.fromkeys(workers)
         self._silent_s = max(self._silent_s, silent_s)
 
+    def lost(self, change: Lost, *, now: float) -> None:
+        """A worker that was depended on is gone."""
+        kind, who = IncidentKind.WORKER_LOST, (change.worker,)
+        self.noticed(kind, who, change.reason, silent_s=change.silent_s, now=now)
+
     def fenced(self, *, now: float) -> None:
         """Nobody acts on anything older any more."""
         self._fenced_at = now
@@ -65,13 +71,10 @@ class Incidents:
         self._resumed.clear()
         self._retried = num_begun
 
-    def rolled_back(self, *, num_steps: int) -> None:
-        """Committed steps are lost."""
+    def gave_up(self, num_steps: int, *, is_averaged: bool = False) -> None:
+        """So many committed steps are lost, or a stage is made of its neighbours."""
         self._steps_lost += num_steps
-
-    def averaged(self) -> None:
-        """A lost stage is made of its neighbours."""
-        self._is_averaged = True
+        self._is_averaged = self._is_averaged or is_averaged
 
     def over(self, *, now: float) -> None:
         """Work goes on."""

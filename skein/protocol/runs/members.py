@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry, Membership
-from skein.protocol.messages import Assign, Directive, Dismiss, Member, NewGeneration
-from skein.protocol.records import GenerationOpened
-from skein.protocol.reports import Ack, ChunksReady
+from skein.protocol.messages import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
+from skein.protocol.records import GenerationMember, GenerationOpened
+from skein.protocol.reports import Ack, ChunksReady, Prefetched
 from skein.topology.fleet import Fleet
 from skein.types import Generation, SiteId, WorkerId
+
+_NUM_COPIES = 8
+"""Of one worker that are remembered; it keeps fewer."""
 
 
 class Members:
@@ -22,6 +25,8 @@ class Members:
         self.acks: dict[WorkerId, Ack] = {}
         self.ready: dict[WorkerId, ChunksReady] = {}
         self.placed: dict[WorkerId, None] = {}
+        self.keepers: dict[GenerationMember, tuple[ChunkVersion, ...]] = {}
+        """Processes that have told of copies in their memory, here or not, and of which."""
         self._job = job
         self._membership = membership
         self._out = outbox
@@ -30,6 +35,11 @@ class Members:
     def __contains__(self, worker: WorkerId) -> bool:
         return worker in self._entries
 
+    @property
+    def live(self) -> Mapping[WorkerId, Entry]:
+        """Everybody who is not lost, members or not."""
+        return self._membership.live
+
     def is_this(self, entry: Entry) -> bool:
         """Whether this very process is a member, not another of its name."""
         return self._entries.get(entry.hello.worker) is entry
@@ -37,6 +47,24 @@ class Members:
     def lose(self, worker: WorkerId) -> None:
         """A worker is no more."""
         self._entries.pop(worker, None)
+
+    def acknowledged(self, worker: WorkerId, ack: Ack) -> None:
+        """A member has acknowledged the generation, with all that it holds."""
+        self.acks[worker] = ack
+        self._keeps(worker, ack.backups)
+
+    def copied(self, worker: WorkerId, report: Prefetched) -> None:
+        """A worker, member or not, has a copy of a stage."""
+        if not report.error and worker in self._entries:
+            told = ChunkVersion(stage=report.stage, version=report.version)
+            before = self.keepers.get(self._entries[worker].holder, ())
+            self._keeps(worker, (*before, told)[-_NUM_COPIES:])
+
+    def _keeps(self, worker: WorkerId, copies: tuple[ChunkVersion, ...]) -> None:
+        for other in [other for other in self.keepers if other.worker == worker]:
+            del self.keepers[other]
+        if copies:
+            self.keepers[self._entries[worker].holder] = copies
 
     # --- a generation ---
 
@@ -140,7 +168,11 @@ class Members:
                 self._dismiss(entry, may_exit=entry.is_leaving)
 
     def free_strangers(self) -> None:
-        """Who came after the generation was opened holds nothing that counts: it may forget the job."""
+        """Who came after the generation was opened holds nothing that counts: it may forget the job.
+
+        Nor do copies count that anybody who is away may keep.
+        """
+        self.keepers.clear()
         for worker, entry in self._membership.live.items():
             if worker not in self._entries or not self.is_this(entry):
                 self._dismiss(entry, may_exit=entry.is_leaving)

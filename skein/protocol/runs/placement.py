@@ -16,7 +16,7 @@ from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import Resumption, SourceKind
 from skein.protocol.records import Averaged, PlanAdopted, RolledBack
-from skein.protocol.reports import ChunksReady
+from skein.protocol.reports import Ack, ChunksReady
 from skein.protocol.runs.averaging import averaging_of
 from skein.protocol.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.runs.measuring import Measured
@@ -150,17 +150,21 @@ class Placement:
         fallen = (x for x in walkers_of(worked.plan) if x not in self._job.standing)
         return self._given.union(*fallen)
 
-    def held(self) -> Plan | None:
-        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones."""
-        parallel = self._job.spec.parallel
+    def held(self, acks: Mapping[WorkerId, Ack] | None = None) -> Plan | None:
+        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones.
+
+        Args:
+            acks: what they hold, if not what they have said.
+        """
+        parallel, acks = self._job.spec.parallel, self._members.acks if acks is None else acks
         if rewind_of(self._job) is not None:
             return None  # Nobody wants it.
         if self._job.spec.aggregation.walkers is Walkers.MANY:
-            before, acks = self._walked(), self._members.acks
+            before = self._walked()
             if before is None:
                 return None
             return held_walkers(before, acks, version=self._job.version, given=self._changed())
-        return held_plan(self._members.acks, version=self._job.version, parallel=parallel)
+        return held_plan(acks, version=self._job.version, parallel=parallel)
 
     def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
         """The ledger that each chunk will have at the end of the present step."""
@@ -250,8 +254,14 @@ class Placement:
         held = self.held()
         return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
 
-    def put(self, plan: Plan, *, now: float) -> Sources:
-        """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody."""
+    def put(self, plan: Plan, *, because: str = "", now: float) -> Sources:
+        """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody.
+
+        Args:
+            plan: to be put in place.
+            because: what is to be said of a roll-back, beyond what nobody holds.
+            now: seconds.
+        """
         self.resumed = None
         self._is_begun = False
         if self._whole is not None and (
@@ -261,20 +271,21 @@ class Placement:
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
-        sources = self._sources(plan)
+        sources = self.sources(plan)
         if sources.averaged:
             self._average(sources, now=now)
-        self._roll_back_to(sources, now=now)
+        self._roll_back_to(sources, because, now=now)
         self._given.update(at for at, x in sources.by_chunk.items() if x.kind is not SourceKind.KEEP)
         self._adopt(plan, sources, {})
         return sources
 
     def begins_anew(self, plan: Plan) -> bool:
         """Whether nothing of what the job has learned could be had by this plan."""
-        return self._job.version > 0 and self._sources(plan).version == 0
+        return self._job.version > 0 and self.sources(plan).version == 0
 
-    def _sources(self, plan: Plan) -> Sources:
-        job, acks = self._job, self._members.acks
+    def sources(self, plan: Plan, acks: Mapping[WorkerId, Ack] | None = None) -> Sources:
+        """Where the state of each of a plan's chunks would come from, by what members have said or by `acks`."""
+        job, acks = self._job, self._members.acks if acks is None else acks
         version, checkpoint = job.version, job.newest_checkpoint
         rewind = rewind_of(job)
         if rewind is not None:
@@ -316,20 +327,21 @@ class Placement:
             f"job={job} version={version} averaged stage {named} of its neighbours: no worker holds it"
         )
 
-    def _roll_back_to(self, sources: Sources, *, now: float) -> None:
+    def _roll_back_to(self, sources: Sources, because: str, *, now: float) -> None:
+        """From here on newer state does not count, nor do those who may hold it and were not asked."""
         job, version = self._job.job, self._job.version
         if sources.version == version:
             return
         self._savings.rolled_back()
+        self._members.free_strangers()
         stages = ", ".join(str(stage.index) for stage in sources.unheld)
+        reason = f"no worker holds stage {stages} at version {version}" + (f"; {because}" if because else "")
         rewind = rewind_of(self._job)
         back = RolledBack(
             job=job,
             from_version=version,
             to_version=sources.version,
-            reason=f"no worker holds stage {stages} at version {version}"
-            if rewind is None
-            else rewind.reason,
+            reason=reason if rewind is None else rewind.reason,
             wall_s=now,
             learning_rate_ratio=None if rewind is None else LEARNING_RATE_RATIO,
         )

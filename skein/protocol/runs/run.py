@@ -11,6 +11,7 @@ Rules of this file
 from typing import assert_never
 
 from skein.plan.plan import Infeasible, Plan
+from skein.protocol.absence import Absence
 from skein.protocol.coordinator_io import CheckpointVerified, ManifestWritten, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import (
@@ -41,6 +42,7 @@ from skein.protocol.reports import (
     Vote,
 )
 from skein.protocol.round import GraceOver, LedgerHeard, Outvoted, Round, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.runs.asking import Asking
 from skein.protocol.runs.blame import Blame
 from skein.protocol.runs.ending import Ending, rewind_of
 from skein.protocol.runs.evaluation import Evaluation
@@ -82,6 +84,7 @@ class Run:
         self,
         job: JobHistory,
         membership: Membership,
+        absence: Absence,
         outbox: Outbox,
         links: dict[tuple[WorkerId, WorkerId], Link],
         measured: Measured,
@@ -103,6 +106,7 @@ class Run:
         self._savings = Savings(job, self._members, outbox)
         self._evaluation = Evaluation(job, self._members, outbox)
         self._placement = Placement(job, self._members, self._savings, outbox, links=links, measured=measured)
+        self._asking = Asking(job, self._members, absence, self._placement, measured, outbox, now=now)
         self._improving = Improving(job, self._members, self._placement, measured, outbox, links)
         self._revision = self._improving.revision
         self._leading = Leading(job, self._members, outbox)
@@ -133,6 +137,7 @@ class Run:
         match change:
             case Joined():
                 self._strikes.forget(change.worker)
+                self._asking.joined(self._live[change.worker], now=now)
                 is_member = self._members.is_this(self._live[change.worker])
                 self._gathering.joined(change.worker, is_member=is_member, now=now)
             case Returned():
@@ -146,13 +151,7 @@ class Run:
                 self._vigil.lose(change.worker)
                 self._improving.lost(change.worker, is_missed=is_missed, now=now)
                 if is_missed:
-                    self._incidents.noticed(
-                        IncidentKind.WORKER_LOST,
-                        (change.worker,),
-                        change.reason,
-                        silent_s=change.silent_s,
-                        now=now,
-                    )
+                    self._incidents.lost(change, now=now)
                     self._bump(f"lost {change.worker} ({change.reason})", now=now)
             case IsLeaving():
                 if not self._depends_on(change.worker) and not self._is_to_fence():
@@ -274,6 +273,8 @@ class Run:
                 self._pardon()
             if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
+        elif self.phase is RunPhase.FENCING and self._asking.held_back is not None:
+            self._build(self._asking.held_back, now=now)
         elif self.phase is RunPhase.STEPPING and now >= self._stepping.grace_ends_at():
             self._drive(GraceOver(), now=now)
         elif self._is_watched() and now >= self._watchdog.barks_at(self.plan):
@@ -297,8 +298,9 @@ class Run:
             return self._gathers_at()
         if self.phase is RunPhase.GATHERING:
             return self._gathering.pardons_at
-        if self.phase is RunPhase.FENCING and not self._members.is_fenced:
-            return self._watchdog.gives_up_at(self.plan)
+        if self.phase is RunPhase.FENCING:
+            gives_up_at = self._watchdog.gives_up_at(self.plan)
+            return self._asking.deadline() if self._members.is_fenced else gives_up_at
         if not self._is_watched():
             return self._savings.again_at if self.phase is RunPhase.SAVING else None
         return min(self._stepping.grace_ends_at(), self._watchdog.barks_at(self.plan))
@@ -439,13 +441,14 @@ class Run:
         self._stepping.fenced()
         self._improving.fenced(now=now)
         generation = self._members.open_generation(reason, now=now)
+        self._asking.opened(now=now)
         self._blamed.story.tell("generation", f"{generation}: {reason}", now=now)
 
     def _acknowledged(self, worker: WorkerId, ack: Ack, *, now: float) -> None:
         """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
         if self.phase is not RunPhase.FENCING:
             return
-        self._members.acks[worker] = ack
+        self._members.acknowledged(worker, ack)
         if not self._members.is_fenced:
             return
         self._incidents.fenced(now=now)
@@ -461,6 +464,7 @@ class Run:
 
     def _resume(self, resumed: Resumed, *, now: float) -> None:
         self.phase = RunPhase.BUILDING
+        self._asking.over()
         self._incidents.resumed(resumed)
         self._placement.go_on(resumed)
         assert self.plan is not None
@@ -468,6 +472,12 @@ class Run:
         self._revision.resumed(self.plan, now=now)
 
     def _build(self, plan: Plan, *, now: float) -> None:
+        first = self._asking.before(plan, now=now)
+        if first is not None:
+            self.reason = first.reason
+            if first.opens_generation:
+                self._bump(first.reason, now=now)
+            return
         if self.job.damaged and self._placement.begins_anew(plan):
             self._wait(self._storage.lost(now=now))
             return
@@ -475,15 +485,12 @@ class Run:
         self._may_go_on = False
         version = self.job.version
         self._incidents.planned_anew(num_begun=self._members.num_begun())
-        sources = self._placement.put(plan, now=now)
+        sources = self._placement.put(plan, because=self._asking.outcome, now=now)
         self._vigil.planned(plan)
         self._improving.placed_anew()
-        if sources.averaged:
+        if sources.averaged or self.job.version < version:
             self._improving.rolled_back()
-            self._incidents.averaged()
-        if self.job.version < version:
-            self._improving.rolled_back()
-            self._incidents.rolled_back(num_steps=version - self.job.version)
+            self._incidents.gave_up(version - self.job.version, is_averaged=bool(sources.averaged))
 
     def _chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
         if self.phase is not RunPhase.BUILDING:

@@ -138,6 +138,7 @@ class Report(_message.Message):
     CHECKPOINT_UNREAD_FIELD_NUMBER: _builtins.int
     CHECKPOINT_UNWRITTEN_FIELD_NUMBER: _builtins.int
     SPEED_MEASURED_FIELD_NUMBER: _builtins.int
+    PEERS_SEEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -174,6 +175,8 @@ class Report(_message.Message):
     def checkpoint_unwritten(self) -> Global___CheckpointUnwritten: ...
     @_builtins.property
     def speed_measured(self) -> Global___SpeedMeasured: ...
+    @_builtins.property
+    def peers_seen(self) -> Global___PeersSeen: ...
     def __init__(
         self,
         *,
@@ -195,12 +198,13 @@ class Report(_message.Message):
         checkpoint_unread: Global___CheckpointUnread | None = ...,
         checkpoint_unwritten: Global___CheckpointUnwritten | None = ...,
         speed_measured: Global___SpeedMeasured | None = ...,
+        peers_seen: Global___PeersSeen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -225,6 +229,7 @@ class Directive(_message.Message):
     PREFETCH_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -255,6 +260,8 @@ class Directive(_message.Message):
     def follow(self) -> Global___Follow: ...
     @_builtins.property
     def measure(self) -> Global___Measure: ...
+    @_builtins.property
+    def look(self) -> Global___Look: ...
     def __init__(
         self,
         *,
@@ -273,12 +280,13 @@ class Directive(_message.Message):
         prefetch: Global___Prefetch | None = ...,
         follow: Global___Follow | None = ...,
         measure: Global___Measure | None = ...,
+        look: Global___Look | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1126,6 +1134,32 @@ class Prefetched(_message.Message):
 Global___Prefetched: _TypeAlias = Prefetched  # noqa: Y015
 
 @_typing.final
+class PeersSeen(_message.Message):
+    """Which processes answered, and which are gone by the word of their own machines; of the others nothing is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REACHED_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        reached: _abc.Iterable[_builtins.str] | None = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "reached", b"reached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeersSeen: _TypeAlias = PeersSeen  # noqa: Y015
+
+@_typing.final
 class Suspected(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1728,6 +1762,26 @@ class Probe(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class Look(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___Member] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Look: _TypeAlias = Look  # noqa: Y015
 
 @_typing.final
 class Dismiss(_message.Message):

@@ -238,20 +238,24 @@ class GenerationMember(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     proof: _builtins.str
     """Digest of what proves that another process may take its name at once."""
+    address: _builtins.str
+    """Empty in older logs."""
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         proof: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "proof", b"proof", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "proof", b"proof", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

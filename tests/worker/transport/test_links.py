@@ -1,18 +1,22 @@
+import asyncio
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
 from grpc import aio
 
 from skein.errors import RemoteError
+from skein.protocol.messages import Member
+from skein.types import Incarnation
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PROBE_PART
 from skein.wire.extra import ProbePart
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.worker.transport.loopback import A, B, Receiver, sending, serving
 from worker.service import PeerService
-from worker.transport.links import bytes_per_s
+from worker.transport.links import Sight, bytes_per_s, look_at
 
 Context = aio.ServicerContext[object, object]
 
@@ -33,6 +37,36 @@ async def test_a_peer_that_is_gone_cannot_be_measured() -> None:
     async with sending() as sender:
         with pytest.raises(RemoteError, match="nothing listens there"):
             await sender.peers.measure_link(member)
+
+
+class Mute(PeerService):
+    async def Probe(
+        self, request_iterator: AsyncIterator[peer_pb2.ProbePart], context: Context
+    ) -> AsyncIterator[peer_pb2.ProbeReply]:
+        async for _ in request_iterator:
+            await asyncio.Event().wait()
+            yield peer_pb2.ProbeReply()
+
+
+async def test_a_look_tells_who_answers_from_who_is_silent_and_who_is_gone() -> None:
+    dial = partial(open_channel, token=None)
+    async with serving(Receiver().service()) as member:
+        assert await look_at(member, dial=dial, patience_s=5.0) is Sight.REACHED
+    assert await look_at(member, dial=dial, patience_s=5.0) is Sight.GONE
+    async with serving(Receiver().service_of(Mute)) as member:
+        assert await look_at(member, dial=dial, patience_s=0.05) is Sight.SILENT
+
+
+async def test_a_machine_that_hangs_up_is_no_witness_of_a_death() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        peer = Member(worker=B, incarnation=Incarnation("i"), address=f"127.0.0.1:{port}")
+        sight = await look_at(peer, dial=partial(open_channel, token=None), patience_s=0.5)
+    assert sight is Sight.SILENT
 
 
 class Confused(PeerService):

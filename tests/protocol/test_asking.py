@@ -1,0 +1,245 @@
+"""Before steps are given up: who is asked, who is waited for, how long, and what is said of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skein.protocol.messages import Assign, Look, NewGeneration, SourceKind
+from skein.protocol.records import GenerationOpened, RolledBack
+from skein.protocol.reports import PeersSeen, Prefetched
+from skein.protocol.runs.gathering import RETURN_S
+from skein.protocol.runs.giving_up import LEAST_S, MOST_S, TIMES_REACHED, patience_s, waits_until
+from skein.types import Incarnation, JobState, Step
+from tests.support.desk import LEASE_S, Desk
+from tests.support.plans import chunk, path, plan_of, stage_spec
+from tests.support.runs import BOTH_STAGES, HELD, PAIRS, PAIRS_SPEC, stepping
+
+FIRST, SECOND = ("w0a", "w0b"), ("w1a", "w1b")
+"""Holders of each stage."""
+SILENT_S = LEASE_S + 1.0
+ALONE = plan_of(
+    [chunk(0, "w0a"), chunk(1, "w0a")], [path(chunk(0, "w0a"), chunk(1, "w0a"))] * 4, num_shards=1
+)
+THREE = plan_of(
+    [chunk(0, "w0a"), chunk(0, "w0b"), chunk(1, "w1a")],
+    [path(chunk(0, worker), chunk(1, "w1a")) for worker in FIRST] * 2,
+)
+
+
+def reason(desk: Desk) -> str:
+    assert desk.machine.run is not None
+    return desk.machine.run.reason
+
+
+def acknowledged(desk: Desk) -> None:
+    """Everybody who is here tells what it holds."""
+    desk.acknowledge(desk.live, {worker: HELD[worker] for worker in desk.live})
+
+
+def silenced() -> Desk:
+    """A step is committed; nothing is heard of the holders of the second stage any more, and a plan without them is
+    there.
+    """
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.beat(*FIRST, seconds=SILENT_S)
+    assert desk.live == list(FIRST)
+    acknowledged(desk)
+    desk.adopt(BOTH_STAGES)
+    return desk
+
+
+def test_nothing_is_given_up_while_silent_holders_may_live_and_everybody_is_told_so() -> None:
+    desk = silenced()
+    assert not desk.recorded(RolledBack)
+    assert not desk.told(Assign)
+    assert reason(desk).startswith("waiting for w1a, w1b until 00:")
+    assert reason(desk).endswith(" UTC: going back would cost 1 step")
+    assert any(line.endswith(reason(desk)) for line in desk.lines())
+    assert desk.machine.state_of(desk.job) is JobState.PLANNING
+
+
+def test_what_silent_holders_have_is_not_lost_when_they_are_heard_again() -> None:
+    desk = silenced()
+    desk.beat(*FIRST, seconds=LEAST_S - 2.0)
+    desk.beat(*FIRST, "w1a")
+    [opened] = desk.recorded(GenerationOpened)
+    assert opened.reason == "asking w1a before steps are given up"
+    acknowledged(desk)
+    desk.adopt(THREE)
+    assert not desk.machine.history.jobs[desk.job].rollbacks
+    sources = {c.source.kind for assign in desk.told(Assign).values() for c in assign.chunks}
+    assert sources == {SourceKind.KEEP}
+
+
+def test_when_the_time_is_over_the_job_goes_back_and_says_whom_it_waited_for() -> None:
+    desk = silenced()
+    desk.beat(*FIRST, seconds=LEAST_S + 1.0)
+    [back] = desk.recorded(RolledBack)
+    assert (back.from_version, back.to_version) == (1, 0)
+    assert back.reason == "no worker holds stage 1 at version 1; w1a, w1b did not come back within 15 s"
+
+
+def test_who_comes_back_after_that_is_told_of() -> None:
+    desk = silenced()
+    desk.beat(*FIRST, seconds=LEAST_S + 1.0)
+    desk.beat(*FIRST, "w1a")
+    told = [line for line in desk.lines() if "is back, too late" in line]
+    assert told == [
+        f"job={desk.job} worker=w1a is back, too late: what it may hold of version 1 was given up, and the job is at "
+        "version 0; it begins anew"
+    ]
+    desk.beat(*FIRST, "w1a", seconds=1.0)
+    assert not [line for line in desk.lines() if "is back, too late" in line]
+
+
+def test_members_look_at_those_who_are_silent_until_it_is_over() -> None:
+    desk = silenced()
+    looks = desk.beat(*FIRST, seconds=3.0)
+    assert looks
+    assert set(desk.told(Look)) == set(FIRST)
+    assert [(peer.worker, peer.address) for peer in desk.told(Look)["w0a"].peers] == [
+        ("w1a", "w1a:1"),
+        ("w1b", "w1b:1"),
+    ]
+
+
+def test_deaths_that_peers_have_seen_end_the_wait() -> None:
+    desk = silenced()
+    gone = tuple(Incarnation(f"{worker}-1") for worker in SECOND)
+    desk.report("w0a", PeersSeen(reached=(), gone=gone[:1]))
+    assert not desk.recorded(RolledBack)
+    assert reason(desk).startswith("waiting for w1b until")
+    desk.report("w0b", PeersSeen(reached=(), gone=gone[1:]))
+    [back] = desk.recorded(RolledBack)
+    assert back.reason == "no worker holds stage 1 at version 1"
+
+
+def test_deaths_that_were_seen_before_the_plan_was_made_cost_no_time() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    for worker in SECOND:
+        desk.break_stream(worker)
+    acknowledged(desk)
+    began = desk.now
+    desk.adopt(BOTH_STAGES)
+    assert desk.recorded(RolledBack)
+    assert desk.now == began
+
+
+def test_a_worker_that_peers_reach_is_not_dead() -> None:
+    desk = silenced()
+    reached = PeersSeen(reached=(Incarnation("w1a-1"),), gone=())
+    desk.report("w0a", PeersSeen(reached=(), gone=(Incarnation("w1a-1"),)))
+    desk.report("w0b", reached)
+    desk.beat(*FIRST, seconds=LEAST_S - 1.0)
+    desk.report("w0b", reached)
+    desk.beat(*FIRST, seconds=LEAST_S - 1.0)
+    assert reason(desk).startswith("waiting for w1a until")
+    desk.beat(*FIRST, seconds=2.0)
+    assert desk.recorded(RolledBack)
+
+
+def test_who_has_come_back_late_before_is_waited_for_longer() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.beat("w0a", *SECOND, seconds=30.0)
+    desk.beat("w0a", "w0b", *SECOND)
+    assert max(desk.machine.absence.silences_s) == pytest.approx(30.0)
+    desk.beat("w0a", "w0b", seconds=SILENT_S)
+    acknowledged(desk)
+    desk.adopt(BOTH_STAGES)
+    desk.beat("w0a", "w0b", seconds=40.0)
+    assert reason(desk).startswith("waiting for w1a, w1b until")
+    desk.beat("w0a", "w0b", seconds=6.0)
+    assert desk.recorded(RolledBack)
+
+
+def test_who_came_while_a_plan_was_made_is_asked_before_steps_are_given_up() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.beat(*FIRST, seconds=SILENT_S)
+    acknowledged(desk)
+    planning = desk.commands
+    desk.beat(*FIRST, "w1b")
+    desk.commands = planning
+    desk.plan(BOTH_STAGES)
+    [opened] = desk.recorded(GenerationOpened)
+    assert opened.reason == "asking w1b before steps are given up"
+    assert set(desk.told(NewGeneration)) == {*FIRST, "w1b"}
+
+
+def test_a_restarted_coordinator_waits_for_holders_that_come_late() -> None:
+    before = stepping(PAIRS_SPEC, PAIRS)
+    before.step(PAIRS)
+    desk = Desk(before.log)
+    desk.join(*FIRST)
+    desk.beat(*FIRST, seconds=RETURN_S)
+    acknowledged(desk)
+    desk.adopt(BOTH_STAGES)
+    assert not desk.recorded(RolledBack)
+    desk.beat(*FIRST, seconds=2.0)
+    assert {peer.worker for look in desk.told(Look).values() for peer in look.peers} == set(SECOND)
+    desk.join("w1a")
+    acknowledged(desk)
+    desk.adopt(THREE)
+    assert not desk.machine.history.jobs[desk.job].rollbacks
+    sources = {c.source.kind for assign in desk.told(Assign).values() for c in assign.chunks}
+    assert sources == {SourceKind.KEEP}
+    assert max(desk.machine.absence.silences_s) == pytest.approx(RETURN_S + 2.0)
+
+
+def test_another_process_of_a_holders_name_says_that_it_is_dead() -> None:
+    desk = silenced()
+    desk.join("w1a", "w1b", incarnation=2)
+    acknowledged_now = {worker: HELD[worker] for worker in FIRST}
+    desk.acknowledge(desk.live, acknowledged_now)
+    desk.adopt(PAIRS)
+    assert desk.machine.history.jobs[desk.job].rollbacks
+
+
+def test_copies_in_the_memory_of_silent_workers_are_waited_for_too() -> None:
+    """Both holders of a stage are known dead; the newest copy of it is with one who is silent."""
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    copy = Prefetched(job=desk.job, stage=stage_spec(1), version=Step(1), error="")
+    desk.report("w0b", copy)
+    desk.beat("w0a", *SECOND, seconds=SILENT_S)
+    for worker in SECOND:
+        desk.break_stream(worker)
+    desk.acknowledge(["w0a"], HELD)
+    desk.adopt(ALONE)
+    assert reason(desk).startswith("waiting for w0b until")
+
+
+def test_silence_of_those_who_hold_nothing_that_is_lacking_delays_nothing() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.beat("w0a", *SECOND, seconds=SILENT_S)
+    for worker in SECOND:
+        desk.break_stream(worker)
+    desk.acknowledge(["w0a"], HELD)
+    desk.adopt(ALONE)
+    assert desk.recorded(RolledBack)
+
+
+@given(
+    cost_s=st.floats(0.0, 1e6),
+    silences_s=st.lists(st.floats(0.0, 1e6), max_size=16),
+    more_s=st.floats(0.0, 1e6),
+)
+def test_more_at_stake_and_longer_silences_never_make_the_wait_shorter(
+    cost_s: float, silences_s: list[float], more_s: float
+) -> None:
+    wait_s = patience_s(cost_s=cost_s, silences_s=silences_s)
+    assert LEAST_S <= wait_s <= MOST_S
+    assert patience_s(cost_s=cost_s + more_s, silences_s=silences_s) >= wait_s
+    assert patience_s(cost_s=cost_s, silences_s=[*silences_s, more_s]) >= wait_s
+
+
+@given(since=st.floats(0.0, 1e9), seen=st.none() | st.floats(0.0, 2e9), wait_s=st.floats(LEAST_S, MOST_S))
+def test_a_wait_lasts_one_silence_at_least_and_a_few_at_most(
+    since: float, seen: float | None, wait_s: float
+) -> None:
+    ends_at = waits_until(since, wait_s, seen)
+    assert since + wait_s <= ends_at <= since + TIMES_REACHED * wait_s
