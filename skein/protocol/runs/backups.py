@@ -4,6 +4,7 @@ Rules of this file
 - All stages are copied at the same versions, for the job can only go back to a version that it has of every stage.
 - Whoever keeps a copy is a member, so that it hears of roll-backs, and holds another stage, far away if it can be.
 - The copies before the newest whole set may go, and not before it is whole.
+- Copies that are not made as often as the job asks are told of, once for each reason.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -42,14 +43,28 @@ class Backups:
         self._asked = Step(0)
         self._every = job.spec.backup.every_steps
         self._missing: dict[Step, set[StageSpec]] = {}
+        self._why = ""
+        """Why copies came later than asked, or not at all, the last time."""
 
     def is_due(self) -> bool:
         """Whether the step in progress ends at a version that is to be copied."""
         version, every = self._job.version + 1, self._job.spec.backup.every_steps
-        if every == 0 or version % every or version < self._asked + self._every:
+        if every == 0 or version < self._asked + self._every:
             return False
         # A donor keeps few snapshots: a round is given the time to end before the next one begins.
-        return not self._missing or version >= self._asked + _PATIENCE * self._every
+        if not self._missing or version >= self._asked + _PATIENCE * self._every:
+            return True
+        self._tell("those before are still on their way")
+        return False
+
+    def _tell(self, why: str) -> None:
+        """Copies are late, for a reason that may have been told already."""
+        if why != self._why:
+            every, newest = self._job.spec.backup.every_steps, self._whole or "none"
+            self._out.log(
+                f"job={self._job.job} stages are not copied every {every} steps (newest copies: {newest}): {why}"
+            )
+        self._why = why
 
     def ask(self, plan: Plan, candidates: Iterable[Entry], *, step_s: float | None) -> None:
         """Have the coming version copied: each stage by one of its holders, to one who does not hold it.
@@ -62,7 +77,9 @@ class Backups:
         version = Step(self._job.version + 1)
         keepers = _keepers(plan, [entry for entry in candidates if self._members.is_this(entry)])
         if len(keepers) < len(plan.stages):
-            return  # Everybody holds everything: there is no elsewhere.
+            self._asked = version
+            self._tell("every worker that could keep the copy of a stage holds that stage itself")
+            return
         self._keep_to_budget(plan, keepers, step_s)
         self._asked = version
         self._missing = {version: set(plan.stages)}
@@ -103,9 +120,9 @@ class Backups:
         least = 0 if step_s is None else ceil(seconds / (asked.link_share * step_s))
         every = max(asked.every_steps, least)
         if every != self._every and every > asked.every_steps:
-            self._out.log(
-                f"job={self._job.job} copies stages every {every} steps, not {asked.every_steps}: the slowest copy "
-                f"takes {seconds:.3g} s, and may take {asked.link_share:.0%} of its link's time"
+            self._tell(
+                f"every {every} steps, for the slowest copy takes {seconds:.3g} s, and may take "
+                f"{asked.link_share:.0%} of its link's time"
             )
         self._every = every
 
@@ -115,16 +132,21 @@ class Backups:
         if missing is None or report.job != self._job.job:
             return
         if report.error:
-            self._out.log(f"job={self._job.job} stage={report.stage.index} was not copied: {report.error}")
+            self._tell(
+                f"stage {report.stage.index} at version {report.version} was not copied: {report.error}"
+            )
             self._missing.clear()
             return
         missing.discard(report.stage)
         if not missing:
             self._whole = max(self._whole, report.version)
             del self._missing[report.version]
+            self._why = ""
 
     def fenced(self) -> None:
         """A new generation: who was to take a snapshot has been told to forget it."""
+        if self._missing:
+            self._tell(f"a new generation began while version {self._asked} was copied")
         self._missing.clear()
 
     def rolled_back(self) -> None:
