@@ -149,8 +149,8 @@ class _Kept:
     fold: Fold = field(default_factory=Fold)
     num_lines: int = 0
     """Passing happenings of this epoch."""
-    dropped: Key = (0, 0)
-    """The newest passing happening that was kept and is no more."""
+    on_disk: Key = (0, 0)
+    """Passing happenings up to this are not all in memory: older epochs told them, or there were too many."""
     state: tuple[JobState, str] = (JobState.PENDING, "submitted")
     is_over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,7 +164,7 @@ class _Kept:
     def newest(self) -> Key:
         """Of all that happened so far."""
         passing = self.passing[-1].key if self.passing else (0, 0)
-        return max((self.fold.sequence, 0), passing)
+        return max((self.fold.sequence, 0), passing, self.on_disk)
 
     def after(self, key: Key) -> list[JobEvent]:
         """What is kept and newer than `key`, in order."""
@@ -218,6 +218,8 @@ class Journal:
         for record in records:
             if isinstance(record, EpochOpened):
                 self._epoch = record.epoch
+                for kept in self._kept.values():
+                    kept.on_disk = kept.fold.sequence, record.epoch * _LINES_OF_EPOCH
             job = job_of(record)
             event = None if job is None else self._of(job).fold.take(record)
             if job is not None and event is not None:
@@ -256,7 +258,7 @@ class Journal:
         until = kept.newest
         is_first = True
         while True:
-            if is_first or told[0] + 1 < kept.first or told < kept.dropped:
+            if is_first or told[0] + 1 < kept.first or told < kept.on_disk:
                 newest = until if is_first else kept.newest
                 async for event in self._older(job, after=told, until=newest):
                     yield event
@@ -276,8 +278,9 @@ class Journal:
     async def _older(self, job: JobId, *, after: Key, until: Key) -> AsyncIterator[JobEvent]:
         """What happened after one event and up to another, from memory and from what is kept on disk."""
         kept = self._of(job)
-        in_memory = list(_after(kept.passing, after))
-        lines = {event.key: event for event in (*await self._lines.read(job), *in_memory)}
+        is_whole, in_memory = after >= kept.on_disk, list(_after(kept.passing, after))
+        stored = [] if is_whole else await self._lines.read(job)
+        lines = {event.key: event for event in (*stored, *in_memory)}
         left = deque(lines[key] for key in sorted(lines) if after < key <= until)
         async for event in self._recorded(job, since=after[0], until=until[0]):
             while left and left[0].key < event.key:
@@ -313,7 +316,7 @@ class Journal:
         number = self._epoch * _LINES_OF_EPOCH + kept.num_lines
         event = JobEvent(sequence=kept.fold.sequence, line=number, wall_s=wall_s, body=body)
         if len(kept.passing) == kept.passing.maxlen and kept.passing:
-            kept.dropped = kept.passing[0].key
+            kept.on_disk = kept.passing[0].key
         kept.passing.append(event)
         self._lines.append(job, event)
         kept.wake()
@@ -323,7 +326,7 @@ class Journal:
         kept.is_over = True
         kept.recorded = deque(kept.recorded, maxlen=NUM_KEPT_ENDED)
         if len(kept.passing) > NUM_KEPT_ENDED:
-            kept.dropped = kept.passing[-NUM_KEPT_ENDED - 1].key
+            kept.on_disk = kept.passing[-NUM_KEPT_ENDED - 1].key
         kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
 
     def _of(self, job: JobId) -> _Kept:

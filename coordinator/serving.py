@@ -257,7 +257,7 @@ class Serving:
     async def _close(self) -> None:
         await self._doors.close()
         await asyncio.to_thread(self._lead.close)
-        self._lines.close()
+        await asyncio.to_thread(self._lines.close)
         self._log.close()
 
     async def _run(self) -> None:

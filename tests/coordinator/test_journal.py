@@ -241,11 +241,12 @@ async def test_lines_of_an_ended_job_are_told_after_a_restart(tmp_path: Path) ->
         journal.state(JOB, JobState.RUNNING, f"{number}", wall_s=1.0)
         records.append(record)
         journal.recorded([record])
+    journal.line(JOB, None, line("and after the end"))
     before = await all_of(journal)
     lines.close()
     again, lines = stored(tmp_path, [*records, opened(2)])
     assert await all_of(again) == before
-    assert texts(before) == [f"before {number}" for number in range(len(LOG) - 4)]
+    assert texts(before) == [*(f"before {number}" for number in range(len(LOG) - 4)), "and after the end"]
     lines.close()
 
 
@@ -273,6 +274,26 @@ async def test_each_event_is_told_once_and_in_order_from_wherever_a_watcher_left
     for at, event in enumerate(whole):
         rest = [x async for x in journal.watch(JOB, since=event.sequence, since_line=event.line)]
         assert rest == whole[at + 1 :]
+    lines.close()
+
+
+async def test_what_is_in_memory_is_not_read_from_disk_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, lines = stored(tmp_path, LOG[:6])
+    for number in range(5):
+        journal.line(JOB, None, line(f"{number}"))
+    whole = [event async for event in journal.watch(JOB, since=0, is_following=False)]
+    assert texts(whole) == [f"{number}" for number in range(5)]
+
+    async def refuse(job: JobId) -> list[JobEvent]:
+        raise AssertionError(f"{job} is read from disk")
+
+    monkeypatch.setattr(lines, "read", refuse)
+    for at in range(len(whole) - 5, len(whole)):
+        cursor = whole[at]
+        newer = journal.watch(JOB, since=cursor.sequence, since_line=cursor.line, is_following=False)
+        assert [event async for event in newer] == whole[at + 1 :]
     lines.close()
 
 
