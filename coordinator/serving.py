@@ -32,6 +32,7 @@ from skein.protocol.membership import LEASE_S
 from skein.protocol.records import EpochOpened, Record
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
+from skein.wire.files import raise_open_files
 
 LOCK_WAIT_S = 5.0
 """How long a successor waits for the process before it to be gone."""
@@ -132,11 +133,13 @@ class Doors:
         Raises:
             UserError: an address cannot be had.
         """
+        # Before anybody can come: strangers must not use up what the run log and checkpoints need.
+        raise_open_files()
         exposition = None
-        with ExitStack() as undo:
+        async with AsyncExitStack() as undo:
             if options.metrics_port is not None:
-                exposition = Exposition(options.metrics_host, options.metrics_port, metrics.render)
-                undo.callback(exposition.close)
+                exposition = await Exposition.open(options.metrics_host, options.metrics_port, metrics.render)
+                undo.push_async_callback(exposition.close)
             refused = metrics.refused
             service = await listen(options.host, options.port, token=options.token, count_refusal=refused)
             undo.pop_all()
@@ -146,7 +149,7 @@ class Doors:
         """Answer nobody any more. Idempotent."""
         await self.service.stop()
         if self.exposition is not None:
-            await asyncio.to_thread(self.exposition.close)
+            await self.exposition.close()
             self.exposition = None
 
 

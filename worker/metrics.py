@@ -1,16 +1,17 @@
 """Every metric of a worker: for Prometheus, and the same numbers as counts that the coordinator re-exports."""
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skein.errors import UserError
 from skein.protocol.messages import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
+from skein.wire.pages import TEXT, Page, Pages
 from worker.aggregating import Gauges, Measure
 from worker.transport.statistics import Statistics
 
@@ -205,22 +206,13 @@ class Metrics:
             if not sample.name.endswith(("_bucket", "_created"))
         )
 
-    def serve(self, host: str, port: int) -> Callable[[], None]:
-        """Answers scrapes at host:port until what this gives is called.
+    async def serve(self, host: str, port: int) -> Pages:
+        """Answers scrapes at host:port until that is closed.
 
         Raises:
             UserError: the port is taken, or the host is not this machine's.
         """
-        try:
-            server, thread = start_http_server(port, host, registry=self._registry)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            hint = f"{reason}; give another port, or end what listens there"
-            raise UserError("metrics_port", f"{host}:{port}", hint) from error
+        return await Pages.open("metrics_port", host, port, self._page)
 
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
+    def _page(self, _path: str, _host: str) -> Page:
+        return HTTPStatus.OK, TEXT, generate_latest(self._registry)

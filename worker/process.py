@@ -18,6 +18,7 @@ from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.extra import FetchStateRequest, LogLine
+from skein.wire.files import raise_open_files
 from skein.wire.leader import split_addresses
 from worker.boundary import BoundaryLog
 from worker.build import Builder
@@ -89,10 +90,12 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
     compute = setting.compute(setting.device)
     metrics = Metrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
+        raise_open_files()
         server = open_server(token=setting.token)
         port = bind(server, setting.listen, setting.port)
         if setting.metrics_port is not None:
-            stack.callback(metrics.serve(setting.metrics_host, setting.metrics_port))
+            pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
+            stack.push_async_callback(pages.close)
         executor = Executor(compute)
         executor.start()
         stack.callback(executor.stop)

@@ -7,13 +7,13 @@ from typing import cast
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health, health_pb2_grpc
 
 from skein.errors import RemoteError
 from skein.types import Generation
 from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
+from skein.wire.health import Health
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Limits, WireTensor
 from worker.transport.framing import DELIVER, read_part
@@ -84,8 +84,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         server.add_generic_rpc_handlers((_RawDeliver(self),))
         served = SimpleNamespace(Deliver=self.Deliver, FetchState=self.give_state, Probe=self.Probe)
         peer_pb2_grpc.add_PeerServicer_to_server(cast(peer_pb2_grpc.PeerServicer, served), server)
-        checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
-        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+        server.add_generic_rpc_handlers((Health(),))
 
     def close(self) -> None:
         """The server is about to stop: that ends streams without a word."""

@@ -12,6 +12,7 @@ from grpc import aio
 from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
 from skein.wire.failures import refuse, status_of
+from skein.wire.health import HEALTH_SERVICE
 
 
 class NotFoundError(UserError):
@@ -21,6 +22,9 @@ class NotFoundError(UserError):
 class BusyError(UserError):
     """A limit is reached; later it may work."""
 
+
+MAX_CALLS = 8192
+"""Calls at once, control streams included; one more is told RESOURCE_EXHAUSTED."""
 
 _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
     (NotFoundError, grpc.StatusCode.NOT_FOUND),
@@ -42,6 +46,7 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, count: CountRefusal) -> None:
         self._count = count
+        self._num_calls = 0
 
     async def intercept_service(
         self,
@@ -53,7 +58,9 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
             self._count("unknown", "unimplemented")
             # grpc answers UNIMPLEMENTED when there is nothing to call.
             return cast("Method", method)
-        return self._guard(method, handler_call_details.method.rpartition("/")[2])
+        service, _, name = handler_call_details.method.rpartition("/")
+        # Health has bounds of its own, for whoever asks for it has not proved to be anybody.
+        return method if service == HEALTH_SERVICE else self._guard(method, name)
 
     def _guard(self, method: Method, name: str) -> Method:
         parse, serialize = method.request_deserializer, method.response_serializer
@@ -72,6 +79,12 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
     def _guarded(self, behaviour: _Behaviour, name: str) -> Callable[[object, _Context], Awaitable[object]]:
         async def guarded(request: object, context: _Context) -> object:
             reason: str | None = "internal"
+            if self._num_calls >= MAX_CALLS:
+                self._count(name, "resource_exhausted")
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_CALLS} calls are running already"
+                )
+            self._num_calls += 1
             try:
                 reply = await _answer(behaviour(request, context), context)
                 reason = None
@@ -89,6 +102,7 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
                 reason = None
                 await refuse(context, error, code)
             finally:
+                self._num_calls -= 1
                 if reason is not None:
                     self._count(name, reason)
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import Driver
@@ -18,24 +17,16 @@ from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
 from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
+from skein.wire.health import NOT_SERVING, SERVING, Health
 from skein.wire.leader import LEADER_KEY
 from skein.wire.tokens import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 
-MAX_CALLS = 8192
-"""Calls at once, control streams included; one more is told RESOURCE_EXHAUSTED."""
+_IDLE_MS = 60_000
 STOP_S = 2.0
 
 
 SERVICES = ("Control", "Jobs", "Checkpoint")
-
-
-class Health(Protocol):
-    """What we use of grpc_health's asyncio servicer, which has no stubs."""
-
-    async def set(self, service: str, status: int) -> None: ...
-
-    async def enter_graceful_shutdown(self) -> None: ...
 
 
 class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -97,11 +88,11 @@ class Service:
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         self.gate.open()
         for name in SERVICES:
-            await self._health.set(f"skein.wire.v1.{name}", health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(f"skein.wire.v1.{name}", SERVING)
 
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""
-        await self._health.enter_graceful_shutdown()
+        self._health.close()
         await self.server.stop(STOP_S)
 
 
@@ -114,13 +105,11 @@ async def listen(host: str, port: int, *, token: str | None, count_refusal: Coun
     checks: list[aio.ServerInterceptor] = [Calls(count_refusal)]  # type: ignore[type-arg]
     if token is not None:
         checks.append(TokenCheck(token))
-    server = aio.server(interceptors=checks, options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
-    gate = Gate()
-    checker = health.aio.HealthServicer()  # type: ignore[attr-defined]  # no stubs
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    server.add_generic_rpc_handlers((gate,))
-    for name in SERVICES:
-        await checker.set(f"skein.wire.v1.{name}", health_pb2.HealthCheckResponse.NOT_SERVING)
+    # Who has no call for so long dials again when it has one; nothing else shows on these connections.
+    options = [*server_options(), ("grpc.max_connection_idle_ms", _IDLE_MS)]
+    server = aio.server(interceptors=checks, options=options)
+    gate, checker = Gate(), Health({f"skein.wire.v1.{name}": NOT_SERVING for name in SERVICES})
+    server.add_generic_rpc_handlers((checker, gate))
     bound = bind(server, host, port)
     await server.start()
     return Service(server=server, address=join_address(host, bound), gate=gate, _health=checker)

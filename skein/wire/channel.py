@@ -11,6 +11,7 @@ from enum import StrEnum
 from grpc import aio
 
 from skein.errors import UserError
+from skein.wire.files import max_connections
 from skein.wire.tokens import TokenChannel, TokenCheck
 
 Option = tuple[str, int]
@@ -45,6 +46,10 @@ _PING_TIMEOUT_MS = {Lane.CONTROL: 2000, Lane.WATCH: 1400}
 2.2 s to its peers."""
 
 
+_HANDSHAKE_MS = 5000
+"""In which whoever connects has to speak HTTP/2; half-open connections go."""
+
+
 def client_options(lane: Lane) -> list[Option]:
     """Options of a channel. A dead link shows within 3 s; so does a frozen process on CONTROL and WATCH."""
     ping_timeout_ms = _PING_TIMEOUT_MS.get(lane, _BULK_PING_TIMEOUT_MS)
@@ -66,7 +71,10 @@ def client_options(lane: Lane) -> list[Option]:
 
 
 def server_options() -> list[Option]:
-    """Options of a server: lets clients ping each second, and notices links that died in 3 s itself."""
+    """Options of a server: lets clients ping each second, and notices links that died in 3 s itself.
+
+    It takes as many connections as leave this process some files for everything else.
+    """
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -76,6 +84,8 @@ def server_options() -> list[Option]:
         ("grpc.http2.min_ping_interval_without_data_ms", 300),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_concurrent_streams", 256),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -88,10 +98,10 @@ def open_channel(target: str, lane: Lane, *, token: str | None) -> aio.Channel:
     return channel if token is None else TokenChannel(channel, token)
 
 
-def open_server(*, token: str | None, max_calls: int | None = None) -> aio.Server:
-    """A server that refuses calls without `token`, and more than `max_calls` at once."""
+def open_server(*, token: str | None) -> aio.Server:
+    """A server that refuses calls without `token`."""
     interceptors = [] if token is None else [TokenCheck(token)]
-    return aio.server(interceptors=interceptors, options=server_options(), maximum_concurrent_rpcs=max_calls)
+    return aio.server(interceptors=interceptors, options=server_options())
 
 
 def bind(server: aio.Server, host: str, port: int) -> int:

@@ -140,22 +140,12 @@ class TokenCheck(aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler_call_details.method.startswith(_HEALTH) or self._is_known(handler_call_details):
             return handler
-        return _refusing(handler)
+        # Whatever its shape, nothing that is sent is waited for.
+        return cast("Handler", grpc.stream_stream_rpc_method_handler(_refuse))
 
     def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for key, value in details.invocation_metadata if key == _KEY]
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
-
-
-def _refusing(handler: "Handler | None") -> Handler:
-    """A handler of the same shape that only refuses; an unknown method is refused the same way."""
-    if handler is None or not (handler.request_streaming or handler.response_streaming):
-        return cast("Handler", grpc.unary_unary_rpc_method_handler(_refuse))
-    if not handler.response_streaming:
-        return cast("Handler", grpc.stream_unary_rpc_method_handler(_refuse))
-    if not handler.request_streaming:
-        return cast("Handler", grpc.unary_stream_rpc_method_handler(_refuse))
-    return cast("Handler", grpc.stream_stream_rpc_method_handler(_refuse))
 
 
 async def _refuse(_request: object, context: aio.ServicerContext[object, object]) -> NoReturn:

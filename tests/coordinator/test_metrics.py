@@ -343,14 +343,12 @@ def test_a_lost_worker_is_down_and_an_unknown_path_is_not_found() -> None:
     machine.handle(TimePassed(), now=machine.deadline() or 0.0)
     workers = {worker.worker: worker for worker in roster.workers(now=210.0)}
     assert workers[WorkerId("w1")].state is WorkerState.LOST
-    page = Exposition("127.0.0.1", 0, lambda: b"all")
-    try:
-        page.show(workers)
-        assert page.answer("/metrics/worker/w1", "")[0] is HTTPStatus.SERVICE_UNAVAILABLE
-        assert page.answer("/metrics/worker/w9", "")[0] is HTTPStatus.NOT_FOUND
-        assert page.answer("/", "")[0] is HTTPStatus.NOT_FOUND
-        assert page.answer("/metrics", "")[2] == b"all"
-        assert page.address.encode() in page.answer("/sd", 'evil"host/')[2]
-        assert b"lab:1" in page.answer("/sd", "lab:1")[2]
-    finally:
-        page.close()
+    page = Exposition(lambda: b"all")
+    page.show(workers)
+    assert page.answer("/metrics/worker/w1", "")[0] is HTTPStatus.SERVICE_UNAVAILABLE
+    assert page.answer("/metrics/worker/w9", "")[0] is HTTPStatus.NOT_FOUND
+    assert page.answer("/", "")[0] is HTTPStatus.NOT_FOUND
+    assert page.answer("/metrics", "")[2] == b"all"
+    page.address = "10.0.0.1:7412"
+    assert page.address.encode() in page.answer("/sd", 'evil"host/')[2]
+    assert b"lab:1" in page.answer("/sd", "lab:1")[2]

@@ -1,5 +1,6 @@
 """What a worker counts, for Prometheus and for its beats."""
 
+import asyncio
 import socket
 import urllib.request
 
@@ -117,24 +118,27 @@ def test_every_name_begins_as_the_rules_say() -> None:
     assert all(count.name.startswith("skein_worker_") for count in Metrics(Statistics()).counts())
 
 
-def test_metrics_are_served_until_stopped() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    stop = Metrics(Statistics()).serve("127.0.0.1", port)
+async def test_metrics_are_served_until_stopped() -> None:
+    pages = await Metrics(Statistics()).serve("127.0.0.1", 0)
+    url = f"http://{pages.address}/metrics"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            assert b"skein_worker_op_seconds" in answer.read()
+        assert b"skein_worker_op_seconds" in await asyncio.to_thread(read, url)
     finally:
-        stop()
+        await pages.close()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        await asyncio.to_thread(read, url)
 
 
-def test_a_port_in_use_is_named_with_a_cure() -> None:
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        found: bytes = answer.read()
+        return found
+
+
+async def test_a_port_in_use_is_named_with_a_cure() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UserError, match="another port") as failure:
-            Metrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
+            await Metrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
     assert failure.value.field == "metrics_port"
