@@ -112,6 +112,10 @@ def _word_bytes(job: JobSpec) -> int:
     return 8 if job.precision is Precision.FP64 else 4
 
 
+LEAST_SHARD_BYTES = 2**20
+"""Of a reduction: smaller parts cost more in messages than they spare."""
+
+
 def num_shards(num_bytes: int, num_workers: int) -> int:
-    """Into how many parts a reduction is cut: one per worker, but no part below 1 MiB."""
-    return min(num_workers, max(1, math.ceil(num_bytes / 2**20)))
+    """Into how many parts a reduction is cut: one per worker, but no part below `LEAST_SHARD_BYTES`."""
+    return min(num_workers, max(1, math.ceil(num_bytes / LEAST_SHARD_BYTES)))

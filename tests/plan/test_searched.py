@@ -1,6 +1,7 @@
 """Laws of the searching planner over random jobs and fleets."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -11,11 +12,14 @@ from skein.config.job import JobSpec, PlanSpec, SkipSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
 from skein.plan.check import violations
-from skein.plan.load import job_layers
+from skein.plan.load import job_layers, tied_bytes
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
+from skein.plan.route.evaluate import timeline
 from skein.plan.route.of_job import pose, resized
+from skein.plan.route.of_plan import routing_of
 from skein.plan.searched import always, make_plan, reckoned_s
+from skein.plan.timing import reduction_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
@@ -67,6 +71,50 @@ def test_chains_stay_inside_their_cities_where_links_between_these_are_slow() ->
     plan = planned(brief(spec, budget_s=0.3), two_cities())
     city = {f"w{i}": "ab"[i % 2] for i in range(6)}
     assert all(len({city[hop.worker] for hop in path.hops}) == 1 for path in plan.paths)
+
+
+def two_offices() -> Fleet:
+    """Two workers in each of two offices, a thousand times nearer to each other than to the others."""
+    names, sites = [f"w{i}" for i in range(4)], ["a", "b", "a", "b"]
+    links = [
+        link(x, y, 1e-4, 1e9) if sites[i] == sites[j] else link(x, y, 1e-4, 1e6)
+        for (i, x), (j, y) in product(enumerate(names), repeat=2)
+        if x != y
+    ]
+    return fleet([1e10] * 4, sites=sites, links=links)
+
+
+def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_step_counts_it() -> None:
+    spec = job(stages=4, replicas=1, num_layers=6, num_microbatches=4, vocab_size=20_000)
+    on = two_offices()
+    plan = planned(brief(spec, budget_s=0.3), on)
+    [tied] = [group for group in plan.groups if group.group == "tied"]
+    assert len({worker[1:] in "13" for worker in tied.workers}) == 1
+    # Apart, 20,000 x 64 numbers would cross at 1 MB/s: 5 MB there and 5 MB back, half of it each way by each.
+    assert plan.predicted_step_s < 5.0
+    pool = pool_of(spec, on, job_layers(spec))
+    shared = tied_bytes(spec, job_layers(spec), plan.stages)
+    apart = replace(tied, members=(tied.members[0], replace(tied.members[1], worker=WorkerId("w1"))))
+    assert reduction_s(tied, shared, pool) < 0.1 < 5.0 < reduction_s(apart, shared, pool)
+    posed = pose(spec, on, plan, pool)
+    assert posed.problem.reduction is not None
+    found = routing_of(plan, posed)
+    assert found is not None
+    swapped = found.worker_of.copy()
+    # Exchanging an end with a worker of the other office makes the step as much longer as the reduction.
+    other = next(c for c in (1, 2) if (int(found.worker_of[c]) % 2) != (int(found.worker_of[0]) % 2))
+    swapped[[0, other]] = swapped[[other, 0]]
+    longer = timeline(posed.problem, replace(found, worker_of=swapped)).step_s
+    assert longer - timeline(posed.problem, found).step_s > 5.0
+
+
+def test_a_step_is_never_predicted_below_its_own_bound() -> None:
+    spec = job(stages=1, replicas=1, num_layers=2, num_microbatches=4)
+    for seed in range(20):
+        on = fleet([1e9 * (1 + seed / 7)])
+        plan = make_plan(brief(spec), on, None, seed)
+        assert isinstance(plan, Plan)
+        assert plan.predicted_step_s >= plan.lower_bound_s
 
 
 def test_leaving_stages_out_shortens_the_step() -> None:

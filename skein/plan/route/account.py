@@ -91,17 +91,18 @@ def transfer_counts(problem: Problem, routing: Routing) -> I64:
 def reduction_bytes(problem: Problem, routing: Routing) -> F64:
     """(num_workers, num_workers) bytes of aggregation from row to column in a step.
 
-    Of k holders each sums one of k parts and hands the sum out, so each link carries two parts.
+    Of k holders each sums one of k parts and hands the sum out, so each link carries two parts. What the ends share is
+    summed by the holders of both.
     """
     num_bytes = np.zeros((problem.num_workers, problem.num_workers))
     if problem.reduction is None:
         return num_bytes
-    for stage in range(problem.num_stages):
-        holders = holders_of(problem, routing, stage)
+    held = [holders_of(problem, routing, stage) for stage in range(problem.num_stages)]
+    sums = [*zip(held, problem.reduction.num_bytes.tolist(), strict=True)]
+    sums.append((list(dict.fromkeys(held[0] + held[-1])), problem.reduction.tied_bytes))
+    for holders, summed_bytes in sums:
         if len(holders) > 1:
-            num_bytes[np.ix_(holders, holders)] += (
-                2 * float(problem.reduction.num_bytes[stage]) / len(holders)
-            )
+            num_bytes[np.ix_(holders, holders)] += 2 * summed_bytes / len(holders)
     np.fill_diagonal(num_bytes, 0.0)
     return num_bytes
 

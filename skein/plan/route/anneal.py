@@ -71,6 +71,8 @@ def refit(fixed: Fixed, state: State, undo: Undo, changed: int) -> None:
         if seat < len(fixed.stage_of):
             fit_chunk(fixed, state, seat)
             fit_stage(fixed, state, fixed.stage_of[seat])
+            if fixed.tied_bytes > 0.0 and fixed.stage_of[seat] == len(state.reduce_s) - 1:
+                fit_stage(fixed, state, 0)
     for microbatch in range(len(state.trip_s)):
         fit_trip(fixed, state, microbatch)
 

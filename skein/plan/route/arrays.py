@@ -25,6 +25,8 @@ class Fixed(NamedTuple):
     reduce_latency_s: F64
     reduce_s_per_byte: F64
     move_s: F64
+    tied_bytes: float
+    least_shard_bytes: float
     num_hops: int
     max_swaps: int
     max_jump: int
@@ -73,6 +75,8 @@ def fixed(problem: Problem) -> Fixed:
         reduce_bytes=np.zeros(problem.num_stages) if reduction is None else _solid(reduction.num_bytes),
         reduce_latency_s=np.zeros(square) if reduction is None else _solid(reduction.latency_s),
         reduce_s_per_byte=np.zeros(square) if reduction is None else _solid(1.0 / reduction.bytes_per_s),
+        tied_bytes=0.0 if reduction is None else float(reduction.tied_bytes),
+        least_shard_bytes=0.0 if reduction is None else float(reduction.least_shard_bytes),
         move_s=np.zeros(shape) if problem.move_s is None else _solid(problem.move_s),
         num_hops=problem.num_hops,
         max_swaps=problem.max_swaps,

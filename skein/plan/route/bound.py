@@ -207,11 +207,25 @@ def _least_window(visit_s: F64, around_s: F64, num_holders: int, num_visits: int
 
 
 def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
-    """What the best holders of a stage take to aggregate: some worker has its k - 1 best links in the group."""
-    size = problem.stage_sizes[stage]
-    if not 2 <= size <= problem.num_workers or not least_visits(problem, stage):
+    """What the best holders of a stage take to aggregate; of the first also what it shares with the last."""
+    if not least_visits(problem, stage):
         return 0.0
-    part_bytes = (size - 1) * reduction.num_bytes[stage] / size
+    own_s = _among_least_s(problem, reduction, problem.stage_sizes[stage], float(reduction.num_bytes[stage]))
+    if stage or reduction.tied_bytes == 0:
+        return own_s
+    first, last = problem.stage_sizes[0], problem.stage_sizes[-1]
+    is_apart = problem.chunks_per_worker == 1 or (
+        problem.chunks_per_worker is None and problem.num_chunks <= problem.num_workers
+    )
+    size = first + last if is_apart else max(first, last)
+    return max(own_s, _among_least_s(problem, reduction, size, reduction.tied_bytes))
+
+
+def _among_least_s(problem: Problem, reduction: Reduction, size: int, num_bytes: float) -> float:
+    """What so many workers take at least: one of them has its size - 1 best links in the group."""
+    if not 2 <= size <= problem.num_workers or num_bytes == 0:
+        return 0.0
+    part_bytes = reduction.part_bytes(num_bytes, size)
     one_way_s = reduction.latency_s + part_bytes / reduction.bytes_per_s
     pair_s = 2 * np.maximum(one_way_s, one_way_s.T)
     np.fill_diagonal(pair_s, 0.0)

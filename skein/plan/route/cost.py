@@ -84,22 +84,47 @@ def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
 def fit_stage(fixed: Fixed, state: State, stage: int) -> None:
     """Fill in how long a stage's holders take to aggregate.
 
-    Every holder sums one of k parts of the gradient and hands the sum out: k - 1 parts come to it and k - 1 leave it,
-    over the worst link among them.
+    What the ends share is summed by the holders of both, beside the first stage's own: the step's last backward is at
+    that stage, so both begin when it ends.
     """
     begin, end = fixed.first_chunk[stage], fixed.first_chunk[stage + 1]
-    worst_s = 0.0
-    if end - begin > 1 and fixed.reduce_bytes[stage] > 0.0:
-        part_bytes = (end - begin - 1) * fixed.reduce_bytes[stage] / (end - begin)
-        latency_s, s_per_byte = 0.0, 0.0
+    took_s = among_s(fixed, state, begin, end, begin, fixed.reduce_bytes[stage])
+    if stage == 0 and fixed.tied_bytes > 0.0:
+        last = fixed.first_chunk[len(state.reduce_s) - 1]
+        took_s = max(took_s, among_s(fixed, state, begin, end, last, fixed.tied_bytes))
+    state.reduce_s[stage] = took_s
+
+
+@compiled
+def among_s(fixed: Fixed, state: State, begin: int, end: int, more: int, num_bytes: float) -> float:
+    """Seconds to sum so many bytes among the holders of chunks `begin` ... `end`, and of those of the last stage that
+    begin at chunk `more`, where that is not `begin`.
+
+    Each owner sums one part of the gradient and hands the sum out, over the worst link among all.
+    """
+    chunks = len(state.slots) - more if more != begin else 0
+    num_holders = end - begin
+    for b in range(chunks):
+        is_new = True
         for a in range(begin, end):
-            for b in range(begin, end):
-                u, v = state.holder[a], state.holder[b]
-                if u != v:
-                    latency_s = max(latency_s, fixed.reduce_latency_s[u, v])
-                    s_per_byte = max(s_per_byte, fixed.reduce_s_per_byte[u, v])
-        worst_s = 2.0 * (latency_s + part_bytes * s_per_byte)
-    state.reduce_s[stage] = worst_s
+            if state.holder[a] == state.holder[more + b]:
+                is_new = False
+        num_holders += 1 if is_new else 0
+    if num_holders < 2 or num_bytes <= 0.0:
+        return 0.0
+    num_shards = num_holders
+    if fixed.least_shard_bytes > 0.0:
+        num_shards = min(num_holders, max(1, int(np.ceil(num_bytes / fixed.least_shard_bytes))))
+    part_bytes = (num_holders - 1) * num_bytes / num_shards
+    latency_s, s_per_byte = 0.0, 0.0
+    for a in range(end - begin + chunks):
+        for b in range(end - begin + chunks):
+            u = state.holder[begin + a if a < end - begin else more + a - (end - begin)]
+            v = state.holder[begin + b if b < end - begin else more + b - (end - begin)]
+            if u != v:
+                latency_s = max(latency_s, fixed.reduce_latency_s[u, v])
+                s_per_byte = max(s_per_byte, fixed.reduce_s_per_byte[u, v])
+    return float(2.0 * (latency_s + part_bytes * s_per_byte))
 
 
 @compiled

@@ -7,7 +7,7 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec
-from skein.plan.load import StageLoad, job_layers, stage_loads, tied_bytes
+from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, job_layers, stage_loads, tied_bytes
 from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
@@ -149,10 +149,15 @@ def _reduction(
     job: JobSpec, layers: Sequence[LayerSpec], plan: Plan, loads: Sequence[StageLoad], pool: Pool
 ) -> Reduction:
     own = [float(load.own_bytes) for load in loads]
+    shared = float(tied_bytes(job, layers, plan.stages))
     if plan.layout is Layout.LOOP:
-        own[0] += own.pop()
-    # Tensors that the ends share are reduced among both; they are counted where the step ends.
-    own[0] += tied_bytes(job, layers, plan.stages)
+        # Both ends are at the same workers.
+        own[0] += own.pop() + shared
+        shared = 0.0
     return Reduction(
-        num_bytes=np.array(own), latency_s=pool.links.latency_s, bytes_per_s=pool.links.bytes_per_s
+        num_bytes=np.array(own),
+        latency_s=pool.links.latency_s,
+        bytes_per_s=pool.links.bytes_per_s,
+        tied_bytes=shared,
+        least_shard_bytes=float(LEAST_SHARD_BYTES),
     )

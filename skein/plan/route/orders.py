@@ -89,7 +89,9 @@ def _ops(
         if rest or [workers[w] for w in shape.worker_by_stage] != list(holders):
             continue
         if name == DEEP:
-            return one_f_one_b(shape, _depths(problem, holders)).ops_by_worker if num_chunks == 1 else None
+            if num_chunks != 1:
+                return None
+            return one_f_one_b(shape, _depths(problem, holders, num_microbatches)).ops_by_worker
         if GENERATORS[name].does(shape.num_chunks, placement):
             try:
                 return make_schedule(name, shape).ops_by_worker
@@ -98,7 +100,8 @@ def _ops(
     return None
 
 
-def _depths(problem: Problem, holders: Sequence[int]) -> tuple[int, ...]:
+def _depths(problem: Problem, holders: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
+    """Forwards before the first backward, as many as latency asks for, there are, and memory holds."""
     stages = range(len(holders))
     op_s = [
         float(problem.forward_s[w, s] + problem.backward_s[w, s])
@@ -106,7 +109,9 @@ def _depths(problem: Problem, holders: Sequence[int]) -> tuple[int, ...]:
     ]
     there = problem.transfer_s
     hop_s = [float(there[a, b] + there[b, a]) for a, b in pairwise(holders)]
-    depths = warm_up_depths(op_s, hop_s, [max(op_s)] * len(op_s))
+    asked = warm_up_depths(op_s, hop_s, [max(op_s)] * len(op_s))
+    # More than there are is no want of memory: without this one far hop would make all others shallow.
+    depths = [min(depth, num_microbatches) for depth in asked]
     slots = [int(problem.slots[w, s]) for s, w in zip(stages, holders, strict=True)]
     # All go down together: a deep worker before a shallow one fills up with what cannot go on.
     share = min(1.0, *(slot / depth for slot, depth in zip(slots, depths, strict=True)))

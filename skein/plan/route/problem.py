@@ -8,6 +8,7 @@ Source: SkipPipe (arXiv 2502.19913) and its code; unequal workers, directed link
 worker, the line layout and aggregation are added.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,11 +29,23 @@ class Reduction:
         num_bytes: (num_stages,) gradient of one stage.
         latency_s: (num_workers, num_workers) one way; row sends to column.
         bytes_per_s: same shape, infinite diagonal.
+        tied_bytes: of tensors that the first and the last stage share, which the holders of both sum up together.
+        least_shard_bytes: no part of a gradient is cut smaller, so small ones have fewer owners than holders; 0: each
+            holder owns a part.
     """
 
     num_bytes: F64
     latency_s: F64
     bytes_per_s: F64
+    tied_bytes: float = 0.0
+    least_shard_bytes: float = 0.0
+
+    def part_bytes(self, num_bytes: float, num_holders: int) -> float:
+        """What an owner receives, and then sends, if so many holders sum so much: a shard from and to each other."""
+        num_shards = num_holders
+        if self.least_shard_bytes > 0:
+            num_shards = min(num_holders, max(1, math.ceil(num_bytes / self.least_shard_bytes)))
+        return (num_holders - 1) * num_bytes / num_shards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

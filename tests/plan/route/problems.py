@@ -1,6 +1,9 @@
 """Random problems, and the execution model written a second time, plainly."""
 
 import heapq
+from collections.abc import Collection
+from itertools import permutations
+from math import ceil
 
 import numpy as np
 
@@ -24,6 +27,8 @@ def drawn(
         num_bytes=luck.uniform(1e6, 1e7, num_stages),
         latency_s=luck.uniform(0, 0.1, (num_workers, num_workers)),
         bytes_per_s=luck.uniform(1e6, 1e7, (num_workers, num_workers)),
+        tied_bytes=2e7 if layout is Layout.LINE and seed % 2 else 0.0,
+        least_shard_bytes=3e6 if seed % 3 else 0.0,
     )
     return Problem(
         name=f"drawn {seed}",
@@ -137,10 +142,24 @@ def in_sequence(problem: Problem, routing: Routing) -> float:
 def _reduced_s(problem: Problem, routing: Routing, stage: int) -> float:
     if problem.reduction is None:
         return 0.0
-    workers = [int(w) for w, s in zip(routing.worker_of, problem.stage_of, strict=True) if s == stage]
-    pairs = [(a, b) for a in workers for b in workers if a != b]
-    if not pairs:
+    held = [
+        {int(w) for w, s in zip(routing.worker_of, problem.stage_of, strict=True) if s == x}
+        for x in range(problem.num_stages)
+    ]
+    own_s = group_s(problem.reduction, held[stage], float(problem.reduction.num_bytes[stage]))
+    if stage:
+        return own_s
+    return max(own_s, group_s(problem.reduction, held[0] | held[-1], problem.reduction.tied_bytes))
+
+
+def group_s(reduction: Reduction, group: Collection[int], num_bytes: float) -> float:
+    """Parts to their owners and sums back, over the worst of the group's links."""
+    if len(group) < 2 or num_bytes == 0:
         return 0.0
-    part_bytes = (len(workers) - 1) * problem.reduction.num_bytes[stage] / len(workers)
-    latency = max(problem.reduction.latency_s[pair] for pair in pairs)
-    return float(2 * (latency + part_bytes / min(problem.reduction.bytes_per_s[pair] for pair in pairs)))
+    pairs = list(permutations(group, 2))
+    slowest = min(float(reduction.bytes_per_s[pair]) for pair in pairs)
+    num_shards = len(group)
+    if reduction.least_shard_bytes:
+        num_shards = min(num_shards, ceil(num_bytes / reduction.least_shard_bytes))
+    sent_s = num_bytes / num_shards * (len(group) - 1) / slowest
+    return 2 * (max(float(reduction.latency_s[pair]) for pair in pairs) + sent_s)

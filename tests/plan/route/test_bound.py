@@ -1,7 +1,7 @@
 """Bounds against exact optima, against plans that searches find, and against figures by hand."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ from skein.plan.route.bound import Effort, lower_bound, reduce_least_s
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.exact import stage_walks
 from skein.plan.route.lots import Tariff, alone_s, cheapest_lots
-from skein.plan.route.problem import Problem, Reduction
+from skein.plan.route.problem import Problem
 from skein.plan.route.search import Search
 from skein.plan.route.trips import stages_at, trips_of
 from skein.types import Layout
-from tests.plan.route.problems import drawn
+from tests.plan.route.problems import drawn, group_s
 from tests.support.tiny_problems import feasible, tiny
 
 BOTH = (Layout.LOOP, Layout.LINE)
@@ -94,16 +94,6 @@ def test_no_group_reduces_faster_than_said() -> None:
             num_bytes = float(reduction.num_bytes[stage])
             least_s = min(group_s(reduction, group, num_bytes) for group in groups)
             assert reduce_least_s(problem, reduction, stage) <= least_s * (1 + 1e-12), (seed, stage)
-
-
-def group_s(reduction: Reduction, group: tuple[int, ...], num_bytes: float) -> float:
-    """Parts to their owners and sums back, over the worst of the group's links."""
-    if len(group) < 2:
-        return 0.0
-    pairs = list(permutations(group, 2))
-    slowest = min(float(reduction.bytes_per_s[pair]) for pair in pairs)
-    part_bytes = num_bytes * (len(group) - 1) / len(group)
-    return 2 * (max(float(reduction.latency_s[pair]) for pair in pairs) + part_bytes / slowest)
 
 
 def test_slots_are_used_one_after_the_other_by_hand() -> None:

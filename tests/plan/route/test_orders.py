@@ -55,6 +55,15 @@ def test_one_f_one_b_and_gpipe_take_what_their_closed_form_says() -> None:
     assert taken["one_f_one_b"] == taken["gpipe"] == pytest.approx((8 + 3) * 3.0)
 
 
+def test_slots_for_all_microbatches_are_no_want_of_memory() -> None:
+    few, many = (pipeline(4, 8, hop_s=1.0, slots=slots) for slots in (8, 1000))
+    far = few.transfer_s.copy()
+    # Behind this hop as much is under way as eight microbatches do not last for.
+    far[0, 1] = far[1, 0] = 40.0
+    few, many = replace(few, transfer_s=far), replace(many, transfer_s=far)
+    assert steps(few)[DEEP] == steps(many)[DEEP]
+
+
 def test_depth_by_latency_beats_the_textbook_over_slow_links() -> None:
     # (m + p - 1) T + 2 (p - 1) c against (m + p - 1) T + c (2 m (p - 1) / p + 2 (p - 2)), T = 3, c = 2.
     taken = steps(pipeline(4, 16, hop_s=2.0, slots=16))
