@@ -17,6 +17,7 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.doorway import GREETED_BYTES, Doorway
 from skein.wire.extra import FetchStateRequest, LogLine
 from skein.wire.files import raise_open_files
 from skein.wire.leader import split_addresses
@@ -116,6 +117,8 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         stack.push_async_callback(_settle)
         stack.push_async_callback(server.stop, None)
         stack.callback(service.close)
+        keeping = asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())
+        stack.callback(keeping.cancel)
         on_ready(inbox)
         parts = _Parts(
             setting=setting, machine=machine, inbox=inbox, executor=executor, copies=copies, service=service

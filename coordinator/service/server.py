@@ -1,5 +1,6 @@
 """The gRPC server of a coordinator: which services, which checks, which limits; and what it says while it stands by."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -17,6 +18,7 @@ from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
 from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
+from skein.wire.doorway import CALLED_BYTES, Doorway
 from skein.wire.health import NOT_SERVING, SERVING, Health
 from skein.wire.leader import LEADER_KEY
 from skein.wire.tokens import TokenCheck
@@ -79,6 +81,7 @@ class Service:
     address: str
     gate: Gate
     _health: Health
+    _keeping: asyncio.Task[NoReturn]
 
     async def admit(self, driver: Driver, store: CheckpointStore, roster: Roster, lead: Lead) -> None:
         """Answer for this driver from now on."""
@@ -93,6 +96,7 @@ class Service:
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""
         self._health.close()
+        self._keeping.cancel()
         await self.server.stop(STOP_S)
 
 
@@ -112,4 +116,7 @@ async def listen(host: str, port: int, *, token: str | None, count_refusal: Coun
     server.add_generic_rpc_handlers((checker, gate))
     bound = bind(server, host, port)
     await server.start()
-    return Service(server=server, address=join_address(host, bound), gate=gate, _health=checker)
+    keeping = asyncio.create_task(Doorway(bound, least_bytes=CALLED_BYTES).keep())
+    return Service(
+        server=server, address=join_address(host, bound), gate=gate, _health=checker, _keeping=keeping
+    )

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.service import calls
 from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels
-from skein.wire import files, health, pages
+from skein.wire import doorway, files, health, pages
 from skein.wire.channel import Lane, open_channel
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, eventually, plan_at_once
@@ -49,7 +49,8 @@ async def strangers(state_dir: Path, *, token: str | None = None) -> AsyncIterat
 async def answers(target: str, *, token: str | None = TOKEN) -> None:
     """A real call, on a connection of its own."""
     async with open_channel(target, Lane.CONTROL, token=token) as channel, asyncio.timeout(WAIT_S):
-        await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+        # As long as it takes: who finds all connections taken dials again.
+        await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest(), wait_for_ready=True)
 
 
 def silent_call(channel: aio.Channel, method: str) -> aio.StreamStreamCall[object, object]:
@@ -164,6 +165,24 @@ async def test_half_open_connections_are_over_soon_and_keep_nobody_out(
             await answers(target)
             assert all([await is_closed(connection) for connection in opened])
             await answers(target)
+
+
+async def test_one_address_cannot_take_all_connections_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_HANDSHAKE_MS", 60_000)
+    monkeypatch.setattr(channels, "max_connections", lambda: 40)
+    monkeypatch.setattr(doorway, "PER_ADDRESS", 8)
+    monkeypatch.setattr(doorway, "PERIOD_S", 0.02)
+    async with coordinator(tmp_path) as running:
+        target = running.where().address
+        async with open_channel(target, Lane.CONTROL, token=TOKEN) as before:
+            version = jobs_pb2_grpc.JobsStub(before).Version
+            await version(jobs_pb2.VersionRequest(), timeout=WAIT_S)
+            async with half_open(target, 120) as opened:
+                await answers(target)
+                await version(jobs_pb2.VersionRequest(), timeout=WAIT_S)
+                assert all([await is_closed(connection) for connection in opened[:20]])
 
 
 SERVES = """

@@ -1,0 +1,109 @@
+"""Connections on which nobody has called yet: few of one address, so that one machine cannot take all that there are.
+
+gRPC takes connections itself and says nothing of them, so this asks the system which of this process's connections
+belong to a port, whose they are, and how much has come on them. The oldest of an address go first: a caller that means
+it says what it wants within a round trip.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NoReturn
+
+PER_ADDRESS = 64
+PERIOD_S = 0.25
+GREETED_BYTES = 33
+"""What HTTP/2 begins with, and the shortest settings."""
+CALLED_BYTES = 128
+"""A whole greeting is shorter, with a first call it is longer."""
+_ESTABLISHED = "01"
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""Of Linux's `tcp_info`, since 4.1."""
+
+
+class Doorway:
+    """The connections that come in at a port of this process.
+
+    Args:
+        least_bytes: what has to have come on a connection that is nobody's to end: more than a greeting where nobody
+            who means it connects without a call.
+    """
+
+    def __init__(self, port: int, *, least_bytes: int) -> None:
+        self._port = port
+        self._least_bytes = least_bytes
+
+    async def keep(self) -> NoReturn:
+        """Look now and then, for ever."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            with suppress(OSError):
+                if len(os.listdir("/proc/self/fd")) > PER_ADDRESS:
+                    await asyncio.to_thread(self.look)
+
+    def look(self) -> int:
+        """Ends connections beyond what one address may have without a call; how many."""
+        silent: dict[str, list[tuple[int, int]]] = {}
+        host_by_inode = dict(_connections(self._port))
+        for descriptor, inode in _sockets(host_by_inode):
+            received = _num_received(descriptor, inode)
+            if received is not None and received < self._least_bytes:
+                silent.setdefault(host_by_inode[inode], []).append((inode, descriptor))
+        beyond = [x for found in silent.values() for x in sorted(found)[: max(0, len(found) - PER_ADDRESS)]]
+        for inode, descriptor in beyond:
+            _end(descriptor, inode)
+        return len(beyond)
+
+
+def _connections(port: int) -> Iterator[tuple[int, str]]:
+    """Inode and remote host of each connection that came in at `port` of this network."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                _, local, remote, state, *rest = line.split()
+                if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
+                    yield int(rest[5]), _host(remote.rpartition(":")[0])
+
+
+def _host(text: str) -> str:
+    """An address as the kernel prints it: words of 32 bits, each in this machine's order.
+
+    >>> _host("0100007F"), _host("0000000000000000FFFF00000100007F")
+    ('127.0.0.1', '127.0.0.1')
+    """
+    words = bytes.fromhex(text)
+    packed = b"".join(struct.pack("=I", x) for x in struct.unpack(f">{len(words) // 4}I", words))
+    found = ip_address(packed)
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _sockets(wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of this process's sockets among those."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, ValueError):
+            kind, _, number = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            inode = int(number.strip("[]")) if kind == "socket" else 0
+            if inode in wanted:
+                yield int(name), inode
+
+
+def _num_received(descriptor: int, inode: int) -> int | None:
+    """Bytes that came on a connection; None if it is gone, or another file has its number now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            (received,) = _BYTES_RECEIVED.unpack(info)
+            return int(received)
+    return None
+
+
+def _end(descriptor: int, inode: int) -> None:
+    """Break a connection; whoever owns the descriptor finds it at its end, and closes it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,59 @@
+"""Connections without a call are few of one address; the others are left alone."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from skein.wire import doorway
+from skein.wire.doorway import CALLED_BYTES, Doorway
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(params=["127.0.0.1", "::1", "::"])
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[socket.socket], list[socket.socket]]]:
+    """A port, five connections to it, and their ends in this process as a server has them."""
+    host = str(request.param)
+    with ExitStack() as stack:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = stack.enter_context(
+            socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+        )
+        port = server.getsockname()[1]
+        theirs, ours = [], []
+        for _ in range(5):
+            at = "127.0.0.1" if host == "::" else host
+            theirs.append(stack.enter_context(socket.create_connection((at, port), timeout=WAIT_S)))
+            ours.append(stack.enter_context(server.accept()[0]))
+        yield port, theirs, ours
+
+
+def test_the_oldest_that_say_nothing_are_ended(
+    opened: tuple[int, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorway, "PER_ADDRESS", 2)
+    port, theirs, ours = opened
+    theirs[0].sendall(b"x" * CALLED_BYTES)
+    assert ours[0].recv(CALLED_BYTES, socket.MSG_WAITALL)
+    theirs[1].sendall(b"x")
+    at = Doorway(port, least_bytes=CALLED_BYTES)
+    assert at.look() == 2
+    assert [connection.recv(1) for connection in theirs[1:3]] == [b"", b""]
+    for their, our in ((theirs[0], ours[0]), *zip(theirs[3:], ours[3:], strict=True)):
+        our.sendall(b"y")
+        assert their.recv(1) == b"y"
+    for our in ours[1:3]:
+        our.close()
+    assert at.look() == 0
+
+
+def test_other_ports_are_nobodys_business(
+    opened: tuple[int, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorway, "PER_ADDRESS", 0)
+    port, _, _ = opened
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert Doorway(other.getsockname()[1], least_bytes=CALLED_BYTES).look() == 0
+    assert Doorway(port, least_bytes=CALLED_BYTES).look() == 5
