@@ -26,11 +26,19 @@ from skein import PROTOCOL_VERSION
 from skein.config.aggregation import Gossip
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator import MAX_REFUSED
-from skein.protocol.messages import CheckpointFile, Count, Directive, NewGeneration, Refused, Welcome
+from skein.protocol.messages import (
+    CheckpointFile,
+    Count,
+    Directive,
+    LogPosition,
+    NewGeneration,
+    Refused,
+    Welcome,
+)
 from skein.protocol.records import Record
 from skein.protocol.reports import Beat
 from skein.storage.places import Places
-from skein.types import WorkerId
+from skein.types import Epoch, WorkerId
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, LogLines, PutStart
@@ -654,6 +662,27 @@ async def test_another_owner_of_the_log_ends_a_coordinator(tmp_path: Path) -> No
             with pytest.raises(aio.AioRpcError):
                 await submit(channel)
             assert "epoch 1 is over" in await running.ended()
+
+
+async def test_a_worker_that_knows_more_than_the_log_ends_the_coordinator_in_one_line(tmp_path: Path) -> None:
+    write_log(tmp_path, [submitted("j")])
+    known = LogPosition(origin_s=1.0, epoch=Epoch(1), opened_s=1.0, entry=7)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(replace(hello(), epoch=Epoch(1), position=known))
+        assert await running.ended() == (
+            "the run log ended at entry 2 of epoch 1, but worker w1 knows entry 7 of epoch 1: "
+            "restore it from a backup; or give --accept-lost-log, which goes on without what was lost"
+        )
+    options = ServingOptions(state_dir=tmp_path, accepts_lost_log=True)
+    running = await Serving.start(options, plan_at_once)
+    async with connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(replace(hello(), epoch=Epoch(1), position=known))
+        refused = await worker.hear()
+        assert isinstance(refused, Refused)
+        assert "start the worker again" in refused.reason
+    await running.stop()
 
 
 async def test_metrics_are_served_with_discovery(tmp_path: Path) -> None:
