@@ -29,6 +29,7 @@ from coordinator.logs import LOG_FILE, LogFollower
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
+from skein.own import install_hint
 from skein.protocol.membership import LEASE_S
 from skein.storage.outside import is_full
 from skein.storage.places import Places
@@ -132,7 +133,7 @@ def _check(options: CoordinatorOptions) -> None:
     if options.accepts_lost_log and options.is_standby:
         raise UserError("accept_lost_log", "with standby", "give it to the coordinator that is to lead now")
     if importlib.util.find_spec("ray") is None:
-        raise UserError("ray", "not installed", "install it with: pip install 'skein-train[coordinator]'")
+        raise UserError("ray", "not installed", f"install it with: {install_hint('coordinator')}")
     _ = advertised(options)
     _ = places_of(options)
 

@@ -135,4 +135,7 @@ def test_without_ray_one_line_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert run_coordinator(CoordinatorOptions(state_dir=tmp_path)) == USAGE
     [line] = capsys.readouterr().err.splitlines()
-    assert line == "error: ray: 'not installed': install it with: pip install 'skein-train[coordinator]'"
+    assert (
+        line
+        == "error: ray: 'not installed': install it with: pip install '.[coordinator]' in Skein's source folder"
+    )

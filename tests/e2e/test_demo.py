@@ -30,6 +30,7 @@ def test_the_demo_leaves_a_model_that_transformers_opens_and_nothing_running(tmp
     assert "Traceback" not in said
     assert "opened with transformers" in said
     assert set(psutil.Process().children(recursive=True)) <= before
+    assert {path.name for path in (folder / "export").iterdir()} >= {"README.md", "tokenizer.json"}
 
     job = parse_job((folder / "job.yaml").read_text(), origin="job.yaml")
     dataset = open_dataset(job.data, job.model, seed=job.seed)

@@ -229,3 +229,142 @@ def test_weights_of_another_classifier_are_refused() -> None:
         model.check_config(model.hugging_face() | {"channels": 6})
     with pytest.raises(UserError, match=r"model\.model_type: 'digits_cnn': .*'llama'"):
         model.check_config(LlamaModel(preset="llama-1m").hugging_face())
+
+
+# As their publishers wrote them, with transformers 4: what is read, and what else lies there.
+PUBLISHED: dict[str, tuple[type[DecoderModel], dict[str, object]]] = {
+    "llama-1b": (
+        LlamaModel,
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 128_000,
+            "eos_token_id": 128_001,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131_072,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0",
+            "use_cache": True,
+            "vocab_size": 128_256,
+        },
+    ),
+    "qwen2.5-0.5b": (
+        Qwen2Model,
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 151_643,
+            "eos_token_id": 151_643,
+            "hidden_act": "silu",
+            "hidden_size": 896,
+            "initializer_range": 0.02,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32_768,
+            "max_window_layers": 24,
+            "model_type": "qwen2",
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 32_768,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.40.1",
+            "use_cache": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 151_936,
+        },
+    ),
+    "qwen3-0.6b": (
+        Qwen3Model,
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151_643,
+            "eos_token_id": 151_645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 1024,
+            "initializer_range": 0.02,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40_960,
+            "max_window_layers": 28,
+            "model_type": "qwen3",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1_000_000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0",
+            "use_cache": True,
+            "use_sliding_window": False,
+            "vocab_size": 151_936,
+        },
+    ),
+    "mistral-7b": (
+        MistralModel,
+        {
+            "architectures": ["MistralForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.0.dev0",
+            "use_cache": True,
+            "vocab_size": 32_768,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_configuration_is_that_of_the_preset(preset: str) -> None:
+    kind, config = PUBLISHED[preset]
+    read, ours = kind.shape_in(config), kind.presets[preset]
+    # Presets of Llama 3 are those of its own 8,192 positions, not stretched to more.
+    longer = {"max_position_embeddings": read.max_position_embeddings, "rope_scaling": read.rope_scaling}
+    assert read == ours.model_copy(update=longer if kind is LlamaModel else {})
+    begun = kind.model_validate({"init_from": "/published"}).begun(config)
+    assert begun.hugging_face()["eos_token_id"] == config["eos_token_id"]
+    assert not {"torch_dtype", "transformers_version", "rope_theta"} & begun.config.keys()
