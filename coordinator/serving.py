@@ -9,6 +9,7 @@ Rules of this file
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -87,7 +88,7 @@ class Memory:
     """What the run log says, as far as it has been replayed, and the driver that goes on from there."""
 
     def __init__(self, lease_s: float, state_dir: Path) -> None:
-        self.machine = Coordinator(lease_s=lease_s)
+        self.machine = Coordinator(lease_s=lease_s, key=os.urandom(32))
         self.metrics = Metrics()
         # A watcher that wants what is no longer kept reads it by way of the driver.
         self.lines = JobLines(state_dir / FOLDER)

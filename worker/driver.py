@@ -72,6 +72,10 @@ from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)
 
+_MAX_FORGED = 256
+"""Lines about forged tensors; the metric counts all."""
+_MAX_NAME = 64
+
 
 class Control(Protocol):
     """The stream to the coordinator; `worker.transport.coordinator.ControlStream` is one."""
@@ -103,6 +107,7 @@ class WorkerInbox:
         self._memory_bytes = memory_bytes
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self._last_reason = ""
+        self._forged: set[tuple[WorkerId, Generation]] = set()
 
     def post(self, event: WorkerEvent) -> None:
         """Put an event in."""
@@ -135,7 +140,11 @@ class WorkerInbox:
     # --- peers ---
 
     def accepts(self, envelope: Envelope) -> Refusal | None:
-        """Whether a peer's tensor is wanted: not if it is old, and not yet if it is early and memory is short."""
+        """Whether a peer's tensor is wanted: not if it is old or forged, and not yet if it is early.
+
+        Nobody has work of a generation before all have acknowledged it, so what names a newer one waits at its sender:
+        whose it is cannot be told yet.
+        """
         machine = self._machine
         place = (envelope.epoch, envelope.generation)
         here = (machine.epoch, machine.generation)
@@ -143,8 +152,25 @@ class WorkerInbox:
             return Refusal.STALE
         if place == here and envelope.job != machine.job:
             return Refusal.UNKNOWN_JOB
-        is_early = place > here or envelope.header.step > machine.version
+        if place > here:
+            return Refusal.NOT_YET
+        if not machine.is_authentic(envelope):
+            self._tell_forged(envelope)
+            return Refusal.FORGED
+        is_early = envelope.header.step > machine.version
         return Refusal.NOT_YET if is_early and self.store.num_bytes > self._memory_bytes else None
+
+    def _tell_forged(self, envelope: Envelope) -> None:
+        """One line for each name and generation, in the log of the job as well: somebody meddles."""
+        about = envelope.sender, envelope.generation
+        if about not in self._forged and len(self._forged) < _MAX_FORGED:
+            self._forged.add(about)
+            _log.error(
+                "incident: tensors in the name of worker=%s are forged and refused, generation=%d: "
+                "who sends them has the token, and not the secret of that worker",
+                envelope.sender[:_MAX_NAME],
+                envelope.generation,
+            )
 
     def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
         """A peer's tensor is here, whole and checked."""

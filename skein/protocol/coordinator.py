@@ -102,7 +102,8 @@ MAX_MEASURED = 16
 class Coordinator:
     """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
 
-    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S) -> None:
+    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S, key: bytes = b"") -> None:
+        """`key` is random, and of this process alone: its generations' secrets are made of it."""
         self.history = History()
         self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
         self.absence = Absence()
@@ -110,7 +111,7 @@ class Coordinator:
         self.run: Run | None = None
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
-        self._outbox = Outbox(self.history)
+        self._outbox = Outbox(self.history, key=key)
         self._remeasuring = Remeasuring()
         self._paced_at: tuple[Generation, Step | None] | None = None
         self._pace_then = Pace(busy=None, parted=None)

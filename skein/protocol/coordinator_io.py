@@ -1,15 +1,16 @@
 """What goes into a Coordinator machine and what comes out of it: the border between deciding and acting."""
 
+import hmac
 from dataclasses import dataclass, field
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.history import History
-from skein.protocol.messages import Directive
+from skein.protocol.messages import Directive, Member
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet
-from skein.types import Condition, Incarnation, JobId, Step, WorkerId
+from skein.types import Condition, Generation, Incarnation, JobId, Step, WorkerId
 
 # --- events ---
 
@@ -195,6 +196,9 @@ CoordinatorCommand = (
 )
 
 
+_SECRET_BYTES = 16
+
+
 @dataclass(slots=True)
 class Outbox:
     """Commands in the order they must happen. Recording changes the hard state at once."""
@@ -202,11 +206,18 @@ class Outbox:
     history: History
     commands: list[CoordinatorCommand] = field(default_factory=list)
     num_plans_asked: int = 0
+    key: bytes = field(default=b"", repr=False)
+    """Random, of this coordinator's process: secrets of its generations are made of it, and none is ever stored."""
 
     def next_request(self) -> int:
         """A number for a MakePlan that no other has."""
         self.num_plans_asked += 1
         return self.num_plans_asked
+
+    def secret(self, member: Member, generation: Generation) -> str:
+        """What a member's tensors carry under a generation; no two have the same."""
+        about = f"{self.history.epoch}/{generation}/{member.worker}/{member.incarnation}"
+        return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
 
     def record(self, record: Record) -> None:
         """Apply a record to the hard state and have it appended."""

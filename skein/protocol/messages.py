@@ -5,7 +5,7 @@ refused, and all are idempotent. These classes are the domain side of protos/ske
 them field by field, so names here are names there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.config.aggregation import Reach
@@ -50,11 +50,15 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation and where peers reach it (host:port)."""
+    """One worker of a generation and where peers reach it (host:port).
+
+    `secret` is what its tensors carry under the generation that is told with it; empty elsewhere.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     address: str
+    secret: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

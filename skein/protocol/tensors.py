@@ -3,7 +3,7 @@
 Names here are those of protos/skein/wire/v1; `skein.wire.codec` maps them field by field.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.plan.plan import Path
@@ -91,3 +91,5 @@ class Envelope:
     sender: WorkerId
     incarnation: Incarnation
     header: TensorHeader
+    secret: str = field(default="", repr=False)
+    """What the coordinator has told the members of the generation of this sender."""

@@ -59,6 +59,7 @@ from skein.protocol.reports import (
     Trouble,
 )
 from skein.protocol.story import Story
+from skein.protocol.tensors import Envelope
 from skein.protocol.work.copies import Copies
 from skein.protocol.work.pipeline import Pipeline
 from skein.protocol.work.standing import Standing
@@ -211,6 +212,10 @@ class Worker:
     def job(self) -> JobId | None:
         """What is worked on."""
         return self._standing.job
+
+    def is_authentic(self, envelope: Envelope) -> bool:
+        """Whether a tensor of the present generation was sent by the member that it names."""
+        return self._standing.is_authentic(envelope)
 
     @property
     def version(self) -> Step:

@@ -126,6 +126,7 @@ class Refusal(StrEnum):
     TOO_LARGE = "too_large"
     UNKNOWN_JOB = "unknown_job"
     UNEXPECTED = "unexpected"
+    FORGED = "forged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -425,3 +425,13 @@ def test_a_job_waits_with_its_last_checkpoint_until_there_is_room() -> None:
 def test_a_manifest_of_another_job_is_ignored() -> None:
     desk = stepping(SAVING)
     assert desk.give(ManifestWritten(checkpoint=checkpoint(JobId("other-9"), 1), error=None)) == []
+
+
+def test_each_generation_tells_its_members_secrets_of_its_own_and_the_log_none() -> None:
+    desk = began()
+    first = {m.worker: m.secret for m in desk.told(NewGeneration)[PLAN.workers[0]].members}
+    assert len(set(first.values())) == len(PLAN.workers)
+    desk.break_stream(PLAN.workers[0])
+    second = {m.worker: m.secret for m in desk.told(NewGeneration)[PLAN.workers[1]].members}
+    assert not set(first.values()) & set(second.values())
+    assert not any(secret in repr(desk.log) for secret in (*first.values(), *second.values()))

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import ChunkVersion, Dismiss, Look, Probe, Refused, Welcome
+from skein.protocol.messages import (
+    ChunkVersion,
+    Dismiss,
+    Look,
+    Member,
+    NewGeneration,
+    Probe,
+    Refused,
+    Welcome,
+)
 from skein.protocol.ops import (
     BackwardOp,
     ForwardOp,
@@ -23,6 +32,7 @@ from skein.protocol.reports import (
     TimesMeasured,
     Trouble,
 )
+from skein.protocol.tensors import Envelope, ShardKind, ShardTensor
 from skein.protocol.work.timing import LEAST_KEPT
 from skein.protocol.worker_io import (
     Build,
@@ -40,9 +50,20 @@ from skein.protocol.worker_io import (
     StreamOpened,
     TimePassed,
 )
-from skein.types import Epoch, Generation, Incarnation, JobId, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import (
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 from tests.support.hands import JOB, Hand
-from tests.support.plans import grid_plan, stage_spec
+from tests.support.plans import chunk, grid_plan, stage_spec
+from tests.support.reports import attempt
 from tests.support.stages import (
     ALONE,
     PLAN,
@@ -376,3 +397,63 @@ def test_a_generation_of_the_next_job_forgets_the_last_one() -> None:
 def test_a_generation_is_told_as_a_story() -> None:
     hand = ready()
     assert hand.machine.story("generation") == ("0.000 adopted 1",)
+
+
+# --- whose a tensor is ---
+
+
+def fenced_with_secrets() -> Hand:
+    """A worker whose generation has two members, each with a secret of its own."""
+    hand = Hand("w0a")
+    hand.connect()
+    members = tuple(
+        Member(worker=w, incarnation=Incarnation(f"{w}-1"), address=f"{w}:1", secret=f"of {w}")
+        for w in SECRETIVE
+    )
+    hand.hear(
+        NewGeneration(
+            epoch=Epoch(1), generation=Generation(1), job=JOB, members=members, last_commit=None, log_entry=0
+        )
+    )
+    return hand
+
+
+SECRETIVE = (WorkerId("w0a"), WorkerId("w0b"))
+TRUE = Envelope(
+    job=JOB,
+    epoch=Epoch(1),
+    generation=Generation(1),
+    sender=WorkerId("w0b"),
+    incarnation=Incarnation("w0b-1"),
+    header=ShardTensor(
+        kind=ShardKind.PART,
+        step=Step(0),
+        group=GroupId("s0"),
+        attempt=attempt(),
+        shard=0,
+        member=chunk(0, "w0b"),
+    ),
+    secret="of w0b",
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_authentic"),
+    [
+        (TRUE, True),
+        (replace(TRUE, secret=""), False),
+        (replace(TRUE, secret="of w0a"), False),
+        (replace(TRUE, secret="ü"), False),
+        (replace(TRUE, incarnation=Incarnation("w0b-2")), False),
+        (replace(TRUE, sender=WorkerId("w9")), False),
+        (replace(TRUE, sender=WorkerId("w0a")), False),
+    ],
+)
+def test_a_tensor_is_its_senders_only_with_that_ones_secret(said: Envelope, is_authentic: bool) -> None:
+    assert fenced_with_secrets().machine.is_authentic(said) is is_authentic
+
+
+def test_secrets_are_in_no_line_and_no_comparison_of_members() -> None:
+    member = Member(worker=WorkerId("a"), incarnation=Incarnation("a-1"), address="a:1", secret="told to few")
+    assert "told to few" not in f"{member!r} {TRUE!r}"
+    assert member == replace(member, secret="another")

@@ -68,7 +68,7 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
         epoch = sum(isinstance(record, EpochOpened) for record in disk.records) + 1
         disk.records.append(EpochOpened(epoch=Epoch(epoch), wall_s=self._loop.time()))
         self._num_before = len(disk.records)
-        self._machine = Coordinator()
+        self._machine = Coordinator(key=b"only for tests")
         self._machine.replay(disk.records)
 
     # --- for tests ---

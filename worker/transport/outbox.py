@@ -361,7 +361,13 @@ class Outbox:
             case Refusal.CORRUPT if parcel.num_corrupt + 1 < _MAX_CORRUPT:
                 parcel.num_corrupt += 1
                 self._put(parcel, is_again=True)
-            case Refusal.CORRUPT | Refusal.TOO_LARGE | Refusal.UNKNOWN_JOB | Refusal.UNEXPECTED:
+            case (
+                Refusal.CORRUPT
+                | Refusal.TOO_LARGE
+                | Refusal.UNKNOWN_JOB
+                | Refusal.UNEXPECTED
+                | Refusal.FORGED
+            ):
                 reason = f"{self.to.address}: refused as {refused.reason}: {refused.text}"
                 self._statistics.failed[self.to.worker] += 1
                 self._on_failed(self.to.worker, parcel.envelope.generation, reason)

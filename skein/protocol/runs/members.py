@@ -1,6 +1,7 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
@@ -74,10 +75,14 @@ class Members:
         self._entries = dict(sorted(self._membership.live.items()))
         self.acks.clear()
         self.ready.clear()
-        members = tuple(entry.member for entry in self._entries.values())
+        generation = Generation(history.generation + 1)
+        members = tuple(
+            replace(entry.member, secret=self._out.secret(entry.member, generation))
+            for entry in self._entries.values()
+        )
         opened = GenerationOpened(
             job=self._job.job,
-            generation=Generation(history.generation + 1),
+            generation=generation,
             members=tuple(entry.holder for entry in self._entries.values()),
             reason=reason,
             wall_s=now,

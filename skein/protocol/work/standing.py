@@ -1,6 +1,7 @@
 """Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
 
 from dataclasses import replace
+from hmac import compare_digest
 
 from skein.protocol.messages import LogPosition, Member
 from skein.protocol.reports import Report, Suspected, Trouble
@@ -62,5 +63,17 @@ class Standing:
             sender=self.identity.worker,
             incarnation=self.identity.incarnation,
             header=header,
+            secret=self._secret_of(self.identity.worker),
         )
         self.commands.append(SendTensor(to=member, envelope=envelope))
+
+    def is_authentic(self, envelope: Envelope) -> bool:
+        """Whether a tensor of the present generation was sent by the member that it names."""
+        member = self.members.get(envelope.sender)
+        if member is None or member.incarnation != envelope.incarnation:
+            return False
+        return compare_digest(member.secret.encode(), envelope.secret.encode())
+
+    def _secret_of(self, worker: WorkerId) -> str:
+        member = self.members.get(worker)
+        return "" if member is None else member.secret

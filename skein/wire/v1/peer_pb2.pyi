@@ -146,6 +146,8 @@ class _RefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal.Value
     """The receiver has no part in this job."""
     REFUSAL_UNEXPECTED: _Refusal.ValueType  # 6
     """Well formed, but not for this worker."""
+    REFUSAL_FORGED: _Refusal.ValueType  # 7
+    """Who sent it does not know the secret of the worker that it names."""
 
 class Refusal(_Refusal, metaclass=_RefusalEnumTypeWrapper):
     """Why a tensor was not taken."""
@@ -164,6 +166,8 @@ REFUSAL_UNKNOWN_JOB: Refusal.ValueType  # 5
 """The receiver has no part in this job."""
 REFUSAL_UNEXPECTED: Refusal.ValueType  # 6
 """Well formed, but not for this worker."""
+REFUSAL_FORGED: Refusal.ValueType  # 7
+"""Who sent it does not know the secret of the worker that it names."""
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
@@ -215,11 +219,14 @@ class Envelope(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HOP_TENSOR_FIELD_NUMBER: _builtins.int
     SHARD_TENSOR_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     generation: _builtins.int
     sender: _builtins.str
     incarnation: _builtins.str
+    secret: _builtins.str
+    """The sender's under this generation, as the coordinator has told its members."""
     @_builtins.property
     def hop_tensor(self) -> _ids_pb2.HopTensor: ...
     @_builtins.property
@@ -234,10 +241,11 @@ class Envelope(_message.Message):
         incarnation: _builtins.str = ...,
         hop_tensor: _ids_pb2.HopTensor | None = ...,
         shard_tensor: Global___ShardTensor | None = ...,
+        secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "hop_tensor", b"hop_tensor", "shard_tensor", b"shard_tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "header", b"header", "hop_tensor", b"hop_tensor", "incarnation", b"incarnation", "job", b"job", "sender", b"sender", "shard_tensor", b"shard_tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "header", b"header", "hop_tensor", b"hop_tensor", "incarnation", b"incarnation", "job", b"job", "secret", b"secret", "sender", b"sender", "shard_tensor", b"shard_tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_header: _TypeAlias = _typing.Literal["hop_tensor", "shard_tensor"]  # noqa: Y015
     _WhichOneofArgType_header: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015

@@ -1,0 +1,101 @@
+"""Tensors in another worker's name, from somebody who has the token: refused, counted, told, and without effect."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from skein.protocol.messages import Member
+from skein.protocol.records import Incident, StepCommitted
+from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, WorkerId
+from skein.wire.channel import Lane, open_channel
+from skein.wire.codec import PART_REPLY, TENSOR_PART
+from skein.wire.extra import CreditGranted, DType, Refusal, TensorRefused
+from skein.wire.v1 import peer_pb2_grpc
+from tests.worker.cluster import Cluster, Disk, cluster
+from tests.worker.lab import write_text
+from tests.worker.puppet import Running
+from tests.worker.test_run import assert_same_curve, job_of, undisturbed
+from worker.bundle import WireTensor
+from worker.transport.parts import announce
+
+NUM_FORGED = 40
+
+
+def member_of(here: Cluster, worker: str) -> Member:
+    return here._machine.membership.live[WorkerId(worker)].member
+
+
+def forged(here: Cluster, victim: Running, turn: int, name: str) -> Envelope:
+    """What `name` could send now, of the kinds by which others' numbers could be changed."""
+    machine = victim.inbox._machine
+    attempt = Attempt(epoch=machine.epoch, generation=machine.generation, number=turn % 2)
+    stage = StageIndex(turn % 2)
+    header: TensorHeader = ShardTensor(
+        kind=(ShardKind.PART, ShardKind.RESULT)[turn % 2],
+        step=machine.version,
+        group=GroupId(f"s{stage}"),
+        attempt=attempt,
+        shard=turn % 3,
+        member=ChunkRef(stage=stage, worker=WorkerId(name)),
+    )
+    plan = None if here._machine.run is None else here._machine.run.plan
+    if turn % 4 == 3 and plan is not None:
+        header = HopTensor(
+            direction=Direction.FORWARD,
+            phase=Phase.TRAIN,
+            step=machine.version,
+            microbatch=MicrobatchId(turn % len(plan.paths)),
+            hop=1,
+            path=plan.paths[turn % len(plan.paths)],
+        )
+    assert machine.job is not None
+    return Envelope(
+        job=machine.job,
+        epoch=machine.epoch,
+        generation=machine.generation,
+        sender=WorkerId(name),
+        incarnation=member_of(here, name).incarnation,
+        header=header,
+        secret=("", "0" * 32)[turn % 2],
+    )
+
+
+async def attack(here: Cluster, victim: Running, name: str) -> set[Refusal]:
+    """Send forged tensors to a worker; what became of them."""
+    zeros = WireTensor(name="shard", dtype=DType.FLOAT64, shape=(4,), data=bytes(32))
+    found: set[Refusal] = set()
+    address = member_of(here, victim.inbox._machine.identity.worker).address
+    async with open_channel(address, Lane.REDUCE, token=None) as channel:
+        call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+        replies = aiter(call)
+        for turn in range(NUM_FORGED):
+            message = announce(turn, forged(here, victim, turn, name), (zeros,))
+            await call.write(TENSOR_PART.encode(message))
+            reply = PART_REPLY.decode(await anext(replies))
+            while isinstance(reply, CreditGranted):
+                reply = PART_REPLY.decode(await anext(replies))
+            assert isinstance(reply, TensorRefused), "a forged tensor was taken"
+            found.add(reply.reason)
+        call.cancel()
+    return found
+
+
+async def test_tensors_in_another_workers_name_are_refused_and_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_of(write_text(tmp_path), replicas=2)
+    steps, _ = undisturbed(job)
+    names = [f"w{i}" for i in range(4)]
+    async with cluster(Disk()) as here, here.workers(*names) as workers:
+        here.submit(job)
+        await here.first(StepCommitted, 2)
+        with caplog.at_level(logging.ERROR):
+            for index, victim in enumerate(workers):
+                found = await attack(here, victim, names[(index + 1) % 4])
+                assert found <= {Refusal.FORGED, Refusal.STALE, Refusal.UNKNOWN_JOB, Refusal.NOT_YET}
+        assert await here.finished() == JobState.FINISHED
+        assert_same_curve(here.steps, steps)
+        assert not here.all(Incident)
+    assert any("incident: tensors in the name of worker=w1 are forged" in line for line in caplog.messages)
