@@ -337,7 +337,8 @@ class Driver:
                 stream = item.stream
                 key = (stream.worker, stream.incarnation)
                 older = self._streams.get(key)
-                if older is not None and older.secret != stream.secret:
+                is_other = older is not None and older.secret != stream.secret
+                if is_other and not self.machine.membership.is_from_holder(item.hello):
                     # What the machine said to this name and incarnation would go to the one who has them.
                     stream.offer(
                         Refused(

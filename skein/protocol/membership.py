@@ -318,6 +318,12 @@ class Membership:
         """Whether this process was turned away for good."""
         return incarnation in self._refused
 
+    def is_from_holder(self, hello: Hello) -> bool:
+        """Whether this is said by the live process of its name, and not by one that only knows its incarnation."""
+        entry = self._entries.get(hello.worker)
+        said = hello.incarnation, proof_of(hello)
+        return entry is not None and (entry.holder.incarnation, entry.holder.proof) == said
+
     def _hello(self, hello: Hello, *, now: float) -> list[MembershipChange]:
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = (

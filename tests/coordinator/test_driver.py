@@ -23,11 +23,12 @@ from skein.protocol.coordinator_io import (
 from skein.protocol.messages import Directive, NewGeneration, Welcome
 from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
 from skein.protocol.reports import Beat
-from skein.types import Condition, Epoch, JobId, JobState, WorkerId
+from skein.types import Condition, Epoch, Incarnation, JobId, JobState, WorkerId
 from tests.coordinator.builders import (
     MemoryLog,
     checkpointed,
     eventually,
+    hello,
     job_spec,
     lab,
     opened,
@@ -160,6 +161,21 @@ async def test_the_newest_stream_of_a_worker_is_the_one_that_counts() -> None:
         await eventually(lambda: entry.progress == 1)
         assert entry.is_connected
         assert it.driver.num_streams == 1
+
+
+async def test_a_stranger_that_knows_an_incarnation_keeps_its_process_out_at_no_time() -> None:
+    async with lab() as it:
+        first = await it.join()
+        await it.driver.closed(first, "reset")
+        # The stream is open for as long as the stranger does not read what it is told.
+        stranger = Stream(WorkerId("w1"), Incarnation("first"), secret="another")
+        await it.driver.opened(stranger, hello(secret="another"))
+        await eventually(lambda: stranger.num_waiting == 1)
+        back = Stream(WorkerId("w1"), Incarnation("first"), secret="known")
+        await it.driver.opened(back, hello())
+        await eventually(lambda: back.num_waiting > 0)
+        assert isinstance(await back.take(), Welcome)
+        assert not await taken(stranger)
 
 
 async def test_a_closed_stream_shortens_the_lease() -> None:
