@@ -100,7 +100,8 @@ def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
     yield _python()
     yield _ray()
     yield _torch()
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    # The hard limit: services raise their own to it.
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield free_space("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, "give it more: Ray keeps its objects there")  # noqa: S108
     yield free_space("disk", state_dir, MIN_DISK_BYTES, _DISK_HINT)
     yield _token()
@@ -161,7 +162,7 @@ def open_files(limit: int) -> Finding:
     """Whether so many open files are enough; each worker and client is several connections."""
     if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
         return Finding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
-    cure = f"raise it before a coordinator for many workers: ulimit -n {MIN_FILES}"
+    cure = f"raise it before a coordinator for many workers: ulimit -Hn {MIN_FILES}, as root"
     return Finding(check="open files", verdict=Verdict.WARNING, found=f"up to {limit}", cure=cure)
 
 
