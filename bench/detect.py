@@ -147,7 +147,7 @@ def measure(cluster: DetectCluster, client: Client, kind: Kind, *, run: int, see
         with struck(cluster, kind, one, other) as struck_s:
             return noticed_s(job, struck_s, names) - struck_s
     finally:
-        job.cancel()
+        job.cancel(discard=True)
         cluster.wait_for_workers(NUM_WORKERS)
 
 

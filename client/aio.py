@@ -112,19 +112,33 @@ class AsyncClient:
         """What the coordinator runs."""
         return await self._connection.version()
 
-    async def submit(self, job: JobSpec | Path | str, *, key: str | None = None) -> "AsyncJob":
+    async def submit(
+        self,
+        job: JobSpec | Path | str,
+        *,
+        key: str | None = None,
+        from_job: str | None = None,
+        from_version: int | None = None,
+    ) -> "AsyncJob":
         """Hands a job in; gives it, whether this call made it or an earlier one with the same `key`.
 
         Args:
             job: the job, the path of a job file, or YAML text. Relative paths count from the file's folder, otherwise
                 from the current one.
             key: names this wish, so that it may be repeated; by default each call is a wish of its own.
+            from_job: begin with the parameters of that job's checkpoint; all else begins anew, at step 0.
+            from_version: of which version; by default the newest checkpoint whose losses are good.
 
         Raises:
             UserError: something is wrong with the job; `Refused` where the coordinator found it.
         """
         spec = await asyncio.to_thread(_spec_of, job)
-        request = jobs_pb2.SubmitRequest(key=key or new_key(spec), spec=spec.canonical_json())
+        request = jobs_pb2.SubmitRequest(
+            key=key or new_key(spec),
+            spec=spec.canonical_json(),
+            from_job=from_job,
+            from_version=from_version,
+        )
         reply = codec.SUBMIT_REPLY.decode(
             await self._connection.call(lambda: self._connection.jobs.Submit, request)
         )
@@ -283,11 +297,41 @@ class AsyncJob:
                 pass
         return await self.status()
 
-    async def cancel(self, reason: str = "") -> JobStatus:
-        """Ends the job, if it has not ended; its newest checkpoint stays."""
-        request = jobs_pb2.CancelRequest(job=self.id, reason=reason)
+    async def cancel(self, reason: str = "", *, discard: bool = False) -> JobStatus:
+        """Ends the job, if it has not ended, once its newest step is saved; `wait` waits for that.
+
+        Args:
+            reason: told to whoever watches.
+            discard: end it now; its newest checkpoint stays.
+        """
+        request = jobs_pb2.CancelRequest(job=self.id, reason=reason, discards=discard)
         return codec.JOB_STATUS.decode(
             await self._connection.call(lambda: self._connection.jobs.Cancel, request)
+        )
+
+    async def pause(self, reason: str = "") -> JobStatus:
+        """Holds the job once its newest step is saved; its workers are free for others.
+
+        Raises:
+            Refused: it has ended.
+        """
+        request = jobs_pb2.PauseRequest(job=self.id, reason=reason)
+        return codec.JOB_STATUS.decode(
+            await self._connection.call(lambda: self._connection.jobs.Pause, request)
+        )
+
+    async def resume(self, *, steps: int | None = None) -> JobStatus:
+        """Has the job go on, if it was paused or has ended, well or not, or is about to.
+
+        Args:
+            steps: its budget from here on, counted from its beginning; by default as before.
+
+        Raises:
+            Refused: all steps are done, or the job is at work and its budget cannot be changed now.
+        """
+        request = jobs_pb2.ResumeRequest(job=self.id, steps=steps)
+        return codec.JOB_STATUS.decode(
+            await self._connection.call(lambda: self._connection.jobs.Resume, request)
         )
 
     async def metrics(self) -> Metrics:

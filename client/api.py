@@ -75,9 +75,17 @@ class Client:
         """What the coordinator runs."""
         return self._loop.run(self._client.version())
 
-    def submit(self, job: JobSpec | Path | str, *, key: str | None = None) -> "Job":
-        """Hands a job in: a specification, the path of a job file, or YAML text."""
-        return Job(self._loop, self._loop.run(self._client.submit(job, key=key)))
+    def submit(
+        self,
+        job: JobSpec | Path | str,
+        *,
+        key: str | None = None,
+        from_job: str | None = None,
+        from_version: int | None = None,
+    ) -> "Job":
+        """Hands a job in: a specification, the path of a job file, or YAML text; perhaps to begin from another job."""
+        submitted = self._client.submit(job, key=key, from_job=from_job, from_version=from_version)
+        return Job(self._loop, self._loop.run(submitted))
 
     def job(self, job: str) -> "Job":
         """The job of that id; nobody is asked whether it exists."""
@@ -163,9 +171,17 @@ class Job:
         """The job when it has ended, well or not."""
         return self._loop.run(self._job.wait())
 
-    def cancel(self, reason: str = "") -> JobStatus:
-        """Ends the job, if it has not ended; its newest checkpoint stays."""
-        return self._loop.run(self._job.cancel(reason))
+    def cancel(self, reason: str = "", *, discard: bool = False) -> JobStatus:
+        """Ends the job, if it has not ended, once its newest step is saved; `discard` ends it now."""
+        return self._loop.run(self._job.cancel(reason, discard=discard))
+
+    def pause(self, reason: str = "") -> JobStatus:
+        """Holds the job once its newest step is saved."""
+        return self._loop.run(self._job.pause(reason))
+
+    def resume(self, *, steps: int | None = None) -> JobStatus:
+        """Has the job go on that was paused or has ended; perhaps to another number of steps in all."""
+        return self._loop.run(self._job.resume(steps=steps))
 
     def metrics(self) -> Metrics:
         """Loss, gradient norm, rates and the like of every step and evaluation so far."""

@@ -37,10 +37,12 @@ from skein.protocol.coordinator_io import (
     MakePlan,
     ManifestWritten,
     MeasureAsked,
+    PauseAsked,
     PlanMade,
     PruneCheckpoints,
     ReportArrived,
     ReportRefused,
+    ResumeAsked,
     Send,
     StreamBroken,
     SubmitAsked,
@@ -104,7 +106,7 @@ class Meter(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
-Asked = SubmitAsked | CancelAsked | DrainAsked | MeasureAsked
+Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DrainAsked | MeasureAsked
 
 
 def wall_clock() -> Callable[[], float]:

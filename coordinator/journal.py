@@ -26,8 +26,11 @@ from skein.protocol.records import (
     EpochOpened,
     Evaluated,
     GenerationOpened,
+    HaltAsked,
     Incident,
     JobEnded,
+    JobHeld,
+    JobResumed,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -89,9 +92,9 @@ class Fold:
 
     def _happening(self, record: Record) -> tuple[JobHappening, float] | None:
         match record:
-            case (
-                EpochOpened() | PlanAdopted() | Drained() | Averaged() | Diverged() | CheckpointChecked()
-            ):  # Others tell of the last three.
+            case EpochOpened() | PlanAdopted() | Drained() | HaltAsked():
+                return None
+            case Averaged() | Diverged() | CheckpointChecked():  # Others tell of them.
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s
@@ -121,6 +124,11 @@ class Fold:
             case Incident():
                 # Its own time is that of the notice; it is told when it is over.
                 return IncidentEnded(incident=record), record.wall_s + record.seconds
+            case JobHeld():
+                return StateChanged(state=JobState.HELD, reason=record.reason), record.wall_s
+            case JobResumed():
+                self._began = None
+                return StateChanged(state=JobState.PENDING, reason="resumed"), record.wall_s
             case JobEnded():
                 return Ended(state=record.state, reason=record.reason), record.wall_s
             case _:
@@ -227,6 +235,8 @@ class Journal:
                 kept.recorded.append(event)
                 if isinstance(event.body, Ended):
                     self._end(kept)
+                elif kept.is_over:
+                    self._begin_again(kept)
                 kept.wake()
 
     def line(self, job: JobId, worker: WorkerId | None, line: LogLine) -> None:
@@ -239,7 +249,7 @@ class Journal:
         if kept.state == (state, reason):
             return
         kept.state = (state, reason)
-        if not state.is_final:
+        if not state.is_final and state is not JobState.HELD:
             self._pass(job, StateChanged(state=state, reason=reason), wall_s)
 
     def rates(self, job: JobId) -> Fold:
@@ -328,6 +338,12 @@ class Journal:
         if len(kept.passing) > NUM_KEPT_ENDED:
             kept.on_disk = kept.passing[-NUM_KEPT_ENDED - 1].key
         kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
+
+    def _begin_again(self, kept: _Kept) -> None:
+        """Somebody has the job go on."""
+        kept.is_over = False
+        kept.recorded = deque(kept.recorded, maxlen=self._num_kept)
+        kept.passing = deque(kept.passing, maxlen=self._num_lines)
 
     def _of(self, job: JobId) -> _Kept:
         kept = self._kept.get(job)

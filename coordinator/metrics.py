@@ -43,9 +43,12 @@ from skein.protocol.records import (
     EpochOpened,
     Evaluated,
     GenerationOpened,
+    HaltAsked,
     Incident,
     IncidentKind,
     JobEnded,
+    JobHeld,
+    JobResumed,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -357,10 +360,10 @@ class Metrics:
                 self._divergences.labels(job).inc()
             case Incident():
                 self._incidents.ended(record)
-            case JobEnded():
+            case JobEnded() | JobHeld():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)
-            case EpochOpened() | JobSubmitted() | Drained() | Averaged():
+            case EpochOpened() | JobSubmitted() | Drained() | Averaged() | HaltAsked() | JobResumed():
                 pass
 
     def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:

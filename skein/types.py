@@ -40,12 +40,13 @@ class Precision(StrEnum):
 
 
 class JobState(StrEnum):
-    """What a user sees. `PAUSED` waits for workers and is no failure."""
+    """What a user sees. `PAUSED` waits for workers and is no failure, `HELD` for somebody who lets it go on."""
 
     PENDING = "pending"
     PLANNING = "planning"
     RUNNING = "running"
     PAUSED = "paused"
+    HELD = "held"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"

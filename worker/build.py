@@ -23,7 +23,15 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
-from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Member, Neighbour, SourceKind
+from skein.protocol.messages import (
+    Assign,
+    Beginning,
+    CheckpointFile,
+    ChunkAssignment,
+    Member,
+    Neighbour,
+    SourceKind,
+)
 from skein.protocol.records import num_walkers
 from skein.protocol.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside, SilentError, moved, require_room
@@ -41,7 +49,7 @@ from worker.compute.state import saved_names, state_names
 from worker.copies import Copies
 from worker.data.dataset import Dataset, open_dataset
 from worker.executor import Executor, one_line
-from worker.model.weights import load_huggingface
+from worker.model.weights import load_huggingface, load_parameters
 
 T = TypeVar("T")
 
@@ -288,7 +296,9 @@ class Builder:
         )
         match source.kind:
             case SourceKind.INITIAL:
-                if job.model.begins_from is not None:
+                if assign.begins is not None:
+                    await self._begin_from(assign.begins, chunk)
+                elif job.model.begins_from is not None:
                     begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
                     await self._on_torch(partial(begin, chunk.module))
             case SourceKind.CHECKPOINT:
@@ -397,6 +407,14 @@ class Builder:
                 # Whether that is its fault or this worker's is for the coordinator to find out.
                 raise _UnreadError(manifest.version, one_line(error)) from error
         return found
+
+    async def _begin_from(self, begins: Beginning, chunk: Chunk) -> None:
+        """Take over the parameters of another job's main walker; all else of the chunk begins anew."""
+        manifest = await self._files.manifest(begins.job, begins.version)
+        archive = archive_of(manifest.url, self._files, begins.job, manifest.version, self.places)
+        names = frozenset(name for name, _ in chunk.module.named_parameters())
+        tensors = await asyncio.to_thread(read_state, manifest.stages, names, archive)
+        await self._on_torch(partial(load_parameters, tensors, chunk.module))
 
     async def _on_torch(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._executor.call(function))

@@ -49,7 +49,7 @@ def take_turns(cluster: RecoveryCluster, client: Client, *, num_turns: int, num_
                 before_s = at_s
             turns.medians[mode].append(median(found[NUM_SETTLING:]))
     events.close()
-    job.cancel()
+    job.cancel(discard=True)
     return turns
 
 

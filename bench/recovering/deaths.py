@@ -72,7 +72,7 @@ def one_by_one(
         wait_for_steps(job, 2)
     wait_for_steps(job, 2)
     events = job.history()
-    job.cancel()
+    job.cancel(discard=True)
     commits = commits_of(events)
     suffering = sorted({bisect_right(commits, at_s) for at_s in struck})
     return Deaths(
@@ -147,7 +147,7 @@ def third(cluster: RecoveryCluster, client: Client, *, run: int, takes_a_stage: 
         cluster.kill_worker(victim)
     wait_for_steps(job, 3)
     events = job.history()
-    job.cancel()
+    job.cancel(discard=True)
     for victim in names:
         cluster.start_worker(victim)
     cluster.wait_for_workers(NUM_WORKERS)

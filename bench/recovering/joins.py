@@ -68,7 +68,7 @@ def join(cluster: RecoveryCluster, client: Client, *, run: int, donor_dies: bool
     fetched = int(_HERE.findall(cluster.log_of(newcomer))[-1])
     lost = num_steps_lost(events)
     found = judged(moments, commits_of(events), fetched=fetched, began_s=began_s, num_lost=lost)
-    job.cancel()
+    job.cancel(discard=True)
     if donor_dies:
         cluster.workers[donors[0]].wait(PATIENCE_S)
         cluster.kill_worker(donors[0])

@@ -58,7 +58,7 @@ def restarts(cluster: RecoveryCluster, client: Client, *, num_kills: int, seed: 
             cluster.kill_actor()
         wait_for_steps(job, 3)
     events = job.history()
-    job.cancel()
+    job.cancel(discard=True)
     commits = commits_of(events)
     seconds = [commits[bisect_right(commits, at_s)] - at_s for at_s in struck]
     return Restarts(

@@ -78,7 +78,9 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
         module="client.cli.incidents",
         attribute="incidents",
     ),
-    "cancel": Verb(help="End a job.", module="client.cli.jobs", attribute="cancel"),
+    "cancel": Verb(help="Save a job and end it.", module="client.cli.wishes", attribute="cancel"),
+    "pause": Verb(help="Save a job and free its workers.", module="client.cli.wishes", attribute="pause"),
+    "resume": Verb(help="Have a job go on.", module="client.cli.wishes", attribute="resume"),
     "export": Verb(
         help="Write a job's weights as a Hugging Face directory.",
         module="client.cli.files",

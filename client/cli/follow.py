@@ -57,7 +57,8 @@ class Progressed:
                 del self._tokens_by_step[version:]
                 self.num_tokens, self.step = sum(self._tokens_by_step), version
             case StateChanged(state=state):
-                self.state = state
+                # Somebody may have a job go on that had ended.
+                self.state, self.end = state, None
             case Ended(state=state):
                 self.state, self.end = state, event.body
             case _:

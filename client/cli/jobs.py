@@ -1,4 +1,4 @@
-"""`skein submit`, `jobs`, `status`, `logs` and `cancel`."""
+"""`skein submit`, `jobs`, `status` and `logs`."""
 
 import sys
 from contextlib import closing
@@ -27,7 +27,7 @@ from client.cli.show import (
 from client.estimating import Expected, expected
 from client.jobfile import read_job
 from skein.config.job import JobSpec
-from skein.errors import SkeinError
+from skein.errors import SkeinError, UserError
 from skein.plan.estimates import estimate_of_job
 from skein.types import JobState
 from skein.wire.views import JobEvent
@@ -45,6 +45,12 @@ class JobFailed(SkeinError):
 @overrides_option
 @click.option("--name", help="Replace the job's name.")
 @click.option("--key", help="Names this wish: submitting it again gives the same job. Default: a new one.")
+@click.option(
+    "--from",
+    "origin",
+    metavar="JOB[@VERSION]",
+    help="Begin with the parameters of that job's newest good checkpoint, or of that version's.",
+)
 @click.option("--dry-run", "is_dry", is_flag=True, help="Check the file and stop.")
 @json_option
 @connection_options
@@ -55,6 +61,7 @@ def submit(
     overrides: tuple[str, ...],
     name: str | None,
     key: str | None,
+    origin: str | None,
     is_dry: bool,
     is_json: bool,
 ) -> int:
@@ -66,8 +73,9 @@ def submit(
     if is_dry:
         print_json(spec.model_dump(mode="json")) if is_json else click.echo(outline(spec))
         return DONE
+    from_job, from_version = _beginning(origin)
     with connect() as client:
-        job = client.submit(spec, key=key)
+        job = client.submit(spec, key=key, from_job=from_job, from_version=from_version)
         print_json({"job": job.id, "is_new": job.is_new}) if is_json else click.echo(job.id)
         sys.stdout.flush()
         found = _expected(client, spec)
@@ -85,6 +93,20 @@ def _expected(client: Client, spec: JobSpec) -> Expected:
     except SkeinError:
         # The job is in; whoever may submit and not look round is told less.
         return Expected(estimate=estimate_of_job(spec))
+
+
+def _beginning(text: str | None) -> tuple[str | None, int | None]:
+    """The job and the version in `JOB[@VERSION]`.
+
+    >>> _beginning("demo-1@30"), _beginning("demo-1")
+    (('demo-1', 30), ('demo-1', None))
+    """
+    if text is None:
+        return None, None
+    job, at, version = text.partition("@")
+    if at and not version.isdecimal():
+        raise UserError("--from", text, "give JOB or JOB@VERSION, such as demo-1@30")
+    return job, int(version) if at else None
 
 
 def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
@@ -154,20 +176,4 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
         if found.chunk_times:
             click.echo()
             print_table(TIME_COLUMNS, time_rows(found), nothing="")
-    return DONE
-
-
-@click.command()
-@click.argument("job")
-@click.option("--reason", default="", help="Told to whoever watches.")
-@json_option
-@connection_options
-def cancel(job: str, *, reason: str, is_json: bool) -> int:
-    """End JOB. Its newest checkpoint stays, so it can be exported."""
-    with connect() as client:
-        found = client.job(job).cancel(reason)
-    if is_json:
-        print_json(status_object(found))
-    else:
-        click.echo(f"{found.job} {found.state}" + (f": {found.reason}" if found.reason else ""))
     return DONE

@@ -14,10 +14,19 @@ from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled
-from skein.protocol.coordinator_io import CancelAsked, DrainAsked, MeasureAsked, SubmitAsked
+from skein.protocol.coordinator_io import (
+    CancelAsked,
+    DrainAsked,
+    MeasureAsked,
+    PauseAsked,
+    ResumeAsked,
+    SubmitAsked,
+)
+from skein.protocol.lifecycle import beginning, check_resumable
+from skein.protocol.messages import Beginning
 from skein.protocol.records import Incident, JobSubmitted
 from skein.storage.places import Places
-from skein.types import JobId, WorkerId
+from skein.types import JobId, Step, WorkerId
 from skein.wire import codec
 from skein.wire.mapping import check_request
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
@@ -53,9 +62,10 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
                 )
-        records = await self._driver.ask(SubmitAsked(key=request.key, spec=spec))
+        begins = self._beginning(request, spec)
+        records = await self._driver.ask(SubmitAsked(key=request.key, spec=spec, begins=begins))
         job = history.job_by_key[request.key]
-        if history.jobs[job].spec != spec:
+        if (history.jobs[job].asked or history.jobs[job].spec) != spec:
             raise UserError("key", request.key, f"{job} has it, with another specification; give another key")
         is_new = any(isinstance(record, JobSubmitted) for record in records)
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
@@ -84,7 +94,23 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
         job = self._known(request.job)
-        _ = await self._driver.ask(CancelAsked(job=job, reason=request.reason[:MAX_REASON_CHARACTERS]))
+        reason = request.reason[:MAX_REASON_CHARACTERS]
+        _ = await self._driver.ask(CancelAsked(job=job, reason=reason, discards=request.discards))
+        return codec.JOB_STATUS.encode(self._status(job))
+
+    async def Pause(self, request: jobs_pb2.PauseRequest, context: Context) -> jobs_pb2.JobStatus:
+        job = self._known(request.job)
+        end = self._machine.history.jobs[job].end
+        if end is not None:
+            raise UserError("job", job, f"has {end.state.value}: only a job that has not ended can be paused")
+        _ = await self._driver.ask(PauseAsked(job=job, reason=request.reason[:MAX_REASON_CHARACTERS]))
+        return codec.JOB_STATUS.encode(self._status(job))
+
+    async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
+        job = self._known(request.job)
+        steps = request.steps if request.HasField("steps") else None
+        check_resumable(self._machine.history.jobs[job], steps)
+        _ = await self._driver.ask(ResumeAsked(job=job, steps=steps))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:
@@ -133,6 +159,15 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
         await self._driver.settled()
         return reply
+
+    def _beginning(self, request: jobs_pb2.SubmitRequest, spec: JobSpec) -> Beginning | None:
+        """The checkpoint that a job is to begin with, if it names a job; a job of that key has one already."""
+        known = self._machine.history.job_by_key.get(request.key)
+        if known is not None or not request.HasField("from_job"):
+            return None
+        other = self._machine.history.jobs[self._known(request.from_job)]
+        version = request.from_version if request.HasField("from_version") else None
+        return beginning(other, spec, None if version is None else Step(version))
 
     def _status(self, job: JobId) -> JobStatus:
         return job_status(self._machine, self._driver.journal, job)

@@ -246,3 +246,17 @@ class JobSpec(Spec):
     def content_hash(self) -> str:
         """Hex SHA-256 of `canonical_json`."""
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+
+def with_steps(job: JobSpec, steps: int) -> JobSpec:
+    """`job` with another number of steps as its budget.
+
+    Raises:
+        UserError: there cannot be so many, or the job does not agree with them.
+    """
+    least, most = 1, 100_000_000
+    if not least <= steps <= most:
+        raise UserError("budget.steps", steps, f"give a whole number from {least} to {most}")
+    longer = job.model_copy(update={"budget": job.budget.model_copy(update={"steps": steps})})
+    check_aggregation(longer)
+    return longer

@@ -13,6 +13,7 @@ from math import inf
 from typing import assert_never
 
 from skein.plan.silent import busy_workers
+from skein.protocol import lifecycle
 from skein.protocol.absence import Absence
 from skein.protocol.coordinator_io import (
     CancelAsked,
@@ -24,9 +25,11 @@ from skein.protocol.coordinator_io import (
     ManifestWritten,
     MeasureAsked,
     Outbox,
+    PauseAsked,
     PlanMade,
     ReportArrived,
     ReportRefused,
+    ResumeAsked,
     Send,
     StreamBroken,
     SubmitAsked,
@@ -56,7 +59,7 @@ from skein.protocol.membership import (
     StreamBroke,
 )
 from skein.protocol.messages import Directive, Dismiss, LogPosition, Measure, Probe, Refused, Welcome
-from skein.protocol.records import Drained, EpochOpened, JobEnded, JobSubmitted, Record
+from skein.protocol.records import Drained, EpochOpened, JobSubmitted, Record
 from skein.protocol.remeasuring import Pace, Remeasuring
 from skein.protocol.reports import (
     Ack,
@@ -143,8 +146,8 @@ class Coordinator:
                 self._changed(self.membership.handle(broke, now=now), now=now)
             case SubmitAsked():
                 self._submit(event, now=now)
-            case CancelAsked():
-                self._cancel(event.job, event.reason, now=now)
+            case CancelAsked() | PauseAsked() | ResumeAsked():
+                self._wish(event, now=now)
             case DrainAsked():
                 self._drain(event.worker, now=now)
             case MeasureAsked():
@@ -199,28 +202,40 @@ class Coordinator:
 
     def reason_of(self, job: JobId) -> str:
         """One line on why the job is in its state."""
-        end = self.history.jobs[job].end
-        if end is not None:
-            return end.reason
+        known = self.history.jobs[job]
+        at_rest = known.end or known.held
+        if at_rest is not None:
+            return at_rest.reason
         if self.run is None or self.run.job.job != job:
             ahead = [other.job for other in self.history.pending() if other.job != job]
             return f"waiting for {ahead[0]}" if ahead else "waiting"
+        if known.halt is not None:
+            return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {self.run.reason}"
         return self.run.reason
 
     def _submit(self, event: SubmitAsked, *, now: float) -> None:
         if event.key in self.history.job_by_key:
             return
         job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
-        submitted = JobSubmitted(job=job, key=event.key, spec=event.spec.canonical_json(), wall_s=now)
+        spec = event.spec.canonical_json()
+        submitted = JobSubmitted(job=job, key=event.key, spec=spec, wall_s=now, begins=event.begins)
         self._outbox.record(submitted)
         self._outbox.log(f"job={job} submitted")
 
-    def _cancel(self, job: JobId, reason: str, *, now: float) -> None:
-        if self.run is not None and self.run.job.job == job:
-            self.run.end(JobState.CANCELLED, reason or "cancelled by a client", now=now)
-        elif job in self.history.jobs and self.history.jobs[job].end is None:
-            reason = reason or "cancelled before it began"
-            self._outbox.record(JobEnded(job=job, state=JobState.CANCELLED, reason=reason, wall_s=now))
+    def _wish(self, event: CancelAsked | PauseAsked | ResumeAsked, *, now: float) -> None:
+        job = self.history.jobs.get(event.job)
+        run = None if self.run is None or self.run.job is not job else self.run
+        if job is None:
+            return
+        match event:
+            case CancelAsked():
+                lifecycle.cancel(job, run, event, self._outbox, now=now)
+            case PauseAsked():
+                lifecycle.pause(job, run, event, self._outbox, now=now)
+            case ResumeAsked():
+                lifecycle.resume(job, event, self._outbox, now=now)
+            case _:
+                assert_never(event)
 
     def _next_job(self, *, now: float) -> None:
         """Begin the oldest job that has not ended, if none is active."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.history import History
-from skein.protocol.messages import Directive, Member
+from skein.protocol.messages import Beginning, Directive, Member
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet
@@ -44,18 +44,39 @@ class StreamBroken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitAsked:
-    """A client submits a job whose spec is valid. A known key changes nothing."""
+    """A client submits a job whose spec is valid, perhaps one that begins from another. A known key changes nothing."""
 
     key: str
     spec: JobSpec
+    begins: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAsked:
-    """A client wants a job to end, and may say why."""
+    """A client wants a job to end, and may say why; what it has come to is saved before, unless it `discards` that."""
 
     job: JobId
     reason: str = ""
+    discards: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseAsked:
+    """A client wants a job to be saved and then held."""
+
+    job: JobId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked:
+    """A client wants a job to go on that is held or has ended, or is about to; perhaps to another number of steps.
+
+    Nothing happens where `skein.protocol.lifecycle.check_resumable` refuses it.
+    """
+
+    job: JobId
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +137,8 @@ CoordinatorEvent = (
     | StreamBroken
     | SubmitAsked
     | CancelAsked
+    | PauseAsked
+    | ResumeAsked
     | DrainAsked
     | MeasureAsked
     | PlanMade

@@ -7,13 +7,13 @@ from math import inf, isfinite, prod
 from typing import assert_never
 
 from skein.config.aggregation import Walkers
-from skein.config.job import JobSpec
+from skein.config.job import JobSpec, with_steps
 from skein.plan.plan import Plan
 from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
 from skein.protocol.divergence import LossWatch
-from skein.protocol.messages import ChunkVersion, Decision, LogPosition, StepRecord
+from skein.protocol.messages import Beginning, ChunkVersion, Decision, LogPosition, StepRecord
 from skein.protocol.records import (
     Averaged,
     CheckpointChecked,
@@ -24,8 +24,11 @@ from skein.protocol.records import (
     Evaluated,
     GenerationMember,
     GenerationOpened,
+    HaltAsked,
     Incident,
     JobEnded,
+    JobHeld,
+    JobResumed,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -87,7 +90,16 @@ class JobHistory:
     incidents: list[Incident] = field(default_factory=list)
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
+    begins: Beginning | None = None
+    """Whose parameters it begins with, if they are another job's."""
+    halt: HaltAsked | None = None
+    """What it is to come to once it is saved."""
+    held: JobHeld | None = None
     end: JobEnded | None = None
+    asked: JobSpec | None = None
+    """As it was submitted, if its budget is another since."""
+    may_rewind: bool = False
+    """Somebody has it go on although it had diverged, so that it goes back once more."""
 
     @property
     def may_hold(self) -> dict[GenerationMember, frozenset[ChunkVersion]]:
@@ -170,6 +182,7 @@ class History:
                     spec=spec,
                     submitted_wall_s=record.wall_s,
                     last_wall_s=record.wall_s,
+                    begins=record.begins,
                 )
                 self.job_by_key[record.key] = record.job
             case Drained():
@@ -192,6 +205,9 @@ class History:
         | Diverged
         | Averaged
         | Incident
+        | HaltAsked
+        | JobHeld
+        | JobResumed
         | JobEnded,
     ) -> None:
         match record:
@@ -256,7 +272,7 @@ class History:
                 job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
                 job.scores = {v: x for v, x in job.scores.items() if v <= record.to_version}
                 job.losses.went_back(record.to_version)
-                job.diverged = None
+                job.diverged, job.may_rewind = None, False
                 job.damaged = {at: why for at, why in job.damaged.items() if at <= record.to_version}
             case Averaged():
                 assert record.version == job.version
@@ -270,8 +286,14 @@ class History:
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():
                 job.incidents.append(record)
+            case HaltAsked():
+                job.halt = record
+            case JobHeld():
+                job.held, job.halt = record, None
+            case JobResumed():
+                _resume(job, record)
             case JobEnded():
-                job.end = record
+                job.end, job.held, job.halt = record, None, None
             case _:
                 assert_never(record)
 
@@ -299,13 +321,27 @@ class History:
         return following[0].record.wall_s == known.opened_s and known.entry <= end
 
     def pending(self) -> list[JobHistory]:
-        """Jobs that have not ended, oldest first."""
-        return [job for job in self.jobs.values() if job.end is None]
+        """Jobs that have not ended and are not held, oldest first."""
+        return [job for job in self.jobs.values() if job.end is None and job.held is None]
 
     def state_of(self, job: JobId) -> JobState | None:
-        """The final state of a job; None while it has not ended."""
-        end = self.jobs[job].end
-        return None if end is None else end.state
+        """The state of a job that has ended or is held; None of one that goes on."""
+        found = self.jobs[job]
+        if found.end is not None:
+            return found.end.state
+        return None if found.held is None else JobState.HELD
+
+
+def _resume(job: JobHistory, record: JobResumed) -> None:
+    if job.end is not None or job.held is not None:
+        # Whoever worked on it has forgotten it.
+        job.members = ()
+        job.losses.went_back(job.version)
+        job.may_rewind = job.diverged is not None
+    job.end = job.held = job.halt = None
+    if record.steps is not None:
+        job.asked = job.asked or job.spec
+        job.spec = with_steps(job.spec, record.steps)
 
 
 def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:

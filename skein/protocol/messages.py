@@ -108,6 +108,14 @@ class ChunkAssignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Another job's checkpoint whose parameters a job begins with, at a step 0 of its own."""
+
+    job: JobId
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """A microbatch that starts here, and its way; for evaluation, the first of those that take this way."""
 
@@ -291,6 +299,8 @@ class Assign:
     groups: tuple[Group, ...]
     resumption: Resumption | None
     """None: nothing of a step in progress counts any more."""
+    begins: Beginning | None = None
+    """What chunks of an initial source begin with; None: with what the job says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,8 @@ RANGES: Mapping[str, Range] = {
     "to_version": COUNT,
     "checkpoint_version": COUNT,
     "keeps": COUNT,
+    "JobResumed.steps": COUNT,
+    "ResumeRequest.steps": COUNT,
     "last_good": COUNT,
     "due_step": COUNT,
     "taken_at": COUNT,

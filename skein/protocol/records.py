@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.plan.plan import Plan
-from skein.protocol.messages import CheckpointFile, StepRecord
+from skein.protocol.messages import Beginning, CheckpointFile, StepRecord
 from skein.types import (
     Epoch,
     Generation,
@@ -38,12 +38,13 @@ class EpochOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted:
-    """A job exists. Submitting the same `key` again gives the same job."""
+    """A job exists. Submitting the same `key` again gives the same job. No `begins`: its seed draws the parameters."""
 
     job: JobId
     key: str
     spec: str
     wall_s: float
+    begins: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +285,36 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HaltAsked:
+    """Somebody wants a job to be held, or cancelled, once what it has come to is saved."""
+
+    job: JobId
+    state: JobState
+    reason: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHeld:
+    """Nobody works on the job, and no other waits for it, until somebody has it go on."""
+
+    job: JobId
+    reason: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResumed:
+    """A job goes on that was held or had ended, or was to; `steps`: its budget from here on, if that is another."""
+
+    job: JobId
+    steps: int | None
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """Final: finished, failed or cancelled, and why."""
+    """Final, until somebody has it go on: finished, failed or cancelled, and why."""
 
     job: JobId
     state: JobState
@@ -306,6 +335,9 @@ Record = (
     | Diverged
     | Averaged
     | Incident
+    | HaltAsked
+    | JobHeld
+    | JobResumed
     | JobEnded
     | Drained
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import nan
 
 from skein.protocol.messages import StepRecord
-from skein.protocol.ops import ApplyOp, Loss, LossOp, Op, OpOutcome
+from skein.protocol.ops import ApplyOp, Joined, Loss, LossOp, Op, OpOutcome
 from skein.sim.executor import NO_GENERATION, SimExecutor
 from skein.types import Generation, WorkerId
 
@@ -48,4 +48,6 @@ class _Executor(SimExecutor):
         if isinstance(op, LossOp) and self._diverging.is_spoilt(before[op.chunk.stage]):
             assert isinstance(outcome, Loss)
             return replace(outcome, loss_sum=nan)
+        if isinstance(outcome, Joined) and any(map(self._diverging.is_spoilt, before.values())):
+            return replace(outcome, squared_norm=nan, is_finite=False)
         return outcome

@@ -6,12 +6,13 @@ from functools import partial
 from itertools import pairwise
 
 from skein import rng
-from skein.protocol.coordinator_io import DrainAsked
+from skein.protocol.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
+from skein.protocol.records import JobSubmitted
 from skein.sim.network import FAIR, Weather
 from skein.sim.world import World
 from skein.topology.fleet import Profile
-from skein.types import SiteId, WorkerId
+from skein.types import JobId, SiteId, WorkerId
 
 SLOWER = 4.0
 """Times as long as its profile says are the ops of a worker that is struck by "slow"."""
@@ -20,6 +21,7 @@ AWAY_S = 5.0
 FAILING: tuple[type[Op], ...] = (ForwardOp, LossOp, BackwardOp, PackOp, SumOp, JoinOp, ApplyOp)
 SILENCES_S = (2.0, 4.0, 8.0)
 """How long holders of a stage are cut off."""
+ASK_AGAIN_S = 1.0
 _NUM_FLAPS = 6
 _STORM = Weather(jitter_s=0.3, loss=0.1, repeats=0.1)
 _MUD = Weather(slower=20.0)
@@ -190,6 +192,25 @@ def _join(world: World, fault: Fault) -> None:
         world.clock.after(4 * fault.seconds, partial(world.tell, DrainAsked(worker=name)))
 
 
+# --- clients ---
+
+
+def _pause(world: World, fault: Fault) -> None:
+    """Somebody has the job held, and go on a while later."""
+    job = next((record.job for record in world.log if isinstance(record, JobSubmitted)), None)
+    if job is not None:
+        world.tell(PauseAsked(job=job))
+        world.clock.after(fault.seconds, partial(_resume, world, job))
+
+
+def _resume(world: World, job: JobId) -> None:
+    """Ask, and again as a client does that has no answer, until the job goes on."""
+    known = None if world.coordinator is None else world.coordinator.history.jobs[job]
+    if known is None or known.held is not None or known.halt is not None:
+        world.tell(ResumeAsked(job=job))
+        world.clock.after(ASK_AGAIN_S, partial(_resume, world, job))
+
+
 # --- links ---
 
 
@@ -357,6 +378,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "torn": _torn,
     "disk": _disk,
     "clock": _clock,
+    "pause": _pause,
 }
 """By name."""
 GENTLE = (
@@ -381,5 +403,6 @@ GENTLE = (
     "torn",
     "disk",
     "clock",
+    "pause",
 )
 """Faults in which nobody dies: no state is ever lost."""

@@ -107,7 +107,7 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
             raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
         coordinator = world.coordinator
         state = None if coordinator is None else coordinator.history.state_of(job)
-        if state is not None and not world.is_appending:
+        if state is not None and state.is_final and not world.is_appending:
             break
     check_replay(world)
     check_log(world, job)

@@ -175,6 +175,11 @@ class Script:
     break_after: list[int] = field(default_factory=list)
     """Each stream breaks after so many messages; streams beyond these do not."""
     keys: list[str] = field(default_factory=list)
+    wishes: list[jobs_pb2.CancelRequest | jobs_pb2.PauseRequest | jobs_pb2.ResumeRequest] = field(
+        default_factory=list
+    )
+    begun_from: list[tuple[str, int]] = field(default_factory=list)
+    """What jobs were to begin with; "" and 0 for nothing."""
     specs: list[JobSpec] = field(default_factory=list)
     watched_since: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -223,6 +228,7 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         await self._checked(context)
         script = self._script
+        script.begun_from.append((request.from_job, request.from_version))
         script.keys.append(request.key)
         script.specs.append(job_from_json(request.spec))
         is_new = request.key not in script.job_by_key
@@ -263,7 +269,20 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
         _ = await self._known(request.job, context)
+        self._script.wishes.append(request)
         self._script.jobs[request.job] = status(request.job, state=JobState.CANCELLED)
+        return codec.JOB_STATUS.encode(self._script.jobs[request.job])
+
+    async def Pause(self, request: jobs_pb2.PauseRequest, context: Context) -> jobs_pb2.JobStatus:
+        _ = await self._known(request.job, context)
+        self._script.wishes.append(request)
+        self._script.jobs[request.job] = status(request.job, state=JobState.HELD)
+        return codec.JOB_STATUS.encode(self._script.jobs[request.job])
+
+    async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
+        _ = await self._known(request.job, context)
+        self._script.wishes.append(request)
+        self._script.jobs[request.job] = status(request.job, state=JobState.PENDING)
         return codec.JOB_STATUS.encode(self._script.jobs[request.job])
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:

@@ -17,6 +17,7 @@ from skein.plan.redundancy import LeftOut, Shortfall
 from skein.protocol.incident import total
 from skein.protocol.records import IncidentKind, Remedy
 from skein.types import JobState, StageIndex, WorkerId
+from skein.wire.v1 import jobs_pb2
 from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, START_S, Script, serving, status, whole_story, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
@@ -385,6 +386,35 @@ def test_workers_links_drain_and_cancel(capsys: Captured) -> None:
         assert lines(capsys.readouterr().out)
 
 
+def test_a_job_is_paused_and_goes_on(coordinator: Scripted, capsys: Captured) -> None:
+    assert run(["pause", "first-job-1", "--reason", "lunch"]) == 0
+    assert run(["resume", "first-job-1", "--steps", "900"]) == 0
+    assert run(["cancel", "first-job-1", "--discard"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["first-job-1 held", "first-job-1 pending", "first-job-1 cancelled"]
+    assert err == ""
+    assert coordinator.script.wishes == [
+        jobs_pb2.PauseRequest(job="first-job-1", reason="lunch"),
+        jobs_pb2.ResumeRequest(job="first-job-1", steps=900),
+        jobs_pb2.CancelRequest(job="first-job-1", discards=True),
+    ]
+    for verb in ("pause", "resume"):
+        assert run([verb, "first-job-1", "--json"]) == 0
+        assert lines(capsys.readouterr().out)
+
+
+def test_a_job_may_begin_from_another(coordinator: Scripted, job_file: Path) -> None:
+    for origin in ((), ("--from", "demo-1"), ("--from", "demo-1@30")):
+        assert run(["submit", str(job_file), *origin]) == 0
+    assert coordinator.script.begun_from == [("", 0), ("demo-1", 0), ("demo-1", 30)]
+
+
+def test_a_version_that_is_none_is_refused(job_file: Path, capsys: Captured) -> None:
+    assert run(["submit", str(job_file), "--from", "demo-1@last"]) == 2
+    expected = "error: --from: 'demo-1@last': give JOB or JOB@VERSION, such as demo-1@30\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_export_writes_where_it_is_told(coordinator: Scripted, tmp_path: Path, capsys: Captured) -> None:
     weights = keep_checkpoint(coordinator.script)
     out = tmp_path / "out"
@@ -463,7 +493,9 @@ def test_each_mistake_in_a_job_file_is_a_line(job_file: Path, capsys: Captured) 
     assert [line.split(":")[:2] for line in err.splitlines()] == [["error", " precision"], ["error", " seed"]]
 
 
-@pytest.mark.parametrize("verb", [["status"], ["logs"], ["logs", "-f"], ["incidents"], ["cancel"]])
+@pytest.mark.parametrize(
+    "verb", [["status"], ["logs"], ["logs", "-f"], ["incidents"], ["cancel"], ["pause"], ["resume"]]
+)
 def test_unknown_job_is_one_line_and_1(verb: list[str], capsys: Captured) -> None:
     assert run([*verb, "nobody"]) == 1
     assert capsys.readouterr() == ("", "error: job: 'nobody': no such job\n")

@@ -53,6 +53,8 @@ def test_everything_that_can_be_asked_is_answered(coordinator: Scripted) -> None
         assert client.drain("w1").state == "draining"
         assert client.job("first-job-1").status().step == 2
         assert client.job("first-job-1").cancel().state is JobState.CANCELLED
+        assert client.job("first-job-1").resume(steps=9).state is JobState.PENDING
+        assert client.job("first-job-1").pause().state is JobState.HELD
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5])

@@ -35,10 +35,10 @@ from skein.protocol.messages import (
     Refused,
     Welcome,
 )
-from skein.protocol.records import Record
+from skein.protocol.records import JobEnded, Record
 from skein.protocol.reports import Beat
 from skein.storage.places import Places
-from skein.types import Epoch, WorkerId
+from skein.types import Epoch, JobId, JobState, WorkerId
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, LogLines, PutStart
@@ -405,6 +405,39 @@ async def test_a_cancelled_job_is_over_for_all_who_watch(tmp_path: Path) -> None
         bodies = [event.WhichOneof("body") async for event in watching]
         assert bodies[0] == "state_changed"
         assert "ended" in bodies
+
+
+async def test_a_job_is_held_and_goes_on_for_all_who_watch(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        jobs = jobs_pb2_grpc.JobsStub(channel)
+        job = (await submit(channel)).job
+        status = codec.JOB_STATUS.decode(await jobs.Pause(jobs_pb2.PauseRequest(job=job, reason="lunch")))
+        assert (status.state, status.reason) == ("held", "lunch")
+        status = codec.JOB_STATUS.decode(await jobs.Resume(jobs_pb2.ResumeRequest(job=job)))
+        assert status.state == "paused"
+        await jobs.Cancel(jobs_pb2.CancelRequest(job=job))
+        assert await status_of(jobs.Pause(jobs_pb2.PauseRequest(job=job))) is StatusCode.INVALID_ARGUMENT
+        status = codec.JOB_STATUS.decode(await jobs.Resume(jobs_pb2.ResumeRequest(job=job, steps=7)))
+        assert (status.state, status.total_steps) == ("paused", 7)
+        watching = jobs.Watch(jobs_pb2.WatchRequest(job=job))
+        await jobs.Cancel(jobs_pb2.CancelRequest(job=job, discards=True))
+        recorded = [event.WhichOneof("body") async for event in watching]
+        assert recorded.count("ended") == 2
+
+
+async def test_a_job_that_is_done_wants_more_steps_to_go_on(tmp_path: Path) -> None:
+    end = JobEnded(job=JobId("digits-1"), state=JobState.FINISHED, reason="5 steps done", wall_s=20.0)
+    steps = [committed("digits-1", step, wall_s=10.0 + step) for step in range(5)]
+    write_log(tmp_path, [submitted("digits-1"), *steps, end])
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        jobs = jobs_pb2_grpc.JobsStub(channel)
+        for request in (
+            jobs_pb2.ResumeRequest(job="digits-1"),
+            jobs_pb2.ResumeRequest(job="digits-1", steps=5),
+        ):
+            assert await status_of(jobs.Resume(request)) is StatusCode.INVALID_ARGUMENT
+        status = codec.JOB_STATUS.decode(await jobs.Resume(jobs_pb2.ResumeRequest(job="digits-1", steps=500)))
+        assert (status.state, status.step, status.total_steps) == ("paused", 5, 500)
 
 
 async def test_a_restart_keeps_jobs_and_their_numbers(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ PLAIN_REQUESTS = {
     "GetJobRequest",
     "WatchRequest",
     "CancelRequest",
+    "PauseRequest",
+    "ResumeRequest",
     "WorkersRequest",
     "WorkersReply",
     "DrainRequest",

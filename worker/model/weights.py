@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from skein.errors import UserError
+from skein.errors import LocalError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.storage.roots import EVERYTHING, Roots
 from worker.model.base import Stage
@@ -36,6 +36,20 @@ def load_huggingface(directory: Path, stage: Stage, roots: Roots = EVERYTHING) -
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
         _load_file(path, {name: parameter_by_name[name] for name in names}, known, roots)
+
+
+def load_parameters(tensors: Mapping[str, torch.Tensor], stage: Stage) -> None:
+    """Fills the parameters of `stage` by name, cast to their dtype.
+
+    Raises:
+        LocalError: one is of another shape.
+    """
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if tensors[name].shape != parameter.shape:
+                wanted, found = tuple(parameter.shape), tuple(tensors[name].shape)
+                raise LocalError(f"{name} should be {wanted}, found {found}")
+            parameter.copy_(tensors[name])
 
 
 def _files(directory: Path, names: Iterable[str], roots: Roots) -> dict[str, Path]:

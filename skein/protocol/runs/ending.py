@@ -1,4 +1,4 @@
-"""Why a run stops at a step's boundary, or goes back: its budget is spent, or training has diverged.
+"""Why a run stops at a step's boundary, or goes back: somebody wants it, the budget is spent, or training has diverged.
 
 Rules of this file
 - A batch that spoils its own step is left out by that step, so what makes training diverge are updates that are too
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.divergence import Doubt
 from skein.protocol.history import JobHistory
-from skein.protocol.records import Diverged
+from skein.protocol.records import Diverged, JobEnded, JobHeld
 from skein.protocol.runs.keeping import newest_sound
 from skein.types import JobState, Step
 
@@ -27,8 +27,8 @@ class Stop:
 
     state: JobState
     reason: str
-    evaluates: bool
-    saves: bool
+    evaluates: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,12 @@ class Rewind:
 
 
 def rewind_of(job: JobHistory) -> Rewind | None:
-    """Where a job that has diverged goes back to, if it is one that does and has not done so too often."""
+    """Where a job that has diverged goes back to, if it is one that does and has not done so too often.
+
+    Whoever resumes one that has failed so wants it to go back once more, whatever its job file says.
+    """
     is_wanted = job.spec.on_divergence == "rewind" and len(job.rewinds) < MAX_REWINDS
-    if job.diverged is None or not is_wanted:
+    if job.diverged is None or not (is_wanted or job.may_rewind):
         return None
     return Rewind(version=newest_sound(job), reason=told(job, job.diverged))
 
@@ -80,15 +83,40 @@ class Ending:
         does = "" if job.spec.on_divergence != "ignore" else "; it goes on, for on_divergence is ignore"
         self._out.log(f"job={job.job} {told(job, diverged)}{does}")
 
-    def due(self) -> Stop | None:
-        """How the run ends at the job's version; None if it goes on, perhaps from an older one."""
+    def due(self) -> Stop | Rewind | None:
+        """What comes after the job's version instead of the next step; None if that does."""
         job = self._job
-        if job.diverged is not None and job.spec.on_divergence != "ignore" and rewind_of(job) is None:
-            return Stop(state=JobState.FAILED, reason=self._failure(), evaluates=False, saves=False)
+        if job.halt is not None:
+            # Of what has diverged nobody wants the newest.
+            saves = job.diverged is None
+            return Stop(state=job.halt.state, reason=job.halt.reason, saves=saves)
+        rewind = rewind_of(job)
+        if rewind is not None:
+            return rewind
+        if job.diverged is not None and job.spec.on_divergence != "ignore":
+            return Stop(state=JobState.FAILED, reason=self._failure())
         if job.version >= job.total_steps:
             reason = f"{job.version} steps done"
             return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         return None
+
+    def record(self, stop: Stop, *, now: float) -> None:
+        """Record that the job is held, or how it has ended."""
+        job, line = self._job.job, f"job={self._job.job} {stop.state.value}: {stop.reason}"
+        if stop.state is JobState.HELD:
+            self._out.record(JobHeld(job=job, reason=stop.reason, wall_s=now))
+        else:
+            self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
+        self._out.log(line)
+
+    def without_workers(self, saved: Step) -> Stop | None:
+        """How a run ends that has nobody who could save what is newer than version `saved`; None if it waits."""
+        halt = self._job.halt
+        if halt is None:
+            return None
+        lost = f"; the steps after {saved} are with no worker that is here"
+        reason = f"{halt.reason}{lost if saved < self._job.version else ''}"
+        return Stop(state=halt.state, reason=reason)
 
     def _failure(self) -> str:
         assert self._job.diverged is not None

@@ -1,9 +1,10 @@
 """Which checkpoints are kept: the newest ones, and beside them those that a job could go back to."""
 
+from collections.abc import Iterable
 from math import inf
 
 from skein.protocol.history import JobHistory
-from skein.types import Step
+from skein.types import JobId, Step
 
 
 def is_sound(job: JobHistory, version: Step) -> bool:
@@ -17,11 +18,17 @@ def newest_sound(job: JobHistory) -> Step:
     return max((x.version for x in job.whole_checkpoints if is_sound(job, x.version)), default=Step(0))
 
 
-def kept_with(job: JobHistory, version: Step) -> tuple[Step, ...]:
+def begun_from(job: JobId, others: Iterable[JobHistory]) -> frozenset[Step]:
+    """Versions of a job with whose parameters others begin, or begin again if all that they have is lost."""
+    begins = (other.begins for other in others if other.end is None and other.begins is not None)
+    return frozenset(begun.version for begun in begins if begun.job == job)
+
+
+def kept_with(job: JobHistory, version: Step, others: Iterable[JobHistory] = ()) -> tuple[Step, ...]:
     """Versions of the checkpoints to keep once there is one of `version`, which is the newest.
 
     These are the newest as many as the job asks for, the newest that was evaluated as finite, the newest whose training
-    loss was good, and the one with the lowest validation loss.
+    loss was good, the one with the lowest validation loss, and what `others` begin with.
     """
     versions = sorted({*(x.version for x in job.whole_checkpoints), version})
     kept = {*versions[-job.spec.checkpoint.keep :]}
@@ -30,4 +37,5 @@ def kept_with(job: JobHistory, version: Step) -> tuple[Step, ...]:
     kept.update(scored[-1:])
     if scored:
         kept.add(min(scored, key=lambda x: (job.scores[x], -x)))
+    kept.update(begun_from(job.job, others).intersection(versions))
     return tuple(sorted(kept))

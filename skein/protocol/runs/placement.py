@@ -21,12 +21,7 @@ from skein.protocol.runs.averaging import averaging_of
 from skein.protocol.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
-from skein.protocol.runs.planning import (
-    fleet_of,
-    held_plan,
-    recorded_plan,
-    who_reads_other_data,
-)
+from skein.protocol.runs.planning import fleet_of, held_plan, recorded_plan, who_reads_other_data
 from skein.protocol.runs.resuming import Resumed, resume
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import Sources, assignments, choose_sources
@@ -313,6 +308,7 @@ class Placement:
             job=job.job,
             job_spec=self._spec_json,
             resumptions=resumptions,
+            begins=job.begins,
         )
         self._members.assign(told)
 

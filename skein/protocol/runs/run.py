@@ -25,7 +25,7 @@ from skein.protocol.membership import (
     Returned,
 )
 from skein.protocol.messages import Commit, Start, StepRecord
-from skein.protocol.records import IncidentKind, JobEnded, StepCommitted
+from skein.protocol.records import IncidentKind, StepCommitted
 from skein.protocol.reports import (
     Ack,
     Beat,
@@ -44,7 +44,7 @@ from skein.protocol.reports import (
 from skein.protocol.round import GraceOver, LedgerHeard, Outvoted, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.asking import Asking
 from skein.protocol.runs.blame import Blame
-from skein.protocol.runs.ending import Ending, rewind_of
+from skein.protocol.runs.ending import Ending, Rewind, Stop
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.improving import Improving
@@ -271,7 +271,11 @@ class Run:
             if pardons_at is not None and now >= pardons_at:
                 self._storage.look_again(now=now)
                 self._pardon()
-            if self._is_to_fence() and now >= self._gathers_at():
+            may_save = self._may_save() and not self._gathering.is_hopeless
+            stop = None if may_save else self._ending.without_workers(self._savings.newest)
+            if stop is not None and (not self._savings.is_behind() or now >= self._gathers_at()):
+                self._stop(stop, now=now)
+            elif self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
         elif self.phase is RunPhase.FENCING and self._asking.held_back is not None:
             self._build(self._asking.held_back, now=now)
@@ -294,10 +298,8 @@ class Run:
 
     def deadline(self) -> float | None:
         """When `tick` is wanted next."""
-        if self._is_to_fence():
-            return self._gathers_at()
         if self.phase is RunPhase.GATHERING:
-            return self._gathering.pardons_at
+            return self._gathers_at() if self._is_to_fence() or self.job.halt else self._gathering.pardons_at
         if self.phase is RunPhase.FENCING:
             gives_up_at = self._watchdog.gives_up_at(self.plan)
             return self._asking.deadline() if self._members.is_fenced else gives_up_at
@@ -368,15 +370,15 @@ class Run:
 
     def end(self, state: JobState, reason: str, *, now: float) -> None:
         """Record the end and free the workers."""
-        self.phase = RunPhase.ENDED
-        self.reason = reason
-        self._out.record(JobEnded(job=self.job.job, state=state, reason=reason, wall_s=now))
-        self._out.log(f"job={self.job.job} {state.value}: {reason}")
+        self._stop(Stop(state=state, reason=reason), now=now)
+
+    def _stop(self, stop: Stop, *, now: float) -> None:
+        self.phase, self.reason = RunPhase.ENDED, stop.reason
+        self._ending.record(stop, now=now)
         self._members.free_all()
 
     def _wait(self, reason: str) -> None:
-        self.phase = RunPhase.GATHERING
-        self._may_go_on = False
+        self.phase, self._may_go_on = RunPhase.GATHERING, False
         self._stepping.round = None
         # An answer would be about workers who are gone.
         self._placement.awaited = None
@@ -431,8 +433,7 @@ class Run:
         self.phase = RunPhase.FENCING
         self.reason = reason
         self._stepping.round = None
-        self._paused_for = None
-        self._is_to_recut = False
+        self._paused_for, self._is_to_recut = None, False
         self._watchdog.moved(now=now)
         self._gathering.opened()
         self._savings.fenced()
@@ -535,16 +536,16 @@ class Run:
         """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
         self._watchdog.moved(now=now)
         self._ending.look(is_evaluated=not self._evaluation.is_due(), now=now)
-        stop, change, rewind = self._ending.due(), self._change_wanted(now=now), rewind_of(self.job)
+        stop, change = self._ending.due(), self._change_wanted(now=now)
         assert self.plan is not None
-        if rewind is not None:
-            self._failed(IncidentKind.DIVERGED, None, rewind.reason, now=now)
+        if isinstance(stop, Rewind):
+            self._failed(IncidentKind.DIVERGED, None, stop.reason, now=now)
         elif self._evaluation.is_due() and (stop is None or stop.evaluates):
             self.phase = RunPhase.EVALUATING
             self._stepping.round = None
             self._evaluation.begin()
         elif stop is not None and not (stop.saves and self._savings.is_behind()):
-            self.end(stop.state, stop.reason, now=now)
+            self._stop(stop, now=now)
         elif stop is not None or (change is not None and not self._candidates()):
             if self._savings.is_behind():
                 self.phase = RunPhase.SAVING
@@ -622,8 +623,7 @@ class Run:
         self._stepping.round = None
         self._ending.look(is_evaluated=False, now=now)
         self._revision.step_ended(now=now)
-        is_interrupted = self._evaluation.is_due() or self._is_probe_due() or rewind_of(self.job) is not None
-        is_over = is_interrupted or self._ending.due() is not None
+        is_over = self._evaluation.is_due() or self._is_probe_due() or self._ending.due() is not None
         goes_on = not is_over and self._change_wanted(now=now) is None
         self._improving.committed(record)
         if goes_on:

@@ -254,7 +254,9 @@ class Savings:
         job = self._job
         if not self.newest < checkpoint.version <= job.version:
             return
-        self._out.record(replace(checkpoint, keeps=kept_with(job, checkpoint.version)))
+        self._out.record(
+            replace(checkpoint, keeps=kept_with(job, checkpoint.version, self._out.history.jobs.values()))
+        )
         self._out.log(f"job={job.job} checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in job.checkpoints)
         self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))

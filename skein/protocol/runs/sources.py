@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages import (
     Assign,
+    Beginning,
     ChunkAssignment,
     Neighbour,
     Origin,
@@ -120,6 +121,7 @@ def assignments(
     job: JobId,
     job_spec: str,
     resumptions: Mapping[WorkerId, Resumption],
+    begins: Beginning | None = None,
 ) -> dict[WorkerId, Assign]:
     """What each worker of the plan is told; `resumptions` are of those who go on with a step in progress."""
     stages = {stage.index: stage for stage in plan.stages}
@@ -154,6 +156,7 @@ def assignments(
             evaluation_origins=tuple(evaluation_origins[worker]),
             groups=tuple(group for group in plan.groups if worker in group.workers),
             resumption=resumptions.get(worker),
+            begins=begins,
         )
         for worker, held in chunks.items()
     }

@@ -1362,6 +1362,7 @@ class Assign(_message.Message):
     NUM_EVALUATION_PATHS_FIELD_NUMBER: _builtins.int
     EVALUATION_ORIGINS_FIELD_NUMBER: _builtins.int
     RESUMPTION_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -1382,6 +1383,10 @@ class Assign(_message.Message):
     def evaluation_origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Origin]: ...
     @_builtins.property
     def resumption(self) -> Global___Resumption: ...
+    @_builtins.property
+    def begins(self) -> _ids_pb2.Beginning:
+        """What chunks of an initial source begin with; absent: with what the job says."""
+
     def __init__(
         self,
         *,
@@ -1398,13 +1403,19 @@ class Assign(_message.Message):
         num_evaluation_paths: _builtins.int = ...,
         evaluation_origins: _abc.Iterable[Global___Origin] | None = ...,
         resumption: Global___Resumption | None = ...,
+        begins: _ids_pb2.Beginning | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resumption", b"_resumption", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumption", b"_resumption", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
+    _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
     _WhichOneofReturnType__resumption: _TypeAlias = _typing.Literal["resumption"]  # noqa: Y015
     _WhichOneofArgType__resumption: _TypeAlias = _typing.Literal["_resumption", b"_resumption"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumption) -> _WhichOneofReturnType__resumption | None: ...
 
 Global___Assign: _TypeAlias = Assign  # noqa: Y015

@@ -40,6 +40,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Steps are being made."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 4
     """Waits for workers; no failure."""
+    JOB_STATE_HELD: _JobState.ValueType  # 8
+    """Waits for somebody who lets it go on."""
     JOB_STATE_FINISHED: _JobState.ValueType  # 5
     """All steps are made and the last checkpoint is durable."""
     JOB_STATE_FAILED: _JobState.ValueType  # 6
@@ -60,6 +62,8 @@ JOB_STATE_RUNNING: JobState.ValueType  # 3
 """Steps are being made."""
 JOB_STATE_PAUSED: JobState.ValueType  # 4
 """Waits for workers; no failure."""
+JOB_STATE_HELD: JobState.ValueType  # 8
+"""Waits for somebody who lets it go on."""
 JOB_STATE_FINISHED: JobState.ValueType  # 5
 """All steps are made and the last checkpoint is durable."""
 JOB_STATE_FAILED: JobState.ValueType  # 6
@@ -992,3 +996,27 @@ class HopTensor(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HopTensor: _TypeAlias = HopTensor  # noqa: Y015
+
+@_typing.final
+class Beginning(_message.Message):
+    """Another job's checkpoint whose parameters a job begins with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beginning: _TypeAlias = Beginning  # noqa: Y015

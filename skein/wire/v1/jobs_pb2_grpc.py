@@ -59,6 +59,16 @@ class JobsStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.CancelRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/skein.wire.v1.Jobs/Pause',
+                request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.PauseRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/skein.wire.v1.Jobs/Resume',
+                request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
+                _registered_method=True)
         self.Workers = channel.unary_unary(
                 '/skein.wire.v1.Jobs/Workers',
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.WorkersRequest.SerializeToString,
@@ -121,7 +131,21 @@ class JobsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a job; the newest committed checkpoint stays. Cancelling an ended job changes nothing.
+        """Ends a job once what it has come to is saved; its checkpoints stay. Cancelling an ended job changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Holds a job once what it has come to is saved; other jobs go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Has a job go on that is held or has ended, or is about to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,6 +217,16 @@ def add_JobsServicer_to_server(servicer, server):
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.CancelRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.PauseRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ResumeRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.SerializeToString,
             ),
             'Workers': grpc.unary_unary_rpc_method_handler(
@@ -360,6 +394,60 @@ class Jobs:
             target,
             '/skein.wire.v1.Jobs/Cancel',
             skein_dot_wire_dot_v1_dot_jobs__pb2.CancelRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Jobs/Pause',
+            skein_dot_wire_dot_v1_dot_jobs__pb2.PauseRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Jobs/Resume',
+            skein_dot_wire_dot_v1_dot_jobs__pb2.ResumeRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_jobs__pb2.JobStatus.FromString,
             options,
             channel_credentials,

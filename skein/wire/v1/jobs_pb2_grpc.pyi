@@ -38,7 +38,11 @@ class JobsStub:
     Watch: _grpc.UnaryStreamMultiCallable[_jobs_pb2.WatchRequest, _jobs_pb2.JobEvent]
     """Everything that happens to a job after event `since`, until it ends."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.CancelRequest, _jobs_pb2.JobStatus]
-    """Ends a job; the newest committed checkpoint stays. Cancelling an ended job changes nothing."""
+    """Ends a job once what it has come to is saved; its checkpoints stay. Cancelling an ended job changes nothing."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.PauseRequest, _jobs_pb2.JobStatus]
+    """Holds a job once what it has come to is saved; other jobs go on meanwhile."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.ResumeRequest, _jobs_pb2.JobStatus]
+    """Has a job go on that is held or has ended, or is about to."""
     Workers: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.WorkersRequest, _jobs_pb2.WorkersReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.DrainRequest, _jobs_pb2.WorkerStatus]
     """Takes work away from a worker, step by step, and lets it exit."""
@@ -60,7 +64,11 @@ class JobsAsyncStub(JobsStub):
     Watch: _aio.UnaryStreamMultiCallable[_jobs_pb2.WatchRequest, _jobs_pb2.JobEvent]  # type: ignore[assignment]
     """Everything that happens to a job after event `since`, until it ends."""
     Cancel: _aio.UnaryUnaryMultiCallable[_jobs_pb2.CancelRequest, _jobs_pb2.JobStatus]  # type: ignore[assignment]
-    """Ends a job; the newest committed checkpoint stays. Cancelling an ended job changes nothing."""
+    """Ends a job once what it has come to is saved; its checkpoints stay. Cancelling an ended job changes nothing."""
+    Pause: _aio.UnaryUnaryMultiCallable[_jobs_pb2.PauseRequest, _jobs_pb2.JobStatus]  # type: ignore[assignment]
+    """Holds a job once what it has come to is saved; other jobs go on meanwhile."""
+    Resume: _aio.UnaryUnaryMultiCallable[_jobs_pb2.ResumeRequest, _jobs_pb2.JobStatus]  # type: ignore[assignment]
+    """Has a job go on that is held or has ended, or is about to."""
     Workers: _aio.UnaryUnaryMultiCallable[_jobs_pb2.WorkersRequest, _jobs_pb2.WorkersReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_jobs_pb2.DrainRequest, _jobs_pb2.WorkerStatus]  # type: ignore[assignment]
     """Takes work away from a worker, step by step, and lets it exit."""
@@ -109,7 +117,23 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         request: _jobs_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.JobStatus, _abc.Awaitable[_jobs_pb2.JobStatus]]:
-        """Ends a job; the newest committed checkpoint stays. Cancelling an ended job changes nothing."""
+        """Ends a job once what it has come to is saved; its checkpoints stay. Cancelling an ended job changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _jobs_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.JobStatus, _abc.Awaitable[_jobs_pb2.JobStatus]]:
+        """Holds a job once what it has come to is saved; other jobs go on meanwhile."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _jobs_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.JobStatus, _abc.Awaitable[_jobs_pb2.JobStatus]]:
+        """Has a job go on that is held or has ended, or is about to."""
 
     @_abc_1.abstractmethod
     def Workers(

@@ -120,6 +120,9 @@ class Record(_message.Message):
     AVERAGED_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_CHECKED_FIELD_NUMBER: _builtins.int
+    HALT_ASKED_FIELD_NUMBER: _builtins.int
+    JOB_HELD_FIELD_NUMBER: _builtins.int
+    JOB_RESUMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -148,6 +151,12 @@ class Record(_message.Message):
     def diverged(self) -> Global___Diverged: ...
     @_builtins.property
     def checkpoint_checked(self) -> Global___CheckpointChecked: ...
+    @_builtins.property
+    def halt_asked(self) -> Global___HaltAsked: ...
+    @_builtins.property
+    def job_held(self) -> Global___JobHeld: ...
+    @_builtins.property
+    def job_resumed(self) -> Global___JobResumed: ...
     def __init__(
         self,
         *,
@@ -165,12 +174,15 @@ class Record(_message.Message):
         averaged: Global___Averaged | None = ...,
         diverged: Global___Diverged | None = ...,
         checkpoint_checked: Global___CheckpointChecked | None = ...,
+        halt_asked: Global___HaltAsked | None = ...,
+        job_held: Global___JobHeld | None = ...,
+        job_resumed: Global___JobResumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "incident", b"incident", "job_ended", b"job_ended", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -210,11 +222,14 @@ class JobSubmitted(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     key: _builtins.str
     spec: _builtins.str
     """Canonical JSON."""
     wall_s: _builtins.float
+    @_builtins.property
+    def begins(self) -> _ids_pb2.Beginning: ...
     def __init__(
         self,
         *,
@@ -222,14 +237,99 @@ class JobSubmitted(_message.Message):
         key: _builtins.str = ...,
         spec: _builtins.str = ...,
         wall_s: _builtins.float = ...,
+        begins: _ids_pb2.Beginning | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins", "job", b"job", "key", b"key", "spec", b"spec", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
+    _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
+
+Global___JobSubmitted: _TypeAlias = JobSubmitted  # noqa: Y015
+
+@_typing.final
+class HaltAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    state: _ids_pb2.JobState.ValueType
+    """Held or cancelled."""
+    reason: _builtins.str
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        state: _ids_pb2.JobState.ValueType = ...,
+        reason: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "key", b"key", "spec", b"spec", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason", "state", b"state", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JobSubmitted: _TypeAlias = JobSubmitted  # noqa: Y015
+Global___HaltAsked: _TypeAlias = HaltAsked  # noqa: Y015
+
+@_typing.final
+class JobHeld(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    reason: _builtins.str
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobHeld: _TypeAlias = JobHeld  # noqa: Y015
+
+@_typing.final
+class JobResumed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    steps: _builtins.int
+    """The budget from here on; absent: as before."""
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        steps: _builtins.int | None = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "job", b"job", "steps", b"steps", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___JobResumed: _TypeAlias = JobResumed  # noqa: Y015
 
 @_typing.final
 class GenerationMember(_message.Message):

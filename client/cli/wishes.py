@@ -1,0 +1,94 @@
+"""`skein cancel`, `pause` and `resume`."""
+
+import time
+from collections.abc import Callable
+
+import click
+
+from client.api import Job
+from client.cli import DONE, INTERRUPTED
+from client.cli.options import connect, connection_options, json_option
+from client.cli.show import print_json, status_object
+from skein.types import JobState
+from skein.wire.views import JobStatus
+
+LOOK_S = 0.25
+"""Between two looks at a job that is being saved."""
+
+_no_wait = click.option(
+    "--no-wait", "is_patient", flag_value=False, default=True, help="Do not wait until it is saved."
+)
+_reason = click.option("--reason", default="", help="Told to whoever watches.")
+
+
+@click.command()
+@click.argument("job")
+@_reason
+@click.option(
+    "--discard", "discards", is_flag=True, help="End it now, without the steps since its newest checkpoint."
+)
+@_no_wait
+@json_option
+@connection_options
+def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: bool) -> int:
+    """End JOB once its newest step is saved. It can be exported, and go on: skein resume."""
+    with connect() as client:
+        named = client.job(job)
+        found = named.cancel(reason, discard=discards)
+        return _told(named, found, lambda state: state.is_final, is_patient=is_patient, is_json=is_json)
+
+
+@click.command()
+@click.argument("job")
+@_reason
+@_no_wait
+@json_option
+@connection_options
+def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
+    """Save JOB's newest step and free its workers, for other jobs or for nothing, until skein resume."""
+    with connect() as client:
+        named = client.job(job)
+        found = named.pause(reason)
+
+        def is_at_rest(state: JobState) -> bool:
+            return state is JobState.HELD or state.is_final
+
+        return _told(named, found, is_at_rest, is_patient=is_patient, is_json=is_json)
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Its budget from here on, counted from its beginning. Default: as before.",
+)
+@json_option
+@connection_options
+def resume(job: str, *, steps: int | None, is_json: bool) -> int:
+    """Have JOB go on where it was saved, if it was paused, cancelled or has failed; or, with more --steps, finished."""
+    with connect() as client:
+        return _shown(client.job(job).resume(steps=steps), is_json=is_json)
+
+
+def _told(
+    job: Job, found: JobStatus, is_done: Callable[[JobState], bool], *, is_patient: bool, is_json: bool
+) -> int:
+    """Show the job when it is done, or as it is."""
+    try:
+        if is_patient and not is_done(found.state):
+            click.echo(f"{found.job} is saved first; after Ctrl-C it is all the same", err=True)
+        while is_patient and not is_done(found.state):
+            time.sleep(LOOK_S)
+            found = job.status()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return _shown(found, is_json=is_json)
+
+
+def _shown(found: JobStatus, *, is_json: bool) -> int:
+    if is_json:
+        print_json(status_object(found))
+    else:
+        click.echo(f"{found.job} {found.state}" + (f": {found.reason}" if found.reason else ""))
+    return DONE
