@@ -109,6 +109,25 @@ async def test_sigterm_drains() -> None:
             assert await ended == DONE
 
 
+async def test_a_second_start_under_a_name_ends_itself_and_a_later_one_shows_the_same_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async with puppet() as (coordinator, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", state_dir=tmp_path)
+        secrets = []
+        for _ in range(2):
+            ended = asyncio.create_task(run_worker(options))
+            session = await coordinator.session()
+            secrets.append(session.hello.secret)
+            assert await run_worker(options) == FAILED
+            assert f"process {os.getpid()} on this machine is that worker" in one_line(capsys)
+            session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+            async with asyncio.timeout(WAIT_S):
+                assert await ended == DONE
+            assert session.hello.host
+    assert secrets[0] == secrets[1] != ""
+
+
 async def test_a_program_that_embeds_the_worker_may_change_its_setting() -> None:
     async with puppet() as (coordinator, port):
         options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", site="here")
