@@ -37,8 +37,9 @@ from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan
 from skein.plan.silent import with_silent, working
-from skein.plan.times import with_times
+from skein.plan.times import op_times, with_times
 from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.plan.walked import pace_of, sums_of, walked_s
 from skein.plan.walkers import lines_of, paths_within, walkers_of
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
@@ -76,7 +77,7 @@ def make_plan(
         even = cut(layers, job.parallel.stages, job.parallel.layout)
     except UserError as error:
         return Infeasible(reason=str(error))
-    setting = Setting(job=job, layers=layers, pool=pool_of(job, fleet, layers))
+    setting = Setting(job=job, fleet=fleet, layers=layers, pool=pool_of(job, fleet, layers))
     if previous is not None and _has_same_cut(previous, even, job.parallel.layout):
         plan = _replan(setting, previous)
         if plan is not None:
@@ -98,9 +99,13 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     layers = job_layers(job)
     pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, plan.stages)
     chunks = tuple(placed.chunk for placed in plan.chunks)
-    groups = groups_of(job, plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages), pool)
-    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
+    groups = [*groups_of(job, plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages), pool)]
+    pace = pace_of(pool, loads, *op_times(fleet, loads, pool))
+    found_s = walked_s(plan.paths, plan.schedules, sums_of(groups, plan.layout, pool), pace)
+    if found_s is not None:
+        return found_s
     slots = {placed.chunk: placed.slots for placed in plan.chunks}
+    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
     return predict_s(traffic(plan.paths, loads, pool), slots, reductions_s)
 
 
@@ -109,6 +114,7 @@ class Setting:
     """What does not change while one plan is made."""
 
     job: JobSpec
+    fleet: Fleet
     layers: tuple[LayerSpec, ...]
     pool: Pool
 
@@ -245,24 +251,27 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
     # An exchange is no part of every step; what it costs is told by skein.plan.estimates.
     is_plain = setting.job.aggregation.walkers is Walkers.ONE
-    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups if is_plain]
+    reductions_s = [reduction_s(group, num_bytes, pool) if is_plain else 0.0 for group, num_bytes in groups]
+    schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))
+    forward_s, backward_s = op_times(setting.fleet, loads, pool)
+    pace = pace_of(pool, loads, forward_s, backward_s)
+    sums = sums_of(groups, layout, pool) if is_plain else ()
+    predicted_s = walked_s(paths, schedules, sums, pace) or predict_s(step, slots, reductions_s)
     plan = Plan(
         layout=layout,
         stages=stages,
         chunks=tuple(ChunkPlan(chunk=chunk, slots=slots[chunk]) for chunk in chunks),
         paths=paths,
         evaluation_paths=evaluation_paths,
-        schedules=ascending_schedules(paths, slots, (chunk.worker for chunk in chunks)),
+        schedules=schedules,
         alternates=tuple(alternates_of(chunks, pool)),
         groups=tuple(group for group, _ in groups),
-        predicted_step_s=predict_s(step, slots, reductions_s),
-        lower_bound_s=lower_bound_s(step, loads, pool),
+        predicted_step_s=predicted_s,
+        lower_bound_s=min(predicted_s, lower_bound_s(step, loads, pool)),
         reason="; ".join(_reasons(seating, step, slots, wanted, loads, previous)),
     )
     before = () if previous is None else [x.chunk for x in previous.chunks]
     plan = with_silent(plan, setting.job, loads, pool, before)
-    forward_s = np.array([load.forward_flops for load in loads])[None, :] / pool.speeds[:, None]
-    backward_s = np.array([load.backward_flops for load in loads])[None, :] / pool.speeds[:, None]
     return with_times(plan, loads, pool, forward_s, backward_s)
 
 

@@ -26,13 +26,13 @@ from skein.plan.replan.of_job import follow
 from skein.plan.route.arrays import op_numbers
 from skein.plan.route.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
-from skein.plan.route.of_job import Posed, op_times, pose, resized
+from skein.plan.route.of_job import Posed, pose, resized
 from skein.plan.route.of_plan import routing_of
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.plan.silent import slower_s, with_silent, working
-from skein.plan.times import with_times
+from skein.plan.times import op_times, with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId

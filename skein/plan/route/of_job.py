@@ -14,6 +14,7 @@ from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import F64, I64, Problem, Reduction
 from skein.plan.route.start import first_paths
 from skein.plan.silent import working
+from skein.plan.times import op_times
 from skein.topology.fleet import Fleet
 from skein.types import Layout
 
@@ -107,29 +108,6 @@ def work_s(problem: Problem) -> F64:
     if problem.layout is Layout.LOOP:
         seconds[0] += problem.loss_s.mean() * problem.num_microbatches
     return seconds
-
-
-def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64]:
-    """Seconds of forward and backward of every stage at every worker, both (num_workers, all stages).
-
-    What was measured counts; a stage that a worker has not run yet takes as long as its arithmetic at the speed the
-    worker showed on others, or else in its profile.
-    """
-    speeds = pool.speeds.copy()
-    flops_by_stage = {load.stage: load for load in loads}
-    measured = [x for x in fleet.stage_times if x.stage in flops_by_stage and x.worker in pool.workers]
-    position = {worker: i for i, worker in enumerate(pool.workers)}
-    for worker in {x.worker for x in measured}:
-        own = [x for x in measured if x.worker == worker]
-        flops = sum(flops_by_stage[x.stage].flops for x in own)
-        if flops > 0:  # looking up embeddings is no arithmetic, and tells nothing about other stages
-            speeds[position[worker]] = flops / sum(x.forward_s + x.backward_s for x in own)
-    forward_s = np.array([load.forward_flops for load in loads])[None, :] / speeds[:, None]
-    backward_s = np.array([load.backward_flops for load in loads])[None, :] / speeds[:, None]
-    for x in measured:
-        at = position[x.worker], x.stage.index
-        forward_s[at], backward_s[at] = x.forward_s, x.backward_s
-    return forward_s, backward_s
 
 
 def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Pool, most: int) -> I64:

@@ -13,9 +13,10 @@ from skein.plan.balanced import pool_of
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import Infeasible, OpKind, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
-from skein.plan.route.of_job import Posed, op_times, pose
+from skein.plan.route.of_job import Posed, pose
 from skein.plan.route.of_plan import routing_of
 from skein.plan.searched import make_plan
+from skein.plan.times import op_times
 from skein.topology.fleet import Fleet, StageTime
 from skein.types import StageIndex, StageSpec
 from tests.plan.builders import fleet, fleets, job, jobs, skipping_jobs

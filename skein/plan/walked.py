@@ -1,0 +1,178 @@
+"""A plan's step walked through, op by op and tensor by tensor: what it takes where lines are shared.
+
+The same model as the search's (docs/planning.md, "What is predicted") for the plan as it stands: workers run their
+lists in order, a worker's uplink and downlink carry one tensor at a time, in the order in which tensors are ready, and
+a group sums up once the last of its members is done. Plain Python, for processes without the search's compiler.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from skein.plan.load import StageLoad, num_shards
+from skein.plan.order import PlacedOp, ops_of
+from skein.plan.place import Pool
+from skein.plan.plan import Group, OpKind, Path, PlannedOp, Schedule
+from skein.topology.links import F64
+from skein.types import Layout, MicrobatchId, WorkerId
+
+MOST_OPS = 20_000
+"""Some 0.1 s; beyond, a closed form has to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds of ops at workers and of tensors on links.
+
+    Args:
+        pool: workers and links.
+        forward_s: (num_workers, num_stages), one microbatch.
+        backward_s: same shape.
+        output_bytes: of the largest boundary tensor, which every tensor counts as.
+    """
+
+    pool: Pool
+    forward_s: F64
+    backward_s: F64
+    output_bytes: float
+
+    def op_s(self, worker: int, op: PlannedOp) -> float:
+        """One op."""
+        ahead_s, back_s = float(self.forward_s[worker, op.stage]), float(self.backward_s[worker, op.stage])
+        return {OpKind.FORWARD: ahead_s, OpKind.BACKWARD: back_s, OpKind.LOSS: ahead_s + back_s}[op.kind]
+
+
+def pace_of(pool: Pool, loads: Sequence[StageLoad], forward_s: F64, backward_s: F64) -> Pace:
+    """The pace of a job's stages on `pool`."""
+    output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
+    return Pace(pool=pool, forward_s=forward_s, backward_s=backward_s, output_bytes=output_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """What is summed up once these stages are done, in so many seconds."""
+
+    stages: frozenset[int]
+    seconds: float
+
+
+def sums_of(groups: Sequence[tuple[Group, int]], layout: Layout, pool: Pool) -> tuple[Sum, ...]:
+    """The sums of a step, each group with its bytes, as the search counts them.
+
+    In `LOOP` the groups of both ends have the same workers, and one line carries what all of them sum.
+    """
+    bytes_by_stages: defaultdict[frozenset[int], int] = defaultdict(int)
+    workers_by_stages: dict[frozenset[int], tuple[WorkerId, ...]] = {}
+    last = max(member.stage for group, _ in groups for member in group.members)
+    for group, num_bytes in groups:
+        stages = frozenset(int(member.stage) for member in group.members)
+        if layout is Layout.LOOP and stages <= {0, last}:
+            stages = frozenset({0, int(last)})
+        bytes_by_stages[stages] += num_bytes
+        workers_by_stages[stages] = group.workers
+    return tuple(
+        Sum(stages=stages, seconds=_sum_s(workers_by_stages[stages], num_bytes, pool))
+        for stages, num_bytes in bytes_by_stages.items()
+    )
+
+
+def _sum_s(workers: Sequence[WorkerId], num_bytes: int, pool: Pool) -> float:
+    """Each owner sums one part and hands the sum out, over the worst link among all."""
+    if len(workers) < 2 or not num_bytes:
+        return 0.0
+    at = [pool.workers.index(worker) for worker in workers]
+    pairs = [(a, b) for a in at for b in at if a != b]
+    part_bytes = (len(at) - 1) * num_bytes / num_shards(num_bytes, len(at))
+    latency_s = max(float(pool.links.latency_s[pair]) for pair in pairs)
+    return 2 * (latency_s + part_bytes / min(float(pool.links.bytes_per_s[pair]) for pair in pairs))
+
+
+def walked_s(
+    paths: Sequence[Path], schedules: Sequence[Schedule], sums: Sequence[Sum], pace: Pace
+) -> float | None:
+    """Seconds of a step; None if it is too long to walk through, or if its lists wait for each other.
+
+    Args:
+        paths: `paths[m]` is microbatch m's.
+        schedules: what each worker does, in order.
+        sums: see `sums_of`.
+        pace: of ops and links.
+    """
+    if sum(len(schedule.ops) for schedule in schedules) > MOST_OPS:
+        return None
+    walk = _Walk(paths, schedules, pace)
+    ends_s = walk.ends_s()
+    if walk.is_stuck:
+        return None
+    summed_s = (max(ends_s.get(stage, 0.0) for stage in x.stages) + x.seconds for x in sums)
+    return max([*ends_s.values(), *summed_s])
+
+
+class _Walk:
+    """One step, in order of the ops' ends."""
+
+    def __init__(self, paths: Sequence[Path], schedules: Sequence[Schedule], pace: Pace) -> None:
+        self._pace = pace
+        self._position = {worker: i for i, worker in enumerate(pace.pool.workers)}
+        self._ways = [tuple(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
+        self._reached = [0] * len(paths)
+        self._ready_s = [0.0] * len(paths)
+        self._lists: Mapping[WorkerId, tuple[PlannedOp, ...]] = {x.worker: x.ops for x in schedules}
+        self._at = dict.fromkeys(self._lists, 0)
+        self._free_s = dict.fromkeys(self._lists, 0.0)
+        self._running: list[tuple[float, int, PlacedOp]] = []
+        self._busy: set[WorkerId] = set()
+        self._up_s: defaultdict[int, float] = defaultdict(float)
+        self._down_s: defaultdict[int, float] = defaultdict(float)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether somebody has not come to the end of its list."""
+        return any(self._at[worker] < len(ops) for worker, ops in self._lists.items())
+
+    def ends_s(self) -> dict[int, float]:
+        """When each stage's last backward, or loss, ends."""
+        ends_s: defaultdict[int, float] = defaultdict(float)
+        for worker in self._lists:
+            self._begin(worker)
+        while self._running:
+            end_s, m, placed = heappop(self._running)
+            worker = placed.chunk.worker
+            self._busy.discard(worker)
+            self._at[worker] += 1
+            if placed.op.kind.is_accumulating:
+                ends_s[placed.chunk.stage] = max(ends_s[placed.chunk.stage], end_s)
+            self._reached[m] += 1
+            if self._reached[m] < len(self._ways[m]):
+                target = self._ways[m][self._reached[m]].chunk.worker
+                self._ready_s[m] = self._arrival_s(worker, target, end_s)
+                self._begin(target)
+            self._begin(worker)
+        return dict(ends_s)
+
+    def _begin(self, worker: WorkerId) -> None:
+        """Start the next op of a worker's list, if it is idle and what the op needs is on its way or here."""
+        ops, at = self._lists[worker], self._at[worker]
+        if worker in self._busy or at == len(ops):
+            return
+        m = int(ops[at].microbatch)
+        way, reached = self._ways[m], self._reached[m]
+        if reached == len(way) or way[reached].op != ops[at] or way[reached].chunk.worker != worker:
+            return
+        begin_s = max(self._free_s[worker], self._ready_s[m])
+        end_s = begin_s + self._pace.op_s(self._position[worker], ops[at])
+        self._free_s[worker] = end_s
+        self._busy.add(worker)
+        heappush(self._running, (end_s, m, way[reached]))
+
+    def _arrival_s(self, sender: WorkerId, receiver: WorkerId, ready_s: float) -> float:
+        """When a tensor is there that is ready now; its lines are taken until then, latency apart."""
+        if sender == receiver:
+            return ready_s
+        here, there = self._position[sender], self._position[receiver]
+        links = self._pace.pool.links
+        wire_s = self._pace.output_bytes / float(links.bytes_per_s[here, there])
+        begin_s = max(ready_s, self._up_s[here], self._down_s[there])
+        self._up_s[here] = self._down_s[there] = begin_s + wire_s
+        return begin_s + float(links.latency_s[here, there]) + wire_s
