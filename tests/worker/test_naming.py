@@ -29,7 +29,7 @@ def test_the_next_process_has_the_same_secret_and_nobody_else_can_read_it(tmp_pa
     with closing(take_name(tmp_path, W, JOIN)) as second:
         assert first.secret == second.secret
         assert len(second.secret) == 32
-    [file] = (tmp_path / "workers").iterdir()
+    [file] = (tmp_path / "workers").glob("w1-*.secret")
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
@@ -49,16 +49,25 @@ def test_a_killed_process_leaves_its_name_to_the_next(tmp_path: Path) -> None:
 
 
 def test_workers_of_other_coordinators_may_have_the_name_too(tmp_path: Path) -> None:
-    with (
-        closing(take_name(tmp_path, W, JOIN)) as here,
-        closing(take_name(tmp_path, W, "other:7411")) as there,
-    ):
-        assert here.secret != there.secret
+    here, there = take_name(tmp_path, W, JOIN), take_name(tmp_path, W, "other:7411")
+    # A coordinator that goes on at another address knows its workers again.
+    assert here.secret == there.secret
+    here.close()
+    there.close()
+
+
+def test_machines_that_share_a_home_are_not_the_same_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(take_name(tmp_path, W, JOIN)) as here:
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        with closing(take_name(tmp_path, W, JOIN)) as there:
+            assert here.secret != there.secret
 
 
 def test_a_damaged_file_gets_a_new_secret(tmp_path: Path) -> None:
     take_name(tmp_path, W, JOIN).close()
-    [file] = (tmp_path / "workers").iterdir()
+    [file] = (tmp_path / "workers").glob("w1-*.secret")
     file.write_text("?")
     with closing(take_name(tmp_path, W, JOIN)) as taken:
         assert len(taken.secret) == 32
