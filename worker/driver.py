@@ -19,7 +19,7 @@ from skein.errors import RemoteError
 from skein.protocol.messages import Directive, Member, Welcome
 from skein.protocol.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
 from skein.protocol.reports import Beat, Report, Trouble
-from skein.protocol.tensors import Envelope
+from skein.protocol.tensors import Envelope, ShardTensor
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
     Build,
@@ -72,9 +72,8 @@ from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)
 
-_MAX_FORGED = 256
-"""Lines about forged tensors; the metric counts all."""
-_MAX_NAME = 64
+_MAX_FORGED, _MAX_NAME = 256, 64
+"""Lines about forged tensors, of which the metric counts all; characters of a name in them."""
 
 
 class Control(Protocol):
@@ -142,8 +141,7 @@ class WorkerInbox:
     def accepts(self, envelope: Envelope) -> Refusal | None:
         """Whether a peer's tensor is wanted: not if it is old or forged, and not yet if it is early.
 
-        Nobody has work of a generation before all have acknowledged it, so what names a newer one waits at its sender:
-        whose it is cannot be told yet.
+        Of a newer generation nobody can tell whose it is; nobody has work of one that not all have acknowledged.
         """
         machine = self._machine
         place = (envelope.epoch, envelope.generation)
@@ -157,6 +155,9 @@ class WorkerInbox:
         if not machine.is_authentic(envelope):
             self._tell_forged(envelope)
             return Refusal.FORGED
+        header = envelope.header
+        if isinstance(header, ShardTensor) and header.kind.is_own and header.member.worker != envelope.sender:
+            return Refusal.UNEXPECTED
         is_early = envelope.header.step > machine.version
         return Refusal.NOT_YET if is_early and self.store.num_bytes > self._memory_bytes else None
 
@@ -165,12 +166,9 @@ class WorkerInbox:
         about = envelope.sender, envelope.generation
         if about not in self._forged and len(self._forged) < _MAX_FORGED:
             self._forged.add(about)
-            _log.error(
-                "incident: tensors in the name of worker=%s are forged and refused, generation=%d: "
-                "who sends them has the token, and not the secret of that worker",
-                envelope.sender[:_MAX_NAME],
-                envelope.generation,
-            )
+            line = "incident: tensors in the name of worker=%s are forged and refused, generation=%d: %s"
+            why = "who sends them has the token, and not the secret of that worker"
+            _log.error(line, envelope.sender[:_MAX_NAME], envelope.generation, why)
 
     def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
         """A peer's tensor is here, whole and checked."""

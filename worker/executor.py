@@ -14,6 +14,7 @@ import torch
 
 from skein.errors import UserError
 from skein.protocol.ops import Op, OpFailed, TensorKey
+from worker.compute.operands import OperandError
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 
@@ -81,6 +82,9 @@ class Executor:
             return done
         except UserError as error:
             return Done(outcome=OpFailed(is_fatal=True, reason=one_line(error)))
+        except OperandError as error:
+            _log.error("op=%s: worker=%s sent %s", type(op).__name__, error.sender, error)
+            return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error), blamed=error.sender))
         except Exception as error:  # noqa: BLE001 - the outermost loop of this thread: reports, and works on
             _log.error("op=%s failed", type(op).__name__, exc_info=True)
             return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error)))

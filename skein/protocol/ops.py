@@ -186,10 +186,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFailed:
-    """The op raised. `is_fatal`: it would on any worker (unreadable data), so the job is to blame."""
+    """The op raised. `is_fatal`: it would on any worker (unreadable data), so the job is to blame.
+
+    `blamed`: the worker that has sent it what it could not use.
+    """
 
     is_fatal: bool
     reason: str
+    blamed: WorkerId | None = None
 
 
 OpOutcome = Loss | Joined | OpFailed | None

@@ -61,6 +61,11 @@ class ShardKind(StrEnum):
     SUM = "sum"
     RESULT = "result"
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it comes from the member that it names; a result may be passed on."""
+        return self is not ShardKind.RESULT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:

@@ -500,5 +500,9 @@ class Worker:
         self._steps.stop()
         if self._adopting is not None:
             return  # It was of an older generation, which is over anyway.
+        if outcome.blamed not in (None, self.identity.worker):
+            reason = f"sent what cannot be used: {outcome.reason}"
+            self._standing.tell(Suspected(generation=self.generation, peer=outcome.blamed, reason=reason))
+            return
         trouble = Trouble(generation=self.generation, is_fatal=outcome.is_fatal, reason=outcome.reason)
         self._standing.tell(trouble)

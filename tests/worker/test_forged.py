@@ -1,6 +1,7 @@
 """Tensors in another worker's name, from somebody who has the token: refused, counted, told, and without effect."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardK
 from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, WorkerId
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PART_REPLY, TENSOR_PART
-from skein.wire.extra import CreditGranted, DType, Refusal, TensorRefused
+from skein.wire.extra import CreditGranted, DType, Refusal, TensorData, TensorRefused
 from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.cluster import Cluster, Disk, cluster
-from tests.worker.lab import write_text
+from tests.worker.lab import tiny_job, write_text
 from tests.worker.puppet import Running
 from tests.worker.test_run import assert_same_curve, job_of, undisturbed
 from worker.bundle import WireTensor
+from worker.transport.checksum import checksum
 from worker.transport.parts import announce
 
 NUM_FORGED = 40
@@ -99,3 +101,41 @@ async def test_tensors_in_another_workers_name_are_refused_and_change_nothing(
         assert_same_curve(here.steps, steps)
         assert not here.all(Incident)
     assert any("incident: tensors in the name of worker=w1 are forged" in line for line in caplog.messages)
+
+
+async def spoil(here: Cluster, victim: Running, name: str) -> None:
+    """As a member that makes parts of a reduction without the tensor that belongs into them, until it is noticed."""
+    address = member_of(here, victim.inbox._machine.identity.worker).address
+    nothing = WireTensor(name="other", dtype=DType.FLOAT64, shape=(4,), data=bytes(32))
+    async with open_channel(address, Lane.REDUCE, token=None) as channel:
+        call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
+        replies, number = aiter(call), 0
+        while not here.all(Incident):
+            for shard in range(4):
+                told = forged(here, victim, 0, name)
+                assert isinstance(told.header, ShardTensor)
+                secret = victim.inbox._machine._standing.members[WorkerId(name)].secret
+                envelope = replace(told, secret=secret, header=replace(told.header, shard=shard))
+                number += 1
+                await call.write(TENSOR_PART.encode(announce(number, envelope, (nothing,))))
+                data = TensorData(
+                    tensor=number, offset=0, data=bytes(32), checksum=checksum(memoryview(bytes(32)))
+                )
+                await call.write(TENSOR_PART.encode(data))
+            await anext(replies)
+        call.cancel()
+
+
+async def test_a_malformed_shard_is_its_senders_fault(tmp_path: Path) -> None:
+    one_stage = tiny_job(write_text(tmp_path), stages=1, replicas=2)
+    job = job_of(tmp_path / "text.txt", replicas=2).model_copy(update={"parallel": one_stage.parallel})
+    steps, _ = undisturbed(job)
+    async with cluster(Disk()) as here, here.workers("w0", "w1") as workers:
+        here.submit(job)
+        await here.first(StepCommitted)
+        await spoil(here, workers[0], "w1")
+        assert await here.finished() == JobState.FINISHED
+        assert_same_curve(here.steps, steps)
+        found = here.all(Incident)
+        assert {worker for incident in found for worker in incident.workers} == {"w1"}
+        assert "give one tensor 'shard' of" in found[0].reason

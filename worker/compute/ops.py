@@ -59,10 +59,10 @@ from worker.aggregating import Gauges
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import TIED, Chunk, own_group
 from worker.compute.exchanging import Exchanging, claim_of
-from worker.compute.payload import Payload, concatenated, pack, unpack
+from worker.compute.operands import check_operands
+from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, concatenated, pack, unpack
 from worker.compute.snapshots import Snapshots
 
-HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
 """Names of the tensors in payloads."""
 
 Outputs = dict[TensorKey, Payload]
@@ -180,9 +180,8 @@ class Compute:
         return state or None
 
     def _here(self, job: JobId) -> tuple[Chunk, ...]:
-        if self.holding is None or self.holding.job_id != job:
-            return ()
-        return (*self.holding.chunks.values(), *self._leaving)
+        is_ours = self.holding is not None and self.holding.job_id == job
+        return (*self._held.chunks.values(), *self._leaving) if is_ours else ()
 
     def _drop_step(self) -> None:
         self._graphs.clear()
@@ -208,7 +207,10 @@ class Compute:
 
         Raises:
             UserError: the data cannot be read; it would not be readable on any worker.
+            OperandError: a peer has sent what cannot be used.
         """
+        if self.holding is not None:
+            check_operands(op, operands, self.holding.chunks, self._graphs)
         match op:
             case ForwardOp():
                 return self._forward(op, operands)

@@ -17,6 +17,9 @@ from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
 
 Payload = Mapping[str, Tensor] | Bundle
 
+HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
+"""Names of tensors that travel."""
+
 
 def pack(tensors: Mapping[str, Tensor]) -> Bundle:
     """Tensors by name as they travel, sharing memory where they lie in the host's."""

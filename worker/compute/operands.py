@@ -1,0 +1,111 @@
+"""Looks at what peers have sent before an op computes with it: what does not fit is its sender's fault, not the op's.
+
+Rules of this file
+- Only bundles are looked at: what this worker made itself is as it made it.
+- Names, dtypes, shapes and lengths; values are the rule's business.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from skein.errors import RemoteError
+from skein.numeric.gradients import shard_bounds
+from skein.plan.plan import Path
+from skein.protocol.ops import BackwardOp, ForwardOp, HopKey, JoinOp, LossOp, Op, SumOp, TensorKey
+from skein.protocol.tensors import Direction, Phase, ShardTensor
+from skein.types import MicrobatchId, StageIndex, WorkerId
+from skein.wire.extra import DType
+from worker.bundle import Bundle
+from worker.compute.chunk import Chunk
+from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload
+
+_FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+
+Chunks = Mapping[StageIndex, Chunk]
+Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Tensor, Tensor]]
+
+
+class OperandError(RemoteError):
+    """A peer has sent what no op can use."""
+
+    def __init__(self, sender: WorkerId, text: str) -> None:
+        super().__init__(text)
+        self.sender = sender
+
+
+def check_operands(op: Op, operands: Mapping[TensorKey, Payload], chunks: Chunks, graphs: Graphs) -> None:
+    """Look at all that peers have sent for `op`.
+
+    Raises:
+        OperandError: something does not fit; names its sender.
+    """
+    match op:
+        case SumOp(exchange=None):
+            _check_shards(op.parts, operands, op, chunks[op.total.member.stage])
+        case JoinOp(exchange=None) if op.results:
+            mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
+            _check_shards(op.results, operands, op, mine)
+        case ForwardOp() | LossOp() if op.hop > 0:
+            _check_input(op, operands)
+        case BackwardOp():
+            _check_gradient(op, operands, graphs)
+        case _:
+            pass
+
+
+def _check_shards(
+    keys: Iterable[ShardTensor], operands: Mapping[TensorKey, Payload], op: SumOp | JoinOp, chunk: Chunk
+) -> None:
+    bounds = shard_bounds(chunk.accumulator(op.group.group).numel(), op.group.num_shards)
+    for key in keys:
+        bundle = _sent(operands.get(key))
+        if bundle is None:
+            continue
+        start, stop = bounds[key.shard]
+        shapes = [tensor.shape for tensor in bundle if tensor.name == SHARD and tensor.dtype in _FLOATS]
+        if len(bundle) != 1 or shapes != [(stop - start,)]:
+            wanted = f"give one tensor {SHARD!r} of {stop - start} floats"
+            raise OperandError(
+                key.member.worker,
+                f"{key.kind} of shard {key.shard} of {key.group}: {_told(bundle)}: {wanted}",
+            )
+
+
+def _check_input(op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]) -> None:
+    bundle = _sent(operands.get(HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)))
+    if bundle is None:
+        return
+    hidden = [
+        tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
+    ]
+    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS}:
+        raise OperandError(
+            _maker(op.path, op.hop - 1), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats"
+        )
+
+
+def _check_gradient(op: BackwardOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:
+    bundle = _sent(operands.get(HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)))
+    graph = graphs.get((op.microbatch, op.chunk.stage))
+    if bundle is None or graph is None:
+        return
+    wanted = tuple(graph[1].shape)
+    if [(tensor.name, tensor.shape) for tensor in bundle] != [(GRADIENT, wanted)] or bundle[
+        0
+    ].dtype not in _FLOATS:
+        text = f"a gradient: {_told(bundle)}: give {GRADIENT!r} of shape {list(wanted)}"
+        raise OperandError(_maker(op.path, op.hop + 1), text)
+
+
+def _maker(path: Path, hop: int) -> WorkerId:
+    return path.hops[hop].worker
+
+
+def _sent(payload: Payload | None) -> Bundle | None:
+    return payload if isinstance(payload, tuple) else None
+
+
+def _told(bundle: Bundle) -> str:
+    shown = ", ".join(f"{tensor.name[:32]!r} {tensor.dtype} {list(tensor.shape)}" for tensor in bundle[:4])
+    return shown or "nothing"
