@@ -301,6 +301,7 @@ class Builder:
                 elif job.model.begins_from is not None:
                     begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
                     await self._on_torch(partial(begin, chunk.module))
+                    await self._on_torch(chunk.begin_with_parameters)
             case SourceKind.CHECKPOINT:
                 await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
             case SourceKind.KEEP:
@@ -415,6 +416,7 @@ class Builder:
         names = frozenset(name for name, _ in chunk.module.named_parameters())
         tensors = await asyncio.to_thread(read_state, manifest.stages, names, archive)
         await self._on_torch(partial(load_parameters, tensors, chunk.module))
+        await self._on_torch(chunk.begin_with_parameters)
 
     async def _on_torch(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._executor.call(function))

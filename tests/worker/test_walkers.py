@@ -15,7 +15,14 @@ from skein.numeric.aggregate.gossip import MOMENTUM
 from skein.numeric.aggregate.shared_moment import OWN_SQUARES, SHARED_SQUARES
 from skein.numeric.walker import StateClass
 from skein.plan.plan import Group, Schedule
-from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, SourceKind, StateSource
+from skein.protocol.messages import (
+    Assign,
+    Beginning,
+    CheckpointFile,
+    ChunkAssignment,
+    SourceKind,
+    StateSource,
+)
 from skein.protocol.records import StageFiles
 from skein.protocol.worker_io import Built
 from skein.types import ChunkRef, Epoch, Generation, GroupId, Precision, StageIndex, StageSpec, Step, WorkerId
@@ -96,7 +103,21 @@ async def restored(job: JobSpec, kept: Kept, walker: int, *, num_walkers: int) -
         return await _built(keeper, job, kept, walker, num_walkers)
 
 
-async def _built(keeper: Keeper, job: JobSpec, kept: Kept, walker: int, num_walkers: int) -> Chunk:
+async def begun_from(job: JobSpec, kept: Kept) -> Chunk:
+    """What a worker holds at the start of a job that begins from another's checkpoint."""
+    async with keeping("w0") as keeper:
+        return await _built(keeper, job, kept, 0, 2, begins=Beginning(job=JOB, version=VERSION))
+
+
+async def _built(
+    keeper: Keeper,
+    job: JobSpec,
+    kept: Kept,
+    walker: int,
+    num_walkers: int,
+    *,
+    begins: Beginning | None = None,
+) -> Chunk:
     builder = Builder(
         keeper.member.worker,
         executor=keeper.executor,
@@ -107,13 +128,15 @@ async def _built(keeper: Keeper, job: JobSpec, kept: Kept, walker: int, num_walk
         memory_bytes=1 << 40,
     )
     source = StateSource(kind=SourceKind.CHECKPOINT, version=VERSION)
+    if begins is not None:
+        source = StateSource(kind=SourceKind.INITIAL, version=Step(0))
     members = tuple(ChunkRef(stage=STAGE.index, worker=WorkerId(f"w{i}")) for i in range(num_walkers))
     assign = Assign(
         epoch=Epoch(1),
         generation=Generation(2),
         job=JOB,
         job_spec=job.canonical_json(),
-        version=VERSION,
+        version=source.version,
         num_paths=1,
         chunks=(ChunkAssignment(stage=STAGE, slots=1, source=source, evaluation_paths=(), walker=walker),),
         schedule=Schedule(worker=keeper.member.worker, ops=()),
@@ -122,6 +145,7 @@ async def _built(keeper: Keeper, job: JobSpec, kept: Kept, walker: int, num_walk
         evaluation_origins=(),
         groups=(Group(group=GroupId("s0"), members=members, num_shards=num_walkers),),
         resumption=None,
+        begins=begins,
     )
     ended = await builder.build(assign, (keeper.member,))
     assert isinstance(ended, Built), ended
@@ -155,6 +179,23 @@ async def test_each_walker_goes_on_from_its_own_state_to_the_bit(
         for slot in own_slots(chunk):
             assert walker.walker.state[slot]
             assert_same(chunk.walker.state[slot], walker.walker.state[slot])
+
+
+@pytest.mark.parametrize("name", RULES)
+async def test_a_job_that_begins_from_another_has_its_parameters_and_nothing_else(
+    text: Path, tmp_path: Path, name: str
+) -> None:
+    job = job_of(name, text)
+    other = drawn(job, 1)
+    kept = Kept(job, tmp_path / "ck", save(tmp_path / "ck", other))
+    chunk = await begun_from(job, kept)
+    assert (chunk.version, chunk.walker.num_updates) == (0, 0)
+    assert_same(chunk.walker.params, other.walker.params)
+    assert_same(dict(chunk.module.named_parameters()), other.walker.params)
+    anew = chunk.rule.init(other.walker.params)
+    assert chunk.walker.state.keys() == anew.keys()
+    for slot, tensors in anew.items():
+        assert_same(chunk.walker.state[slot], tensors)
 
 
 async def test_a_walker_that_the_checkpoint_lacks_copies_another_and_begins_without_momentum(

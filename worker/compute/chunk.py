@@ -103,6 +103,10 @@ class Chunk:
             self.rule.on_membership(self.walker, before=self._place[0], after=place[0], me=self._place[1])
         self._place, self._members = place, members
 
+    def begin_with_parameters(self) -> None:
+        """The parameters were replaced before the first update: all else begins with these."""
+        self.walker = Walker(params=self.walker.params, state=self.rule.init(self.walker.params))
+
     def begin_as_newcomer(self) -> None:
         """The state is a copy of another member's: what is each member's own begins anew."""
         self.rule.on_membership(self.walker, before=0, after=0, me=None)

@@ -109,10 +109,10 @@ class Ending:
             self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
         self._out.log(line)
 
-    def without_workers(self, saved: Step) -> Stop | None:
-        """How a run ends that has nobody who could save what is newer than version `saved`; None if it waits."""
+    def halted(self, saved: Step, *, may_save: bool) -> Stop | None:
+        """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None."""
         halt = self._job.halt
-        if halt is None:
+        if halt is None or (may_save and saved < self._job.version):
             return None
         lost = f"; the steps after {saved} are with no worker that is here"
         reason = f"{halt.reason}{lost if saved < self._job.version else ''}"

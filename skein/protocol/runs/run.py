@@ -266,16 +266,14 @@ class Run:
 
     def tick(self, *, now: float) -> None:
         """Do what is due."""
+        if self._halted(now=now):
+            return
         if self.phase is RunPhase.GATHERING:
             pardons_at = self._gathering.pardons_at
             if pardons_at is not None and now >= pardons_at:
                 self._storage.look_again(now=now)
                 self._pardon()
-            may_save = self._may_save() and not self._gathering.is_hopeless
-            stop = None if may_save else self._ending.without_workers(self._savings.newest)
-            if stop is not None and (not self._savings.is_behind() or now >= self._gathers_at()):
-                self._stop(stop, now=now)
-            elif self._is_to_fence() and now >= self._gathers_at():
+            if self._is_to_fence() and now >= self._gathers_at():
                 self._bump("workers gathered", now=now)
         elif self.phase is RunPhase.FENCING and self._asking.held_back is not None:
             self._build(self._asking.held_back, now=now)
@@ -285,6 +283,15 @@ class Run:
             self._bump(self._vigil.barked(self.phase, self._incidents, self._blamed, now=now), now=now)
         elif self.phase is RunPhase.SAVING:
             self._savings.tick(now=now)
+
+    def _halted(self, *, now: float) -> bool:
+        """Whether the run has ended, at somebody's wish, with nothing left that could be saved."""
+        is_hopeless = self.phase is RunPhase.GATHERING and now >= self._gathers_at()
+        may_save = not is_hopeless or (self._may_save() and not self._gathering.is_hopeless)
+        stop = self._ending.halted(self._savings.newest, may_save=may_save)
+        if stop is not None and self.phase is not RunPhase.ENDED:
+            self._stop(stop, now=now)
+        return self.phase is RunPhase.ENDED
 
     def _is_watched(self) -> bool:
         """Whether something should move by now and then."""
