@@ -231,6 +231,9 @@ class Metrics:
             registry=registry,
         )
         self._tokens = self._counter("skein_trained_tokens_total", "Tokens trained on")
+        self._late_samples = self._counter(
+            "skein_late_samples_total", "Samples left out of steps whose walkers were late"
+        )
         self._steps = self._counter(
             "skein_committed_steps_total", "Committed steps, rolled back ones included"
         )
@@ -373,6 +376,7 @@ class Metrics:
             self._skipped.labels(job).inc()
         self._version.labels(job).set(step.step + 1)
         self._tokens.labels(job).inc(step.num_tokens)
+        self._late_samples.labels(job).inc(step.num_late_samples)
         self._loss.labels(job).set(step.loss)
         self._gradient_norm.labels(job).set(step.gradient_norm)
         self._learning_rate.labels(job).set(step.learning_rate)

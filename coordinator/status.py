@@ -38,6 +38,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         loss=None if last is None else last.loss,
         evaluation_loss=None if evaluation is None else evaluation.loss,
         num_tokens=history.num_tokens,
+        num_late_samples=history.num_late_samples,
         tokens_per_s=rates.tokens_per_s,
         step_s=rates.step_s,
         generation=Generation(0) if plan is None else plan.generation,

@@ -150,6 +150,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "steps": f"{status.step} of {status.total_steps}",
         "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per token)",
         "tokens": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
+        **({"left out": late_samples(status)} if status.num_late_samples else {}),
         "speed": seconds,
         "eta": _NONE
         if status.state.is_final
@@ -163,6 +164,13 @@ def job_lines(status: JobStatus) -> list[str]:
         "checkpoint": checkpoint,
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+def late_samples(status: JobStatus) -> str:
+    """Samples of walkers that steps did not wait for."""
+    batch = int(json.loads(status.spec)["batch"]["samples"])
+    share = status.num_late_samples / max(1, batch * status.step)
+    return f"{counted(status.num_late_samples, 'sample')} of late walkers, {share:.2g} of all"
 
 
 PARTED = 2.0

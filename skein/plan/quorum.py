@@ -1,9 +1,10 @@
 """When a round of walkers is closed without its late ones, and how much each of the others counts.
 
 Rules of this file
-- Seconds are counted from the beginning of a round. A report that came after its round was closed belongs to that
-  round's history all the same: so a walker that is always late is waited for from then on, and none of it feeds on what
-  was decided before.
+- Seconds are counted from the beginning of a round. How long is waited follows from how far apart walkers came in the
+  last rounds; of one that was left out it is known that it took longer than its round was open. So a walker that is
+  always late is waited for from then on, and noise that grows makes the wait longer.
+- A walker is late once it has taken twice as long as the quorum, at least.
 - Pure functions of what arrived: a coordinator, its simulation and a replay of its log close equal rounds.
 
 Source: the quorum, grace window and weights by tokens are those of Decoupled DiLoCo; the rule for how long is ours.
@@ -12,12 +13,15 @@ Source: the quorum, grace window and weights by tokens are those of Decoupled Di
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
-NUM_REMEMBERED = 16
-"""Past rounds that say what is usual: enough for a median, few enough to follow a fleet that changes."""
-_LEAST_WAIT = 0.1
-"""As a share of the time until the quorum: walkers that usually come together are not cut off by a hair."""
+NUM_REMEMBERED = 64
+"""Past rounds that say what is usual: enough for what happens rarely, few enough to follow a fleet that changes."""
+NUM_PROVEN = 4
+"""Rounds without which nobody knows how far apart walkers come: all are waited for."""
+_ROUNDS_PER_EXCEPTION = 32
+"""Of so many rounds one may be an exception, such as a walker that stood still: its wait does not count."""
+_LEAST_WAIT = 1.0
+"""As a share of the time until the quorum: who is not even half as fast as the others is late, whatever is usual."""
 _ROUNDING = 1e-9
 
 Arrivals = Sequence[float]
@@ -45,27 +49,33 @@ class Quorum:
         return max(1, math.ceil(self.share * num_members - _ROUNDING))
 
     def usual_wait_s(self, history: Sequence[Arrivals]) -> float | None:
-        """Median over the last rounds of what passed from the quorum to the last report; None without any round.
+        """The longest that passed from the quorum to the last report, but for exceptions; None: too few rounds.
+
+        Of n rounds alike the next one takes longer than all of them with a chance of 1 / (n + 1), however its times
+        are distributed; what `grace` times that does not cover is rare.
 
         Args:
-            history: by round, the last at the end: when each report came, late ones included, in any order.
+            history: by round, the last at the end: when each report came, in any order; of a walker that was left
+                out, when it was.
 
-        >>> Quorum(share=0.5, grace=3.0).usual_wait_s([[10.0, 11.0, 15.0, 13.0], [10.0, 10.0], [9.0, 8.0, 11.0]])
-        2.0
+        >>> Quorum(share=0.5, grace=3.0).usual_wait_s([[10.0, 11.0, 15.0, 13.0]] + [[10.0, 10.0]] * 3)
+        4.0
         """
-        waits = [self._wait_s(arrived) for arrived in history[-NUM_REMEMBERED:] if arrived]
-        return median(waits) if waits else None
+        waits = sorted(self._wait_s(arrived) for arrived in history[-NUM_REMEMBERED:] if arrived)
+        if len(waits) < NUM_PROVEN:
+            return None
+        return waits[-1 - len(waits) // _ROUNDS_PER_EXCEPTION]
 
     def deadline(self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int) -> float | None:
         """When the round is closed if nothing more arrives; None: not before all are there.
 
-        Without a quorum, and as long as no round has shown what is usual, all are waited for; whoever is dead is no
-        member for long.
+        Without a quorum, and as long as too few rounds have shown what is usual, all are waited for; whoever is dead
+        is no member for long.
 
         >>> quorum = Quorum(share=0.5, grace=3.0)
-        >>> quorum.deadline([10.0, 10.5], [[10.0, 10.0, 11.0, 12.0]], num_members=4)
-        16.5
-        >>> quorum.deadline([10.0], [[10.0, 10.0, 11.0, 12.0]], num_members=4) is None
+        >>> quorum.deadline([10.0, 10.5], [[10.0, 10.0, 11.0, 14.0]] * 4, num_members=4)
+        22.5
+        >>> quorum.deadline([10.0], [[10.0, 10.0, 11.0, 14.0]] * 4, num_members=4) is None
         True
         """
         if len(arrived_s) < self.needed(num_members):

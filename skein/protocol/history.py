@@ -54,6 +54,8 @@ class JobHistory:
     version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
+    num_late_samples: int = 0
+    """Left out of committed steps, rolled back ones included."""
     last_evaluation: Evaluated | None = None
     losses: LossWatch = field(default_factory=LossWatch)
     diverged: Diverged | None = None
@@ -231,6 +233,7 @@ class History:
                 job.losses.stepped(record.record)
                 job.diverged = None if job.losses.doubt() is None else job.diverged
                 job.num_tokens += record.record.num_tokens
+                job.num_late_samples += record.record.num_late_samples
                 job.learned = _learned(job, record.record)
                 job.worked, job.worked_by = job.plan, job.members
                 is_many = job.spec.aggregation.walkers is Walkers.MANY

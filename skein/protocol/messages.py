@@ -208,6 +208,8 @@ class StepRecord:
     clip: float
     learning_rate: float
     samples_after: int
+    num_late_samples: int = 0
+    """Of this step, left out: their walkers were not waited for, and give them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,7 @@ RANGES: Mapping[str, Range] = {
     "drops_before": COUNT,
     "total_steps": COUNT,
     "samples_after": COUNT,
+    "num_late_samples": COUNT,
     "progress": COUNT,
     "sequence": COUNT,
     "since": COUNT,

@@ -410,7 +410,16 @@ class Round:
             clip=clip,
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
+            num_late_samples=self._num_late_samples(),
         )
+
+    def _num_late_samples(self) -> int:
+        """Of microbatches that end at walkers which are left out."""
+        if self._patience is None or isinstance(self._patience.quorum, Eager):
+            return 0
+        num_visits = {chunk: len(self._expected[chunk]) for chunk in self._ends}
+        num_late = sum(count for chunk, count in num_visits.items() if chunk not in self._done)
+        return self.terms.batch_samples * num_late // max(1, sum(num_visits.values()))
 
     def _sharing(self, group: Group) -> Collection[ChunkRef]:
         """Chunks whose gradients are summed with the group's: its members, or all holders of its stage."""

@@ -103,6 +103,8 @@ class World(Service):
         self.store = self._builds.store
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
         self.network.on_changed = self._pass_on
+        self.times_as_long: Callable[[], float] = lambda: 1.0
+        """Drawn for each op: what else goes on at its worker's machine."""
         self._reach = Reach()
         self._new_executor = new_executor
         self._num_incarnations = 0
@@ -331,7 +333,7 @@ class World(Service):
         name = worker.machine.identity.worker
         match command:
             case RunOp():
-                seconds = worker.executor.seconds(command.op)
+                seconds = worker.executor.seconds(command.op) * self.times_as_long()
                 worker.is_busy = True
                 self.invariants.begins(worker.machine, command.op)
                 worker.executor.begins(command.op, command.generation)

@@ -93,6 +93,8 @@ class JobStatus:
     """Stages of a running job with fewer holders than asked; empty in a list of jobs."""
     predicted_spread: float = 0.0
     """Share by which first measurements lay apart that the prediction rests on; 0: all were measured while training."""
+    num_late_samples: int = 0
+    """Left out of steps so far, for their walkers were not waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import pytest
 
 from skein.config.aggregation import DiLoCo, Reach
 from skein.plan.plan import Plan
-from skein.plan.quorum import Quorum
+from skein.plan.quorum import NUM_PROVEN, Quorum
 from skein.plan.rounds import local_group, step_groups
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.round import (
@@ -23,7 +23,7 @@ from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import ledger, stage_done, vote
 
 RULE = DiLoCo(rule="diloco", local_steps=2, wire="fp32", quorum=0.5, grace=2.0)
-PAST = [(1.0, 1.0, 2.0, 2.0)]
+PAST = [(1.0, 1.0, 2.0, 2.0)] * NUM_PROVEN
 """Two came together, two a second later: the usual wait is a second."""
 WALKERS = ("a", "b", "c", "d")
 

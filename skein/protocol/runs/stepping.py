@@ -10,7 +10,7 @@ from skein.plan.quorum import NUM_REMEMBERED, Eager
 from skein.plan.rounds import StepGroups, step_groups
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import Prepare
+from skein.protocol.messages import Prepare, StepRecord
 from skein.protocol.round import (
     AskReduction,
     Outvoted,
@@ -122,21 +122,26 @@ class Stepping:
                 self._ask(command)
                 continue
             if isinstance(command, StepDecided) and self.round is not None:
-                self._remember(self.round)
+                self._remember(self.round, command.record, now=now)
             elif isinstance(command, Outvoted | RoundFailed):
                 for worker in command.blamed:
                     self._out.log(f"job={self._job.job} worker={worker} struck: {command.reason}")
             ends.append(command)
         return ends
 
-    def _remember(self, ended: Round) -> None:
+    def _remember(self, ended: Round, record: StepRecord, *, now: float) -> None:
+        """What a round took; of late walkers it is known that they took longer than it was open."""
         self._was_late = bool(ended.late)
-        if self._was_late and not self.keeps_late:
+        if self.keeps_late or not ended.arrived:
+            return
+        done_s = [at - self._begun_at for at in ended.arrived.values()]
+        self._past.append((*done_s, *[now - self._begun_at] * len(ended.late)))
+        if ended.late:
             self._out.log(
-                f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}"
+                f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}: "
+                f"{record.num_late_samples} of {ended.terms.batch_samples} samples left out after "
+                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s"
             )
-        elif ended.arrived:
-            self._past.append(tuple(at - self._begun_at for at in ended.arrived.values()))
 
     def _ask(self, command: AskReduction) -> None:
         history = self._out.history

@@ -868,6 +868,7 @@ class StepRecord(_message.Message):
     CLIP_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SAMPLES_AFTER_FIELD_NUMBER: _builtins.int
+    NUM_LATE_SAMPLES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     decision: Global___Decision.ValueType
     reason: _builtins.str
@@ -878,6 +879,8 @@ class StepRecord(_message.Message):
     clip: _builtins.float
     learning_rate: _builtins.float
     samples_after: _builtins.int
+    num_late_samples: _builtins.int
+    """Left out, for their walkers were not waited for."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]: ...
     def __init__(
@@ -894,10 +897,11 @@ class StepRecord(_message.Message):
         clip: _builtins.float = ...,
         learning_rate: _builtins.float = ...,
         samples_after: _builtins.int = ...,
+        num_late_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "decision", b"decision", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "decision", b"decision", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
