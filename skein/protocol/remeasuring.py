@@ -3,7 +3,8 @@
 Rules of this file
 - Who works is measured by its ops all the time; who does not, silent holders too, measures itself now and then, each
   time after a longer pause.
-- Where planned and measured ops part, first measurements are what is wrong: everybody measures once under that plan.
+- Where planned and measured ops part, first measurements are what is wrong: everybody measures at once, and under later
+  plans that part again only after a pause, for it takes half a second of those who work.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Remeasuring:
 
     def __init__(self) -> None:
         self._pauses: dict[WorkerId, Backoff] = {}
-        self._parted: dict[WorkerId, Generation] = {}
+        self._parted: dict[WorkerId, Generation | None] = {}
 
     def joined(self, worker: WorkerId, *, now: float) -> None:
         """It has measured itself just now."""
@@ -50,11 +51,13 @@ class Remeasuring:
 
     def is_due(self, worker: WorkerId, pace: Pace, *, now: float) -> bool:
         """Whether this live worker should measure itself now."""
-        if pace.parted is not None and self._parted.get(worker) != pace.parted:
+        pause = self._pauses.get(worker)
+        has_rested = pause is not None and pause.may(now=now)
+        before = self._parted.get(worker)
+        if pace.parted not in (None, before) and (before is None or has_rested):
             self._parted[worker] = pace.parted
             return True
-        pause = self._pauses.get(worker)
-        return not pace.is_at_work(worker) and pause is not None and pause.may(now=now)
+        return has_rested and not pace.is_at_work(worker)
 
     def asked(self, worker: WorkerId, *, now: float) -> None:
         """It was asked to."""
