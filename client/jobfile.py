@@ -8,15 +8,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from client.documents import end_of_documents
 from skein.config.job import (
     BYTES,
     DataSpec,
     DigitsSource,
     JobSpec,
-    JsonlSource,
     SourceSpec,
-    TextSource,
-    TokenSource,
 )
 from skein.config.load import parse_job
 from skein.config.location import cure_of_path, parse_location
@@ -111,16 +109,16 @@ def _config(directory: Path) -> dict[str, object]:
 
 
 def _located(data: DataSpec, base: Path) -> DataSpec:
-    sources = tuple(
-        _located_source(source, base, f"data.sources[{index}]") for index, source in enumerate(data.sources)
-    )
+    located = [_located_source(source, base, field) for field, source in data.named_sources]
     is_file = data.tokenizer != BYTES
     tokenizer = str(_absolute(data.tokenizer, base)) if is_file else BYTES
-    return data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+    num_training = len(data.sources)
+    changes = {"sources": tuple(located[:num_training]), "validation": tuple(located[num_training:])}
+    return data.model_copy(update={**changes, "tokenizer": tokenizer})
 
 
 def _located_source(source: SourceSpec, base: Path, field: str) -> SourceSpec:
-    if isinstance(source, TextSource | JsonlSource | TokenSource):
+    if not isinstance(source, DigitsSource):
         if "://" in source.path or cure_of_path(source.path) is not None:
             hint = "workers read files: give a path, and mount there or copy to it what lies elsewhere"
             raise UserError(f"{field}.path", source.path, hint)
@@ -143,8 +141,8 @@ def _located_url(url: str, base: Path) -> str:
 def _check_fit(job: JobSpec) -> None:
     """Refuses data that the model cannot take, where the job file alone tells."""
     size = job.model.vocab_size
-    for index, source in enumerate(job.data.sources):
-        field = f"data.sources[{index}].format"
+    for named, source in job.data.named_sources:
+        field = f"{named}.format"
         if isinstance(source, DigitsSource) and size is not None:
             hint = (
                 "images are nothing for a language model: give text, jsonl or tokens, or family: digits_cnn"
@@ -153,8 +151,8 @@ def _check_fit(job: JobSpec) -> None:
         if not isinstance(source, DigitsSource) and size is None:
             hint = f"{job.model.family} takes images: give digits, or family: llama"
             raise UserError(field, source.format, hint)
-    if size is not None and job.data.tokenizer == BYTES:
-        has_text = any(isinstance(source, TextSource | JsonlSource) for source in job.data.sources)
-        if has_text and size < _BYTE_VALUES:
-            hint = f"bytes have {_BYTE_VALUES} values, the model's vocab_size is {size}: set it to {_BYTE_VALUES}"
-            raise UserError("data.tokenizer", BYTES, hint)
+    is_bytes = job.data.has_text and job.data.tokenizer == BYTES
+    if is_bytes and size is not None and size < _BYTE_VALUES:
+        hint = f"bytes have {_BYTE_VALUES} values, the model's vocab_size is {size}: set it to {_BYTE_VALUES}"
+        raise UserError("data.tokenizer", BYTES, hint)
+    end_of_documents(job.data)

@@ -23,6 +23,10 @@ class UserError(SkeinError, ValueError):
         self.hint = hint
 
 
+class UnfitError(UserError):
+    """A job names what this process lacks or cannot reach; another may have it."""
+
+
 class RemoteError(SkeinError):
     """Another process broke the protocol; its message is refused and counted."""
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
+from client.documents import end_of_documents
 from client.export import Dtype, require_unused
 from client.jobfile import read_job
 from skein.config.job import JobSpec
@@ -25,10 +26,13 @@ def outline(job: JobSpec) -> str:
     num_parameters = sum(math.prod(shape) for shape in parameter_shapes(job.model).values())
     parallel, batch = job.parallel, job.batch
     cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
+    end = end_of_documents(job.data)
+    ends = "" if end is None else f", documents end with {end}"
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
-        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}; hash {job.content_hash()[:12]}{cost}"
+        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}{ends}; "
+        f"hash {job.content_hash()[:12]}{cost}"
     )
 
 

@@ -183,7 +183,7 @@ def _check_one_bit_lamb(job: "JobSpec", rule: OneBitLamb) -> None:
 
 def _check_lsgd(job: "JobSpec", rule: Lsgd) -> None:
     _check_period(job, "global_every_steps", rule.global_every_steps)
-    if not job.data.validation_ratio:
+    if not (job.data.held_out_ratio or job.data.validation):
         hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
         raise UserError("data.validation_ratio", 0, hint)
     # LOOP's head is a stage of its own.

@@ -60,6 +60,16 @@ class TokenSource(Spec):
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
+class ParquetSource(Spec):
+    """Parquet files: one file, or a folder with a glob; every row is one document, its text in the column `field`."""
+
+    format: Literal["parquet"]
+    path: str
+    glob: str = "**/*.parquet"
+    field: str = "text"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
 class DigitsSource(Spec):
     """scikit-learn's bundled digits: 1,797 grey images of 8 x 8."""
 
@@ -67,7 +77,11 @@ class DigitsSource(Spec):
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
-SourceSpec = Annotated[TextSource | JsonlSource | TokenSource | DigitsSource, Field(discriminator="format")]
+SourceSpec = Annotated[
+    TextSource | JsonlSource | ParquetSource | TokenSource | DigitsSource, Field(discriminator="format")
+]
+HELD_OUT_RATIO = 0.02
+"""Share of the samples that validates where a job says nothing about it."""
 
 
 class DataSpec(Spec):
@@ -76,8 +90,42 @@ class DataSpec(Spec):
     sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
     tokenizer: str = BYTES
     """`bytes` (256 byte values), or the path of a `tokenizers` JSON file."""
+    separator: Annotated[str, Field(max_length=64)] | None = None
+    """The token that ends every document, by name, or "" for none; null: the tokenizer's own, NUL for `bytes`."""
     sequence_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 256
-    validation_ratio: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    validation: Annotated[tuple[SourceSpec, ...], Field(max_length=64)] = ()
+    """Sources to validate on. If there are any, nothing of `sources` is held out."""
+    validation_ratio: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    """Share of `sources` that is held out to validate on; null: 0.02, or nothing if `validation` has sources."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataSpec":
+        if self.validation and self.validation_ratio:
+            hint = "sources of their own validate, so nothing is held out: leave one of the two away"
+            raise UserError("validation_ratio", self.validation_ratio, hint)
+        if self.separator is not None and not self.has_text:
+            hint = "no source is text, and token ids have their separators already: leave it away"
+            raise UserError("separator", self.separator, hint)
+        return self
+
+    @property
+    def has_text(self) -> bool:
+        """Whether a tokenizer is needed."""
+        return any(not isinstance(x, TokenSource | DigitsSource) for _, x in self.named_sources)
+
+    @property
+    def held_out_ratio(self) -> float:
+        """Share of `sources` that validates."""
+        if self.validation_ratio is not None:
+            return self.validation_ratio
+        return 0.0 if self.validation else HELD_OUT_RATIO
+
+    @property
+    def named_sources(self) -> tuple[tuple[str, SourceSpec], ...]:
+        """All sources with their fields, those that validate last."""
+        training = ((f"data.sources[{index}]", source) for index, source in enumerate(self.sources))
+        others = ((f"data.validation[{index}]", source) for index, source in enumerate(self.validation))
+        return (*training, *others)
 
 
 class BatchSpec(Spec):
@@ -231,9 +279,9 @@ class JobSpec(Spec):
 
     def paths(self) -> Iterator[tuple[str, str]]:
         """Field and path of everything that workers read for this job."""
-        for index, source in enumerate(self.data.sources):
+        for field, source in self.data.named_sources:
             if not isinstance(source, DigitsSource):
-                yield f"data.sources[{index}].path", source.path
+                yield f"{field}.path", source.path
         if self.data.tokenizer != BYTES:
             yield "data.tokenizer", self.data.tokenizer
         if self.model.begins_from is not None:

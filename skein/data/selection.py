@@ -32,6 +32,11 @@ class Split:
         num_validation = max(0, min(wanted, num_samples - 1))
         return Split(num_samples=num_samples, num_validation=num_validation, key=rng.key(seed, "split"))
 
+    @staticmethod
+    def validating(num_samples: int, *, seed: int) -> "Split":
+        """A split with nothing to train on."""
+        return Split(num_samples=num_samples, num_validation=num_samples, key=rng.key(seed, "split"))
+
     @property
     def num_train(self) -> int:
         return self.num_samples - self.num_validation
@@ -65,9 +70,18 @@ class Selection:
 
     @staticmethod
     def of(
-        num_samples: Sequence[int], weights: Sequence[float], *, validation_ratio: float, seed: int
+        num_samples: Sequence[int],
+        weights: Sequence[float],
+        *,
+        validation_ratio: float,
+        seed: int,
+        num_validating: int = 0,
     ) -> "Selection":
         """The selection over sources of `num_samples[i]` samples, drawn in proportion to `weights[i]`.
+
+        Args:
+            validation_ratio: share of each source that validates.
+            num_validating: so many sources, the last ones, are not trained on: all of them validates.
 
         Raises:
             ValueError: a source without samples, or a weight that is not positive and finite.
@@ -75,15 +89,18 @@ class Selection:
         if min(num_samples) < 1:
             raise ValueError(f"every source needs a sample: {list(num_samples)}")
         seeds = tuple(rng.key(seed, "source", index) for index in range(len(num_samples)))
+        num_training = len(num_samples) - num_validating
         splits = tuple(
             Split.of(size, validation_ratio=validation_ratio, seed=source_seed)
-            for size, source_seed in zip(num_samples, seeds, strict=True)
+            if index < num_training
+            else Split.validating(size, seed=source_seed)
+            for index, (size, source_seed) in enumerate(zip(num_samples, seeds, strict=True))
         )
         held_out = tuple(index for index, split in enumerate(splits) if split.num_validation)
         return Selection(
             splits=splits,
             order_seeds=seeds,
-            train_mixture=Mixture.of(weights),
+            train_mixture=Mixture.of(weights[:num_training]),
             validation_sources=held_out,
             validation_mixture=Mixture.of([weights[index] for index in held_out]) if held_out else None,
         )

@@ -12,7 +12,7 @@ import fsspec
 
 from skein.config.job import JobSpec
 from skein.config.location import SCHEMES, Location, parse_location
-from skein.errors import UserError
+from skein.errors import UnfitError, UserError
 from skein.storage.folders import Folder, ObjectFolder, RootedFolder
 from skein.storage.roots import EVERYTHING, Roots
 
@@ -103,7 +103,7 @@ def _files_of(scheme: str, url: str) -> fsspec.AbstractFileSystem:
     except ImportError as error:
         package = _PACKAGES.get(scheme, scheme)
         hint = f"this process lacks what opens {scheme}:// ({error}): pip install {package}"
-        raise UserError(FIELD, url, hint) from error
+        raise UnfitError(FIELD, url, hint) from error
 
 
 ANYWHERE = Places(data=EVERYTHING, checkpoints=replace(EVERYTHING, option=OPTION), stores=None)

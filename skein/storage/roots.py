@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from skein.errors import UserError
+from skein.errors import UnfitError
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -143,7 +143,7 @@ class Roots:
             field: of the job file, for the error.
 
         Raises:
-            UserError: it leads out of all roots.
+            UnfitError: it leads out of all roots.
             OSError: its links cannot be followed.
         """
         real = Path(os.path.realpath(path))
@@ -153,11 +153,11 @@ class Roots:
                 return Inside(root=root, parts=real.relative_to(root).parts)
         raise self.outside(path, field=field)
 
-    def outside(self, path: str, *, field: str) -> UserError:
+    def outside(self, path: str, *, field: str) -> UnfitError:
         """The error about a path that leads out of all roots."""
         place = f"the {self.option[2:].replace('-', ' ')} {self}"
         hint = f"leads out of {place}: put it there, or start the process with {self.option} FOLDER"
-        return UserError(field, path, hint)
+        return UnfitError(field, path, hint)
 
 
 EVERYTHING = Roots(option="--data-root", folders=(Path("/"),))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from client.documents import end_of_documents
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec, JsonlSource, LlamaModel, TextSource, TokenSource
@@ -146,6 +147,37 @@ def test_directory_without_a_configuration_is_refused(tmp_path: Path, text: str 
 def test_what_is_no_place_is_refused_before_it_is_sent(override: str, cure: str) -> None:
     with pytest.raises(UserError, match=cure):
         good(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ([], "NUL (token 0)"),
+        (['data.separator="\\n"'], "'\\n' (token 10)"),
+        (["data.separator=''"], "nothing: documents run together"),
+        (["data.tokenizer=t.json"], "</s> (token 1)"),
+        (["data.tokenizer=t.json", "data.separator=word"], "word (token 0)"),
+        (["data.tokenizer=absent.json"], "what the tokenizer has for that; its file cannot be read here"),
+    ],
+)
+def test_what_ends_a_document_is_known_before_it_is_sent(
+    tmp_path: Path, override: list[str], told: str
+) -> None:
+    added = [{"id": 1, "content": "</s>"}]
+    (tmp_path / "t.json").write_text(json.dumps({"model": {"vocab": {"word": 0}}, "added_tokens": added}))
+    assert end_of_documents(good(*override, base=tmp_path).data) == told
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "t.json"])
+def test_a_separator_that_is_no_token_is_refused_before_it_is_sent(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"model": {"vocab": {"word": 0}}}))
+    with pytest.raises(UserError, match=r"data\.separator: 'end'"):
+        good("data.separator=end", f"data.tokenizer={tokenizer}", base=tmp_path)
+
+
+def test_sources_to_validate_on_are_found_like_others(tmp_path: Path) -> None:
+    job = good("data.validation=[{format: text, path: held}]", base=tmp_path)
+    assert [path for _, path in job.paths()][-1] == str(tmp_path / "held")
 
 
 # --- files that cannot be read ---

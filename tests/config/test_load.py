@@ -34,7 +34,8 @@ RATE = "give a number above 0 and at most 10"
 BETA = "give a number of at least 0 and below 1"
 BETAS = "give a list of 2, each a number of at least 0 and below 1"
 NAME = "give text: 1 to 63 lower-case letters, digits and inner hyphens"
-SOURCES = "give a list of 1 to 64, each a mapping whose format is digits, jsonl, text or tokens"
+FORMATS = "give a mapping whose format is digits, jsonl, parquet, text or tokens"
+SOURCES = "give a list of 1 to 64, each a mapping whose format is digits, jsonl, parquet, text or tokens"
 SYNTAX = "check indentation, colons, brackets and quotes there"
 
 # One change to a good job, and the whole of what is said about it.
@@ -103,15 +104,15 @@ WRONG_VALUES = {
     "data=/books": "data: '/books': give a mapping with sources",
     "data.sources=/books": f"data.sources: '/books': {SOURCES}",
     "data.sources=[]": f"data.sources: []: {SOURCES}",
-    "data.sources=[/books]": "data.sources[0]: '/books': give a mapping whose format is digits, jsonl, text or tokens",
-    "data.sources=[{path: /books}]": "data.sources[0].format: missing: give digits, jsonl, text or tokens",
+    "data.sources=[/books]": f"data.sources[0]: '/books': {FORMATS}",
+    "data.sources=[{path: /books}]": "data.sources[0].format: missing: give digits, jsonl, parquet, text or tokens",
     "data.sources[0].format=txt": "data.sources[0].format: 'txt': "
-    "give digits, jsonl, text or tokens; did you mean text?",
+    "give digits, jsonl, parquet, text or tokens; did you mean text?",
     "data.sources=[{format: text}]": "data.sources[0].path: missing: give text",
     "data.sources[0].weight=0": "data.sources[0].weight: 0: give a number above 0",
     "data.sources[0].pth=/x": "data.sources[0].pth: '/x': no such key: did you mean path? "
     "here are format, path, glob, weight",
-    "data.validation_ratio=2": "data.validation_ratio: 2: give a number from 0 to 0.5",
+    "data.validation_ratio=2": "data.validation_ratio: 2: give a number from 0 to 0.5, or null",
     "data.tokenizer=": "data.tokenizer: null: give text",
     "batch.samples=5": "batch.samples: 5: give a multiple of microbatch_samples (4)",
     "skip.ratio=1": "skip.ratio: 1: give a number of at least 0 and below 1",

@@ -1,11 +1,15 @@
-"""Batches for the paths that begin here, read ahead on a thread of their own."""
+"""Batches for the paths that begin here, read ahead on threads of their own, which never hold up anybody for long."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 
 from skein.config.aggregation import Lsgd
 from skein.config.job import JobSpec
 from skein.data.cursor import positions_of
+from skein.errors import UnfitError
 from skein.plan.election import probe_positions
 from skein.protocol.tensors import Phase
 from skein.types import MicrobatchId, Step
@@ -13,12 +17,21 @@ from worker.data.dataset import Batch, Dataset
 
 _Key = tuple[Phase, Step, MicrobatchId]
 
+PATIENCE_S = 3.5
+"""For one batch. Less than after what an op counts as one that never ends, for then its worker is turned away."""
+
 
 class BatchReader:
     """Gives batches by (phase, step, microbatch), and reads the next training batch while that one is computed on."""
 
     def __init__(
-        self, dataset: Dataset, job: JobSpec, microbatches: Sequence[MicrobatchId], *, num_walkers: int = 1
+        self,
+        dataset: Dataset,
+        job: JobSpec,
+        microbatches: Sequence[MicrobatchId],
+        *,
+        num_walkers: int = 1,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """`microbatches`: those of a training step that begin here, in the order in which they do.
 
@@ -28,21 +41,25 @@ class BatchReader:
         self._num_walkers = num_walkers
         self._job = job
         self._microbatches = tuple(microbatches)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._patience_s = patience_s
         self._ahead: dict[_Key, Future[Batch]] = {}
 
     def batch(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> Batch:
         """The samples of one microbatch: of `step`, or of the validation set.
 
         Raises:
-            UserError: a file has become unreadable.
+            UnfitError: a file has become unreadable, or its file system does not answer.
         """
         future = self._ahead.pop((phase, step, microbatch), None)
         if future is None:
             future = self._read((phase, step, microbatch))
         if phase is Phase.TRAIN:
             self._look_ahead(step, microbatch)
-        return future.result()
+        try:
+            return future.result(self._patience_s)
+        except FutureTimeoutError as error:
+            hint = f"gave no samples for {self._patience_s:g} s: see whether its file system answers"
+            raise UnfitError("data", self._job.name, hint) from error
 
     def probe_microbatches(self) -> tuple[MicrobatchId, ...]:
         """Those of the first walker; every walker's have the same samples."""
@@ -68,7 +85,7 @@ class BatchReader:
 
     def close(self) -> None:
         """Read no more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._ahead.clear()
 
     def _look_ahead(self, step: Step, microbatch: MicrobatchId) -> None:
         rounds, index = divmod(self._microbatches.index(microbatch) + 1, len(self._microbatches))
@@ -80,10 +97,25 @@ class BatchReader:
         phase, step, microbatch = key
         if phase is Phase.TRAIN:
             positions = positions_of(step, microbatch, self._job.batch)
-            return self._thread.submit(self.dataset.train_batch, positions)
+            return _begun(partial(self.dataset.train_batch, positions))
         if phase is Phase.PROBE:
-            return self._thread.submit(self.dataset.validation_batch, self._probed(step, microbatch))
-        return self._thread.submit(self.dataset.validation_batch, evaluation_positions(self._job, microbatch))
+            return _begun(partial(self.dataset.validation_batch, self._probed(step, microbatch)))
+        positions = evaluation_positions(self._job, microbatch)
+        return _begun(partial(self.dataset.validation_batch, positions))
+
+
+def _begun(read: Callable[[], Batch]) -> Future[Batch]:
+    """A batch that is being read; a thread that never comes back keeps no process from ending."""
+    future: Future[Batch] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:  # noqa: BLE001 - the outermost of this thread: whoever asked gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="batch", daemon=True).start()
+    return future
 
 
 def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:

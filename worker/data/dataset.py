@@ -13,17 +13,23 @@ from skein.config.job import (
     DataSpec,
     DigitsSource,
     JsonlSource,
+    ParquetSource,
+    SourceSpec,
     TextSource,
     TokenSource,
 )
 from skein.data.selection import Pick, Selection
+from skein.data.separator import Separator
 from skein.errors import UserError
 from skein.model.layers import AnyModel
 from skein.storage.roots import EVERYTHING, Roots
+from worker.data.cache import TokenCache
 from worker.data.digits import open_digits
 from worker.data.samples import Integers, Samples
-from worker.data.text import open_jsonl, open_text, open_tokens
+from worker.data.text import Opening, open_source, open_tokens
 from worker.data.tokenizer import load_tokenizer
+
+NO_CACHE = TokenCache(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +51,28 @@ class Dataset:
     selection: Selection
     fingerprint: str
     """Hash over the names, sizes and contents of everything read, and over the split."""
+    separator: Separator | None = None
+    """What ends every document; None where the data are no text."""
+    sample_tokens: int = 1
+    """Tokens of a sample; an image counts as one."""
+
+    @property
+    def shown(self) -> str:
+        """What there is, in words."""
+        ends = "" if self.separator is None else f"; documents end with {self.separator}"
+        return (
+            f"{self.num_train_samples} samples of {self.sample_tokens} tokens to train on, "
+            f"{self.num_validation_samples} to validate on{ends}"
+        )
 
     @property
     def num_train_samples(self) -> int:
         return self.selection.num_train
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Tokens of one epoch; the last sample of a source may have fewer."""
+        return self.num_train_samples * self.sample_tokens
 
     @property
     def num_validation_samples(self) -> int:
@@ -78,6 +102,7 @@ def open_dataset(
     seed: int,
     batch: BatchSpec | None = None,
     roots: Roots = EVERYTHING,
+    cache: TokenCache = NO_CACHE,
 ) -> Dataset:
     """The data of a job as this worker can read them. Reads every file once, to check and to fingerprint it.
 
@@ -85,59 +110,65 @@ def open_dataset(
         seed: of the job; decides split and order.
         batch: if given, there must be samples enough for one step.
         roots: where files may lie.
+        cache: where tokens are kept.
 
     Raises:
         UserError: something about the data, the tokenizer or how they fit the model is wrong; the error names the
             field, its value and what would be right.
+        OSError: there is no room for tokens.
     """
-    size = model.vocab_size
-    sources = _open_images(data) if size is None else _open_tokens(data, size, roots)
+    size, tokenizer = model.vocab_size, None
+    if size is None:
+        sources = tuple(_open_image(source, field) for field, source in data.named_sources)
+    else:
+        if data.has_text:
+            tokenizer = load_tokenizer(data.tokenizer, vocab_size=size, separator=data.separator, roots=roots)
+        opening = Opening(
+            sequence_tokens=data.sequence_tokens,
+            vocab_size=size,
+            roots=roots,
+            cache=cache,
+            tokenizer=tokenizer,
+        )
+        sources = tuple(_open_tokens(source, opening, field) for field, source in data.named_sources)
     selection = Selection.of(
         [source.num_samples for source in sources],
-        [source.weight for source in data.sources],
-        validation_ratio=data.validation_ratio,
+        [source.weight for _, source in data.named_sources],
+        validation_ratio=data.held_out_ratio,
         seed=seed,
+        num_validating=len(data.validation),
     )
     if batch is not None and selection.num_train < batch.samples:
         wanted = f"training samples are fewer than the {batch.samples} of one step"
         hint = f"{wanted}: give more data, or lower batch.samples or data.sequence_tokens"
         raise UserError("data.sources", selection.num_train, hint)
-    return Dataset(sources=sources, selection=selection, fingerprint=_fingerprint(sources, selection))
+    return Dataset(
+        sources=sources,
+        selection=selection,
+        fingerprint=_fingerprint(sources, selection),
+        separator=None if tokenizer is None else tokenizer.separator,
+        sample_tokens=1 if size is None else data.sequence_tokens,
+    )
 
 
-def _open_tokens(data: DataSpec, vocab_size: int, roots: Roots) -> tuple[Samples, ...]:
-    has_text = any(isinstance(source, TextSource | JsonlSource) for source in data.sources)
-    tokenizer = load_tokenizer(data.tokenizer, vocab_size=vocab_size, roots=roots) if has_text else None
-    opened: list[Samples] = []
-    for index, source in enumerate(data.sources):
-        field, length = f"data.sources[{index}]", data.sequence_tokens
-        match source:
-            case TextSource():
-                assert tokenizer is not None
-                opened.append(open_text(source, tokenizer, sequence_tokens=length, field=field, roots=roots))
-            case JsonlSource():
-                assert tokenizer is not None
-                opened.append(open_jsonl(source, tokenizer, sequence_tokens=length, field=field, roots=roots))
-            case TokenSource():
-                opened.append(
-                    open_tokens(
-                        source, sequence_tokens=length, vocab_size=vocab_size, field=field, roots=roots
-                    )
-                )
-            case DigitsSource():
-                hint = "are images, and a language model reads text: use text, jsonl or tokens, or family: digits_cnn"
-                raise UserError(f"{field}.format", source.format, hint)
-            case _:
-                assert_never(source)
-    return tuple(opened)
+def _open_tokens(source: SourceSpec, opening: Opening, field: str) -> Samples:
+    match source:
+        case TextSource() | JsonlSource() | ParquetSource():
+            return open_source(source, opening, field=field)
+        case TokenSource():
+            return open_tokens(source, opening, field=field)
+        case DigitsSource():
+            hint = "are images, and a language model reads text: use text, jsonl or tokens, or family: digits_cnn"
+            raise UserError(f"{field}.format", source.format, hint)
+        case _:
+            assert_never(source)
 
 
-def _open_images(data: DataSpec) -> tuple[Samples, ...]:
-    for index, source in enumerate(data.sources):
-        if not isinstance(source, DigitsSource):
-            hint = "is text, and digits_cnn reads images: use format: digits, or family: llama"
-            raise UserError(f"data.sources[{index}].format", source.format, hint)
-    return tuple(open_digits(field=f"data.sources[{index}]") for index in range(len(data.sources)))
+def _open_image(source: SourceSpec, field: str) -> Samples:
+    if not isinstance(source, DigitsSource):
+        hint = "is text, and digits_cnn reads images: use format: digits, or family: llama"
+        raise UserError(f"{field}.format", source.format, hint)
+    return open_digits(field=field)
 
 
 def _fingerprint(sources: Sequence[Samples], selection: Selection) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skein.errors import UserError
+from skein.errors import UnfitError
 from skein.own import install_hint
 
 
@@ -31,13 +31,13 @@ def open_digits(*, field: str) -> Digits:
     """The bundled set of 1,797 images.
 
     Raises:
-        UserError: scikit-learn is not installed.
+        UnfitError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         hint = f"needs scikit-learn on every worker: {install_hint('examples')}"
-        raise UserError(f"{field}.format", "digits", hint) from error
+        raise UnfitError(f"{field}.format", "digits", hint) from error
     pixels, classes = load_digits(return_X_y=True)
     images = (np.asarray(pixels, np.float32) / np.float32(16)).reshape(-1, 1, 8, 8)
     labels = np.asarray(classes, np.int64)

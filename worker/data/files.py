@@ -1,12 +1,13 @@
 """Finding, reading and naming by content the files of a source."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from skein.errors import UserError
+from skein.errors import UnfitError, UserError
+from skein.storage.outside import moved
 from skein.storage.roots import Inside, Roots
 
 _CHUNK_BYTES = 4 * 2**20
@@ -31,15 +32,16 @@ def readable(field: str, path: Path | str) -> Iterator[None]:
         hint = (
             f"cannot be read on this worker ({error.strerror or error}): check the path and its permissions"
         )
-        raise UserError(field, str(path), hint) from error
+        raise UnfitError(field, str(path), hint) from error
 
 
-def open_files(path: str, pattern: str, *, field: str, roots: Roots) -> tuple[DataFile, ...]:
-    """The file at `path`, or those in the folder `path` that match `pattern`, sorted by relative path.
+def open_files(path: str, patterns: Sequence[str], *, field: str, roots: Roots) -> tuple[DataFile, ...]:
+    """The file at `path`, or those in the folder `path` that match a pattern, sorted by relative path.
 
     Reads each once from end to end.
 
     Args:
+        patterns: the first that matches anything is taken.
         field: the source in the job file, such as `data.sources[0]`, for error messages.
         roots: what lies elsewhere is not read.
 
@@ -52,12 +54,12 @@ def open_files(path: str, pattern: str, *, field: str, roots: Roots) -> tuple[Da
             is_folder = found.is_folder()
         except FileNotFoundError as error:
             hint = "no such file or folder on this worker: give a path that every worker of the first stage can read"
-            raise UserError(f"{field}.path", path, hint) from error
+            raise UnfitError(f"{field}.path", path, hint) from error
         if not is_folder:
             return (_examined(found, Path(path).name, field),)
-        names = _matches(found.path, pattern, field)
-        if not names:
-            raise _nothing_found(found.path, pattern, field)
+        names = next(filter(None, (_matches(found.path, pattern, field) for pattern in patterns)), None)
+        if names is None:
+            raise _nothing_found(found.path, patterns[0], field)
         # A name below the folder may be a link.
         places = [roots.find(str(found.path / name), field=f"{field}.path") for name in names]
     return tuple(_examined(place, name, field) for place, name in zip(places, names, strict=True))
@@ -82,10 +84,10 @@ def _matches(root: Path, pattern: str, field: str) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 
-def _nothing_found(root: Path, pattern: str, field: str) -> UserError:
+def _nothing_found(root: Path, pattern: str, field: str) -> UnfitError:
     if not any(root.iterdir()):
-        return UserError(f"{field}.path", str(root), "the folder is empty: give one that holds files")
-    return UserError(f"{field}.glob", pattern, f"matches no file in {root}: '**/*' matches every file")
+        return UnfitError(f"{field}.path", str(root), "the folder is empty: give one that holds files")
+    return UnfitError(f"{field}.glob", pattern, f"matches no file in {root}: '**/*' matches every file")
 
 
 def _examined(place: Inside, name: str, field: str) -> DataFile:
@@ -94,4 +96,5 @@ def _examined(place: Inside, name: str, field: str) -> DataFile:
         while chunk := file.read(_CHUNK_BYTES):
             content.update(chunk)
             size += len(chunk)
+            moved()
     return DataFile(place=place, name=name, size=size, sha256=content.hexdigest())

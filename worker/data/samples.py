@@ -1,18 +1,20 @@
 """Samples by number: windows over a stream of tokens."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from threading import Lock
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skein.errors import UserError
+from skein.errors import UnfitError
+from skein.storage.roots import Inside
 from worker.data.files import DataFile, readable
 
 NO_LABEL = -100
 """The label of a place that does not count in the loss; torch's own default."""
-BYTE_SEPARATOR = 0
-"""Ends every document where tokens are bytes: NUL, which text does not use."""
+_MAX_OPEN = 32
 
 Integers = NDArray[np.integer]
 Floats = NDArray[np.floating]
@@ -70,7 +72,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayTokens:
-    """A flat array of tokens, in memory or mapped."""
+    """A flat array of tokens, as a rule mapped."""
 
     tokens: Integers
 
@@ -82,23 +84,62 @@ class ArrayTokens:
         return self.tokens[start:stop]
 
 
+class FileReader:
+    """Pieces of the files of one source, a few of which stay open.
+
+    Reading, unlike mapping, survives a file that is cut short meanwhile, with an error instead of a signal, and holds
+    up nobody else while a file system takes its time.
+
+    Args:
+        field: of the source's path in the job file.
+    """
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._lock = Lock()
+        self._open: OrderedDict[Inside, BinaryIO] = OrderedDict()
+
+    def read(self, file: DataFile, offset: int, num_bytes: int) -> bytes:
+        """So many bytes of `file`.
+
+        Raises:
+            UserError: it was moved or shortened since it was opened first.
+        """
+        with self._lock, readable(self._field, file.place.path):
+            opened = self._opened(file.place)
+            opened.seek(offset)
+            found = opened.read(num_bytes)
+        if len(found) < num_bytes:
+            hint = f"the file had {file.size} bytes when the job began and is shorter now: restore it"
+            raise UnfitError(self._field, str(file.place), hint)
+        return found
+
+    def _opened(self, place: Inside) -> BinaryIO:
+        found = self._open.pop(place, None)
+        if found is None:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            found = place.open()
+        self._open[place] = found
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBytes:
-    """The bytes of many files, a separator after each, read where they lie: no copy in memory.
-
-    Reading, unlike mapping, survives a file that is cut short meanwhile, with an error instead of a signal.
-    """
+    """The bytes of many files, a separator after each if there is one, read where they lie: no copy anywhere."""
 
     files: tuple[DataFile, ...]
     starts: NDArray[np.int64]
     """Where each file begins in the stream; one more than there are files, the last is the end."""
-    field: str
+    separator: int | None
+    reader: FileReader
 
     @staticmethod
-    def of(files: tuple[DataFile, ...], *, field: str) -> "FileBytes":
+    def of(files: tuple[DataFile, ...], *, separator: int | None, field: str) -> "FileBytes":
         """The stream over `files`; `field` names their path in the job file."""
-        starts = np.cumsum([0, *(file.size + 1 for file in files)], dtype=np.int64)
-        return FileBytes(files=files, starts=starts, field=field)
+        gap = separator is not None
+        starts = np.cumsum([0, *(file.size + gap for file in files)], dtype=np.int64)
+        return FileBytes(files=files, starts=starts, separator=separator, reader=FileReader(field))
 
     @property
     def num_tokens(self) -> int:
@@ -110,21 +151,35 @@ class FileBytes:
         Raises:
             UserError: a file was moved or shortened since it was opened.
         """
-        out = np.full(stop - start, BYTE_SEPARATOR, np.uint8)
+        out = np.full(stop - start, self.separator or 0, np.uint8)
         index, place = int(np.searchsorted(self.starts, start, side="right")) - 1, start
         while place < stop:
             file, first = self.files[index], int(self.starts[index])
             wanted = min(stop, first + file.size) - place
             if wanted > 0:
-                out[place - start : place - start + wanted] = self._bytes_of(file, place - first, wanted)
+                found = self.reader.read(file, place - first, wanted)
+                out[place - start : place - start + wanted] = np.frombuffer(found, np.uint8)
             index, place = index + 1, int(self.starts[index + 1])
         return out
 
-    def _bytes_of(self, file: DataFile, offset: int, count: int) -> Integers:
-        with readable(self.field, file.place.path), file.place.open() as opened:
-            opened.seek(offset)
-            found = np.frombuffer(opened.read(count), np.uint8)
-        if len(found) < count:
-            hint = f"the file had {file.size} bytes when the job began and is shorter now: restore it"
-            raise UserError(self.field, str(file.place), hint)
-        return found
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTokens:
+    """A flat array of tokens in a file, read where it lies."""
+
+    file: DataFile
+    dtype: np.dtype[np.integer]
+    reader: FileReader
+
+    @property
+    def num_tokens(self) -> int:
+        return self.file.size // self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> Integers:
+        """Tokens [start, stop).
+
+        Raises:
+            UserError: the file was moved or shortened since it was opened.
+        """
+        size = self.dtype.itemsize
+        return np.frombuffer(self.reader.read(self.file, start * size, (stop - start) * size), self.dtype)

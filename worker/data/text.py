@@ -1,152 +1,160 @@
-"""Text files, lines of JSON and arrays of token ids as streams of tokens."""
+"""Text files, lines of JSON, rows of parquet and arrays of token ids as streams of tokens."""
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from skein.config.job import JsonlSource, TextSource, TokenSource
-from skein.errors import UserError
+from skein.config.job import JsonlSource, ParquetSource, TextSource, TokenSource
+from skein.errors import UnfitError, UserError
+from skein.storage.outside import moved
 from skein.storage.roots import Roots
+from worker.data.cache import TokenCache
+from worker.data.documents import (
+    GZIP,
+    Document,
+    has_packed,
+    lines_of_json,
+    rows_of_parquet,
+    whole_files,
+)
 from worker.data.files import DataFile, digest_of, open_files, readable
-from worker.data.samples import ArrayTokens, FileBytes, TokenStream, Windows
-from worker.data.tokenizer import ByteTokenizer, Document, Tokenizer
+from worker.data.samples import (
+    ArrayTokens,
+    FileBytes,
+    FileReader,
+    FileTokens,
+    Integers,
+    TokenStream,
+    Windows,
+)
+from worker.data.tokenizer import ByteTokenizer, Tokenizer
 
-_SCAN_TOKENS = 2**22
+_SCAN_BYTES = 4 << 20
+_LAYOUT = "1"
+"""Raised when equal files would give other tokens."""
 
 
-def open_text(
-    source: TextSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str, roots: Roots
-) -> Windows:
-    """Windows over text files. Bytes stay in their files; other tokens are kept in memory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What all sources of a job are opened with."""
+
+    sequence_tokens: int
+    vocab_size: int
+    roots: Roots
+    cache: TokenCache
+    tokenizer: Tokenizer | None
+    """None where no source is text."""
+
+
+def open_source(source: TextSource | JsonlSource | ParquetSource, opening: Opening, *, field: str) -> Windows:
+    """Windows over the texts in a file, or in a folder.
+
+    Bytes of text files are read where they lie; all else is made once and kept in the cache.
 
     Raises:
-        UserError: the files are absent, unreadable, empty or not what the tokenizer reads.
+        UserError: the files are absent, unreadable, empty or not what the format or the tokenizer says.
+        OSError: there is no room for the tokens.
     """
-    files = open_files(source.path, source.glob, field=field, roots=roots)
+    tokenizer = opening.tokenizer
+    assert tokenizer is not None
+    pattern = "**/*.jsonl" if isinstance(source, JsonlSource) else source.glob
+    patterns = (pattern,) if isinstance(source, ParquetSource) else (pattern, f"{pattern}{GZIP}")
+    files = open_files(source.path, patterns, field=field, roots=opening.roots)
     stream: TokenStream
-    if isinstance(tokenizer, ByteTokenizer):
-        stream = FileBytes.of(files, field=f"{field}.path")
+    if isinstance(source, TextSource) and isinstance(tokenizer, ByteTokenizer) and not has_packed(files):
+        stream = FileBytes.of(files, separator=tokenizer.separator.token, field=f"{field}.path")
+        is_empty = not any(file.size for file in files)
     else:
-        stream = ArrayTokens(tokens=tokenizer.flatten(_whole_files(files, field)))
-    num_bytes = sum(file.size for file in files)
-    return _windows(
-        stream if num_bytes else None, files, tokenizer, sequence_tokens, f"{field}.path", source.path
-    )
+        stream = _tokens(source, files, tokenizer, opening.cache, field)
+        is_empty = False
+    if is_empty or stream.num_tokens < 2:
+        hint = "holds no text: give at least one file that is not empty"
+        raise UserError(f"{field}.path", source.path, hint)
+    digest = f"{tokenizer.digest} {digest_of(files)}"
+    return Windows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=digest)
 
 
-def open_jsonl(
-    source: JsonlSource, tokenizer: Tokenizer, *, sequence_tokens: int, field: str, roots: Roots
-) -> Windows:
-    """Windows over the texts in a file, or folder, of JSON lines; tokens are kept in memory, one to four bytes each.
+def _tokens(
+    source: TextSource | JsonlSource | ParquetSource,
+    files: tuple[DataFile, ...],
+    tokenizer: Tokenizer,
+    cache: TokenCache,
+    field: str,
+) -> ArrayTokens:
+    documents: Callable[[], Iterator[Document]]
+    match source:
+        case TextSource():
+            kind, documents = "text", lambda: whole_files(files, field)
+        case JsonlSource():
+            kind, documents = f"jsonl {source.field}", lambda: lines_of_json(files, source.field, field)
+        case ParquetSource():
+            kind, documents = f"parquet {source.field}", lambda: rows_of_parquet(files, source.field, field)
+    key = _key(kind, files, tokenizer)
+    return ArrayTokens(tokens=cache.tokens(key, tokenizer.dtype, lambda: tokenizer.stream(documents())))
 
-    Raises:
-        UserError: the files are absent or unreadable, or a line is not an object with text under `source.field`.
-    """
-    files = open_files(source.path, "**/*.jsonl", field=field, roots=roots)
-    documents = (document for file in files for document in _lines(file, source.field, field))
-    stream = ArrayTokens(tokens=tokenizer.flatten(documents))
-    return _windows(stream, files, tokenizer, sequence_tokens, f"{field}.path", source.path)
+
+def _key(kind: str, files: Iterable[DataFile], tokenizer: Tokenizer) -> str:
+    """Names tokens by all that they depend on: what files hold, and how it is read; not where they lie."""
+    total = hashlib.sha256(f"{_LAYOUT}\0{kind}\0{tokenizer.digest}\0{tokenizer.separator.token}\n".encode())
+    for file in files:
+        total.update(f"{file.name.endswith(GZIP)} {file.size} {file.sha256}\n".encode())
+    return total.hexdigest()
 
 
-def open_tokens(
-    source: TokenSource, *, sequence_tokens: int, vocab_size: int, field: str, roots: Roots
-) -> Windows:
-    """Windows over a mapped array of token ids, which is read once to check and to hash it.
+def open_tokens(source: TokenSource, opening: Opening, *, field: str) -> Windows:
+    """Windows over an array of token ids, which is read once to check and to hash it.
 
     Raises:
         UserError: the file is absent, unreadable or empty, of a size that `source.dtype` does not divide, or holds an
             id outside the model's vocabulary.
     """
-    dtype = np.dtype(source.dtype).newbyteorder("<")
+    dtype: np.dtype[np.integer] = np.dtype(source.dtype).newbyteorder("<")
     with readable(f"{field}.path", source.path):
-        place = roots.find(source.path, field=f"{field}.path")
+        place = opening.roots.find(source.path, field=f"{field}.path")
         try:
-            opened = place.open()
+            content = place.open()
         except (FileNotFoundError, IsADirectoryError) as error:
             hint = "no such file on this worker: give one flat array of token ids"
-            raise UserError(f"{field}.path", source.path, hint) from error
-        size = os.fstat(opened.fileno()).st_size
-        if size % dtype.itemsize:
-            hint = f"{size} bytes are not a whole number of {source.dtype} ids: give the dtype it was written with"
-            raise UserError(f"{field}.dtype", source.dtype, hint)
-        if size < 2 * dtype.itemsize:
-            raise UserError(
-                f"{field}.path", source.path, "holds fewer than two token ids: there is nothing to predict"
-            )
-        tokens = np.memmap(opened, dtype, mode="r")
-        opened.close()
-    content = hashlib.sha256()
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        part = tokens[start : start + _SCAN_TOKENS]
-        content.update(part.data)
-        _check_ids(part, start, vocab_size, source, field)
-    file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=content.hexdigest())
-    digest = f"{source.dtype} {digest_of([file])}"
-    return Windows(stream=ArrayTokens(tokens=tokens), sequence_tokens=sequence_tokens, digest=digest)
+            raise UnfitError(f"{field}.path", source.path, hint) from error
+    digest, size = hashlib.sha256(), 0
+    with readable(f"{field}.path", source.path), content:
+        _check_size(os.fstat(content.fileno()).st_size, dtype, source, field)
+        while part := content.read(_SCAN_BYTES):
+            digest.update(part)
+            _check_ids(part, size, dtype, opening.vocab_size, source, field)
+            size += len(part)
+            moved()
+    file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=digest.hexdigest())
+    stream = FileTokens(file=file, dtype=dtype, reader=FileReader(f"{field}.path"))
+    name = f"{source.dtype} {digest_of([file])}"
+    return Windows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)
 
 
-def _check_ids(part: np.ndarray, start: int, vocab_size: int, source: TokenSource, field: str) -> None:
-    wrong = (part < 0) | (part >= vocab_size)
-    if wrong.any():
-        index = int(wrong.argmax())
+def _check_size(size: int, dtype: np.dtype[np.integer], source: TokenSource, field: str) -> None:
+    if size % dtype.itemsize:
         hint = (
-            f"id {part[index]} at index {start + index} is outside the model's vocabulary of {vocab_size}: "
-            f"give the model the tokenizer's vocab_size, or the dtype the file was written with ({source.dtype}?)"
+            f"{size} bytes are not a whole number of {source.dtype} ids: give the dtype it was written with"
         )
+        raise UserError(f"{field}.dtype", source.dtype, hint)
+    if size < 2 * dtype.itemsize:
+        hint = "holds fewer than two token ids: there is nothing to predict"
         raise UserError(f"{field}.path", source.path, hint)
 
 
-def _windows(
-    stream: TokenStream | None,
-    files: Iterable[DataFile],
-    tokenizer: Tokenizer,
-    sequence_tokens: int,
-    field: str,
-    path: str,
-) -> Windows:
-    if stream is None or stream.num_tokens < 2:
-        raise UserError(field, path, "holds no text: give at least one file that is not empty")
-    digest = f"{tokenizer.digest} {digest_of(files)}"
-    return Windows(stream=stream, sequence_tokens=sequence_tokens, digest=digest)
-
-
-def _whole_files(files: Iterable[DataFile], field: str) -> Iterator[Document]:
-    for file in files:
-        with readable(f"{field}.path", file.place.path), file.place.open() as opened:
-            text = opened.read()
-        yield Document(where=str(file.place), text=text)
-
-
-def _lines(file: DataFile, key: str, field: str) -> Iterator[Document]:
-    with readable(f"{field}.path", file.place.path), file.place.open() as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file.place} line {number}"
-                yield Document(where=where, text=_text_of(line, key, where, field))
-
-
-def _text_of(line: bytes, key: str, where: str, field: str) -> bytes:
-    try:
-        value: object = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise UserError(
-            f"{field}.path", where, f"is not JSON ({reason}): every line must be one JSON object"
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError(f"{field}.path", where, f"is not an object: write it as {{{json.dumps(key)}: ...}}")
-    if key not in value:
-        found = ", ".join(map(json.dumps, sorted(value)[:8])) or "none"
-        raise UserError(
-            f"{field}.field", key, f"{where} has no such field (it has: {found}): name the one with the text"
+def _check_ids(
+    part: bytes, start: int, dtype: np.dtype[np.integer], vocab_size: int, source: TokenSource, field: str
+) -> None:
+    ids: Integers = np.frombuffer(part, dtype, len(part) // dtype.itemsize)
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        index = int(wrong.argmax())
+        place = start // dtype.itemsize + index
+        hint = (
+            f"id {ids[index]} at index {place} is outside the model's vocabulary of {vocab_size}: "
+            f"give the model the tokenizer's vocab_size, or the dtype the file was written with ({source.dtype}?)"
         )
-    text = value[key]
-    if not isinstance(text, str):
-        raise UserError(
-            f"{field}.field", key, f"{where} has no text there but {type(text).__name__}: name one with text"
-        )
-    return text.encode("utf-8", "replace")  # JSON may hold half a surrogate pair, UTF-8 may not
+        raise UserError(f"{field}.path", source.path, hint)

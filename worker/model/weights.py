@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from skein.errors import LocalError, UserError
+from skein.errors import LocalError, UnfitError, UserError
 from skein.model.parameters import parameter_shapes
+from skein.storage.outside import moved
 from skein.storage.roots import EVERYTHING, Roots
 from worker.model.base import Stage
 
@@ -99,6 +100,7 @@ def _load_file(
                 _check(path, name, tuple(part.get_shape()), part.get_dtype(), tuple(parameter.shape))
                 with torch.no_grad():
                     parameter.copy_(tensors.get_tensor(name))
+                moved()
     except (OSError, SafetensorError) as error:
         raise UserError(_FIELD, str(path), f"cannot be read as safetensors: {error}") from error
 
@@ -115,7 +117,7 @@ def _read_object(path: Path, roots: Roots) -> Mapping[str, object]:
         with roots.find(str(path), field=_FIELD).open() as file:
             value: object = json.loads(file.read().decode())
     except OSError as error:
-        raise UserError(_FIELD, str(path), f"cannot be read: {error.strerror}") from error
+        raise UnfitError(_FIELD, str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(_FIELD, str(path), f"is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -11,7 +12,8 @@ from tokenizers import models, pre_tokenizers
 from skein.config.job import DataSpec, LlamaModel, LlamaShape, TextSource
 from skein.errors import UserError
 from worker.data import open_dataset
-from worker.data.tokenizer import Document, Tokenizer, load_tokenizer
+from worker.data.documents import Document
+from worker.data.tokenizer import Tokenizer, load_tokenizer
 
 WORDS = ["[UNK]", "one", "two", "three", "</s>"]
 
@@ -29,10 +31,8 @@ def write_tokenizer(
 
 
 def flatten(tokenizer: Tokenizer, *texts: str) -> list[int]:
-    tokens: list[int] = tokenizer.flatten(
-        Document(where="here", text=text.encode()) for text in texts
-    ).tolist()
-    return tokens
+    documents = (Document(where="here", pieces=(text.encode(),)) for text in texts)
+    return [int(token) for part in tokenizer.stream(documents) for token in part]
 
 
 def test_documents_end_with_the_tokenizers_own_separator(tmp_path: Path) -> None:
@@ -141,10 +141,42 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 def test_text_that_is_not_utf8_is_named_by_file_and_byte(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t.json"), vocab_size=5)
     with pytest.raises(UserError, match=r"byte 4 of notes\.txt is not UTF-8"):
-        tokenizer.flatten([Document(where="notes.txt", text=b"one \xff")])
+        list(tokenizer.stream([Document(where="notes.txt", pieces=(b"on", b"e \xff"))]))
 
 
 def test_text_that_the_tokenizer_cannot_express_is_the_users_error(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "t.json", unknown="[ABSENT]")
     with pytest.raises(UserError, match=r"cannot express notes\.txt"):
-        load_tokenizer(path, vocab_size=5).flatten([Document(where="notes.txt", text=b"one nine")])
+        list(load_tokenizer(path, vocab_size=5).stream([Document(where="notes.txt", pieces=(b"one nine",))]))
+
+
+def test_a_document_in_any_pieces_gives_the_same_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t.json"), vocab_size=5)
+    text = ("one two üüü three\n" * 20_000).encode()
+    whole = np.concatenate(list(tokenizer.stream([Document(where="here", pieces=(text,))])))
+    for size in (7, 131_072, 200_001):
+        pieces = tuple(text[start : start + size] for start in range(0, len(text), size))
+        parts = list(tokenizer.stream([Document(where="here", pieces=pieces)]))
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_a_job_may_name_the_separator(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "t.json")
+    usual = load_tokenizer(path, vocab_size=5)
+    other = load_tokenizer(path, vocab_size=5, separator="three")
+    assert flatten(other, "one", "two") == [1, 3, 2, 3]
+    assert str(other.separator) == "three (token 3)"
+    assert flatten(load_tokenizer(path, vocab_size=5, separator=""), "one", "two") == [1, 2]
+    assert len({usual.digest, other.digest, load_tokenizer(path, vocab_size=5, separator="").digest}) == 3
+    assert usual.digest == load_tokenizer(path, vocab_size=5, separator="</s>").digest
+    assert flatten(load_tokenizer("bytes", vocab_size=256, separator="\n"), "a") == [97, 10]
+    assert flatten(load_tokenizer("bytes", vocab_size=256, separator=""), "a", "b") == [97, 98]
+
+
+@pytest.mark.parametrize(("name", "separator"), [("t.json", "<|end|>"), ("bytes", "ab")])
+def test_a_separator_that_is_no_token_is_refused(tmp_path: Path, name: str, separator: str) -> None:
+    write_tokenizer(tmp_path / "t.json")
+    path = name if name == "bytes" else str(tmp_path / name)
+    with pytest.raises(UserError, match=r"data\.separator") as failure:
+        load_tokenizer(path, vocab_size=256, separator=separator)
+    assert "for none" in failure.value.hint
