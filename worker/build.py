@@ -2,7 +2,8 @@
 
 Rules of this file
 - What is held changes in `hold` alone, at the end. A build that fails or is cancelled before has changed nothing.
-- Tensors are made and filled on the torch thread, files are read on others, peers are asked on the event loop.
+- Tensors are made and filled on the torch thread, but for weights that a job begins from; files are read on others,
+  peers are asked on the event loop.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
-from skein.errors import LocalError, RemoteError, SkeinError, UserError
+from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind
 from skein.protocol.messages import (
@@ -47,7 +48,7 @@ from worker.compute.chunk import Chunk
 from worker.compute.ops import Holding
 from worker.compute.state import saved_names, state_names
 from worker.copies import Copies
-from worker.data.dataset import Dataset, open_dataset
+from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 from worker.model.weights import load_huggingface, load_parameters
 
@@ -155,6 +156,7 @@ class Builder:
         memory_bytes: what chunks and their activations may take together.
         places: what a job may name.
         outside: asks file systems, which may never answer.
+        datasets: opens data, for whoever may ask for them before.
     """
 
     def __init__(
@@ -169,8 +171,10 @@ class Builder:
         memory_bytes: int,
         places: Places = ANYWHERE,
         outside: Outside | None = None,
+        datasets: Datasets | None = None,
     ) -> None:
         self._outside = Outside() if outside is None else outside
+        self._datasets = Datasets(self._outside, roots=places.data) if datasets is None else datasets
         self._worker = worker
         self._executor = executor
         self._donors = donors
@@ -179,20 +183,21 @@ class Builder:
         self._device = device
         self._memory_bytes = memory_bytes
         self.places = places
-        self._opened: tuple[JobSpec, Dataset] | None = None
         self._checked_url: str | None = None
         self.is_installing = False
         """From here on a build succeeds, and is no longer to be cancelled."""
 
     def forget(self) -> None:
         """The job is over: close its data."""
-        self._opened = None
+        self._datasets.forget()
 
     async def build(self, assign: Assign, members: tuple[Member, ...]) -> Built | BuildFailed:
         """Make the assignment's chunks what is held."""
         failed = partial(BuildFailed, generation=assign.generation)
         try:
             holding = await self._prepare(assign, members)
+        except UnfitError as error:
+            return failed(peer=None, is_fatal=False, reason=one_line(error), is_unfit=True)
         except UserError as error:
             return failed(peer=None, is_fatal=True, reason=one_line(error))
         except _UnreadError as error:
@@ -220,7 +225,7 @@ class Builder:
         if assign.version == 0:
             await self._check_archive(job)
         is_origin = bool(assign.origins or assign.evaluation_origins)
-        dataset = await self._dataset(job) if is_origin else None
+        dataset = await self._datasets.open(job) if is_origin else None
         saved = await self._saved(assign, job)
         chunks = {
             wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
@@ -261,19 +266,6 @@ class Builder:
                 raise _UnreadError(Step(0), f"checkpoint.url: {one_line(error)}") from error
             self._checked_url = url
 
-    async def _dataset(self, job: JobSpec) -> Dataset:
-        if self._opened is None or self._opened[0] != job:
-            opened = await asyncio.to_thread(
-                open_dataset,
-                job.data,
-                job.model,
-                seed=job.seed,
-                batch=job.batch,
-                roots=self.places.data,
-            )
-            self._opened = (job, opened)
-        return self._opened[1]
-
     # --- one chunk ---
 
     async def _chunk(
@@ -300,7 +292,7 @@ class Builder:
                     await self._begin_from(assign.begins, chunk)
                 elif job.model.begins_from is not None:
                     begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
-                    await self._on_torch(partial(begin, chunk.module))
+                    await self._begun_from(job.model.begins_from, partial(begin, chunk.module))
                     await self._on_torch(chunk.begin_with_parameters)
             case SourceKind.CHECKPOINT:
                 await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
@@ -317,6 +309,13 @@ class Builder:
             case _:
                 assert_never(source.kind)
         return chunk
+
+    async def _begun_from(self, directory: str, load: Callable[[], None]) -> None:
+        """Fill a chunk that nobody else has yet, from files that may never be read."""
+        try:
+            await self._outside.answer(load, "its file system")
+        except SilentError as error:
+            raise UnfitError("model.init_from", directory, str(error)) from error
 
     def _own(self, job: JobId, wanted: ChunkAssignment, names: frozenset[str]) -> Mapping[str, Tensor]:
         """A snapshot or a backup that this worker keeps."""

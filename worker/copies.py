@@ -5,14 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import assert_never
 
+from pydantic import ValidationError
 from torch import Tensor
 
-from skein.errors import LocalError
-from skein.protocol.messages import ChunkVersion, Member, Prefetch
+from skein.config.job import JobSpec
+from skein.errors import LocalError, SkeinError, UnfitError
+from skein.protocol.messages import ChunkVersion, Member, OpenData, Prefetch
 from skein.protocol.worker_io import (
     DropCopies,
     FollowCommit,
+    OpeningEnded,
     SnapshotsHeld,
+    StartOpening,
     StartPrefetch,
     WorkerEvent,
 )
@@ -20,10 +24,11 @@ from skein.types import Generation, JobId, StageIndex, StageSpec, Step
 from skein.units import format_bytes
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import WireTensor, to_torch, to_wire
-from worker.executor import Executor
+from worker.data.opening import Datasets
+from worker.executor import Executor, one_line
 from worker.fetched import FetchedCopy, Givers, failure_of
 
-CopyCommand = StartPrefetch | FollowCommit | DropCopies
+CopyCommand = StartPrefetch | StartOpening | FollowCommit | DropCopies
 
 
 class Copies:
@@ -43,6 +48,7 @@ class Copies:
         memory_bytes: int,
         patience_s: float = 60.0,
     ) -> None:
+        self._datasets = Datasets()
         self._executor = executor
         self._snapshots = executor.compute.snapshots
         self._post = post
@@ -54,9 +60,11 @@ class Copies:
         self._backups: dict[tuple[StageSpec, Step], FetchedCopy] = {}
         self._followed: dict[StageSpec, FetchedCopy] = {}
 
-    def start(self, group: asyncio.TaskGroup, givers: Givers) -> None:
-        """From here on copies are fetched from `givers`, in `group`."""
+    def start(self, group: asyncio.TaskGroup, givers: Givers, datasets: Datasets | None = None) -> None:
+        """From here on copies are fetched from `givers`, in `group`, and `datasets` opens data that will be wanted."""
         self._from = (group, givers)
+        if datasets is not None:
+            self._datasets = datasets
 
     def close(self) -> None:
         """End what is still going on."""
@@ -144,6 +152,9 @@ class Copies:
         match command:
             case StartPrefetch():
                 self._start(command.prefetch)
+            case StartOpening():
+                assert self._from is not None
+                self._from[0].create_task(self._open(command.opens))
             case FollowCommit():
                 followed = self._followed.get(command.stage)
                 if followed is not None and followed.prefetch.job == command.job:
@@ -152,6 +163,17 @@ class Copies:
                 self._drop(command)
             case _:
                 assert_never(command)
+
+    async def _open(self, opens: OpenData) -> None:
+        """Have the job's data open before somebody waits for them."""
+        error, is_unfit = "", False
+        try:
+            await self._datasets.open(JobSpec.model_validate_json(opens.job_spec), is_awaited=False)
+        except asyncio.CancelledError:
+            return  # the job is over
+        except (SkeinError, ValidationError, MemoryError) as failed:
+            error, is_unfit = one_line(failed), isinstance(failed, UnfitError)
+        self._post(OpeningEnded(job=opens.job, error=error, is_unfit=is_unfit))
 
     def _start(self, prefetch: Prefetch) -> None:
         self._job = prefetch.job

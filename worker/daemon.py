@@ -28,6 +28,7 @@ from skein.wire.leader import split_addresses
 from skein.wire.logs import LogFormat
 from skein.wire.state_dir import default_state_dir
 from skein.wire.tokens import read_token
+from worker.data.cache import usual_cache
 from worker.logs import LogTail, begin_logging
 from worker.naming import take_name
 from worker.transport.memory import keep_message_buffers
@@ -208,6 +209,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         metrics_port=options.metrics_port,
         take_log_lines=log_lines.take,
         places=Places.of(options.data_roots, options.checkpoint_roots),
+        cache=usual_cache(),
         host=socket.gethostname(),
     )
 

@@ -44,6 +44,7 @@ from skein.protocol.worker_io import (
     SendFailed,
     SendReport,
     SendTensor,
+    StartOpening,
     StartPrefetch,
     StreamLost,
     StreamOpened,
@@ -296,7 +297,7 @@ class Driver:
                 self._start_build(command)
             case CancelBuild():
                 self._cancel_build()
-            case StartPrefetch() | FollowCommit() | DropCopies():
+            case StartPrefetch() | StartOpening() | FollowCommit() | DropCopies():
                 self._copies.carry_out(command)
             case MeasureLinks():
                 self._begin(self._measure(command.peers))

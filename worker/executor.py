@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from skein.errors import UserError
+from skein.errors import UnfitError, UserError
 from skein.protocol.ops import Op, OpFailed, TensorKey
 from worker.compute.operands import OperandError
 from worker.compute.ops import Compute, Done
@@ -81,7 +81,9 @@ class Executor:
             self.compute.synchronize()
             return done
         except UserError as error:
-            return Done(outcome=OpFailed(is_fatal=True, reason=one_line(error)))
+            is_unfit = isinstance(error, UnfitError)
+            outcome = OpFailed(is_fatal=not is_unfit, reason=one_line(error), is_unfit=is_unfit)
+            return Done(outcome=outcome)
         except OperandError as error:
             _log.error("op=%s: worker=%s sent %s", type(op).__name__, error.sender, error)
             return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error), blamed=error.sender))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from worker.build import Builder
 from worker.bundle import WireTensor
 from worker.compute.ops import Compute
 from worker.copies import Copies
+from worker.data.opening import Datasets
 from worker.driver import Driver, WorkerInbox
 from worker.executor import Executor
 from worker.metrics import Metrics
@@ -52,7 +54,7 @@ class Setting:
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
     `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
     `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
-    `places` are what jobs may name.
+    `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept.
     """
 
     worker: WorkerId
@@ -76,6 +78,7 @@ class Setting:
     boundary_log: Callable[[], BoundaryLog] = BoundaryLog
     watch: Callable[[str], None] = unwatched
     places: Places = ANYWHERE
+    cache: Path | None = None
 
 
 async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -153,9 +156,10 @@ class _Parts:
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
             )
-            self.copies.start(group, peers)
-            self.service.give_way(lambda: any(peers.queue_depths().values()))
             outside = Outside()
+            datasets = Datasets(outside, roots=setting.places.data, cache=setting.cache)
+            self.copies.start(group, peers, datasets)
+            self.service.give_way(lambda: any(peers.queue_depths().values()))
             builder = Builder(
                 setting.worker,
                 executor=self.executor,
@@ -166,6 +170,7 @@ class _Parts:
                 memory_bytes=self.machine.identity.profile.memory_bytes,
                 places=setting.places,
                 outside=outside,
+                datasets=datasets,
             )
             driver = Driver(
                 self.machine,

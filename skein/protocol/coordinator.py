@@ -68,6 +68,7 @@ from skein.protocol.reports import (
     CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
+    DataOpened,
     EvaluationDone,
     Hello,
     Leaving,
@@ -298,6 +299,9 @@ class Coordinator:
             case Prefetched():
                 if run is not None:
                     run.prefetched(worker, report)
+            case DataOpened():
+                if run is not None:
+                    run.data_opened(worker, report, now=now)
             case CheckpointWritten() | CheckpointUnwritten():
                 if run is not None:
                     run.saved(worker, report, now=now)

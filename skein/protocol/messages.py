@@ -425,6 +425,16 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenData:
+    """Open a job's data, beside whatever is running: paths will begin here. Answered by `DataOpened`."""
+
+    epoch: Epoch
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Follow:
     """A step is committed: bring what was prefetched up to date with its result. Answered by `Prefetched`."""
 
@@ -473,6 +483,7 @@ Directive = (
     | Save
     | Snapshot
     | Prefetch
+    | OpenData
     | Follow
     | Probe
     | Measure

@@ -186,7 +186,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFailed:
-    """The op raised. `is_fatal`: it would on any worker (unreadable data), so the job is to blame.
+    """The op raised. `is_fatal`: it would on any worker, the job is wrong. `is_unfit`: this worker lacks something.
 
     `blamed`: the worker that has sent it what it could not use.
     """
@@ -194,6 +194,7 @@ class OpFailed:
     is_fatal: bool
     reason: str
     blamed: WorkerId | None = None
+    is_unfit: bool = False
 
 
 OpOutcome = Loss | Joined | OpFailed | None

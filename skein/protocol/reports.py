@@ -218,11 +218,12 @@ class Suspected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """This worker cannot do its part. `is_fatal`: no other worker could either (the job fails with `reason`)."""
+    """This worker cannot do its part. `is_fatal`: as far as it sees no other could either; `is_unfit`: another may."""
 
     generation: Generation
     is_fatal: bool
     reason: str
+    is_unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +243,15 @@ class Prefetched:
     error: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOpened:
+    """A job's data are open here; or, with an `error`, cannot be. `is_unfit`: another worker may have them."""
+
+    job: JobId
+    error: str
+    is_unfit: bool
+
+
 Report = (
     Hello
     | Beat
@@ -258,6 +268,7 @@ Report = (
     | PeersSeen
     | TimesMeasured
     | Prefetched
+    | DataOpened
     | Suspected
     | Trouble
     | Leaving

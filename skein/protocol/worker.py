@@ -20,6 +20,7 @@ from skein.protocol.messages import (
     Look,
     Measure,
     NewGeneration,
+    OpenData,
     Prefetch,
     Prepare,
     Probe,
@@ -83,6 +84,7 @@ from skein.protocol.worker_io import (
     MeasureDevice,
     MeasureLinks,
     OpEnded,
+    OpeningEnded,
     PeersLookedAt,
     PrefetchEnded,
     PrefetchFailed,
@@ -155,7 +157,7 @@ class Worker:
                 self._not_saved(event)
             case BytesMoved():
                 self.progress += 1
-            case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed():
+            case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed() | OpeningEnded():
                 self._copies.ended(event)
             case LinksProbed():
                 self._standing.tell(LinksMeasured(links=event.links))
@@ -321,7 +323,7 @@ class Worker:
                     self._next_beat = now + directive.beat_s
             case Refused():
                 self._exit(directive.reason, is_clean=False)
-            case Prefetch() | Follow():
+            case Prefetch() | OpenData() | Follow():
                 self._copies.take(directive)
             case Snapshot():
                 if (directive.epoch, directive.generation) == self._standing.place:
@@ -435,7 +437,10 @@ class Worker:
         elif event.peer is not None:
             self._standing.tell(Suspected(generation=generation, peer=event.peer, reason=reason))
         else:
-            self._standing.tell(Trouble(generation=generation, is_fatal=event.is_fatal, reason=reason))
+            trouble = Trouble(
+                generation=generation, is_fatal=event.is_fatal, reason=reason, is_unfit=event.is_unfit
+            )
+            self._standing.tell(trouble)
 
     # --- ops ---
 
@@ -504,5 +509,10 @@ class Worker:
             reason = f"sent what cannot be used: {outcome.reason}"
             self._standing.tell(Suspected(generation=self.generation, peer=outcome.blamed, reason=reason))
             return
-        trouble = Trouble(generation=self.generation, is_fatal=outcome.is_fatal, reason=outcome.reason)
+        trouble = Trouble(
+            generation=self.generation,
+            is_fatal=outcome.is_fatal,
+            reason=outcome.reason,
+            is_unfit=outcome.is_unfit,
+        )
         self._standing.tell(trouble)

@@ -9,6 +9,7 @@ from skein.protocol.messages import (
     ChunkVersion,
     Directive,
     Member,
+    OpenData,
     Prefetch,
     StepRecord,
 )
@@ -104,7 +105,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFailed:
-    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it.
+    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it. `is_unfit`: others may.
 
     `unread`: the version of the checkpoint whose files could not be read; 0: where they are to lie nothing answers.
     """
@@ -114,6 +115,7 @@ class BuildFailed:
     is_fatal: bool
     reason: str
     unread: Step | None = None
+    is_unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,15 @@ class PrefetchEnded:
     stage: StageSpec
     version: Step
     kind: CopyKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpeningEnded:
+    """A job's data are open; or, with an `error`, cannot be. `is_unfit`: this worker lacks something."""
+
+    job: JobId
+    error: str
+    is_unfit: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +249,7 @@ WorkerEvent = (
     | SnapshotsHeld
     | PrefetchEnded
     | PrefetchFailed
+    | OpeningEnded
     | LinksProbed
     | DeviceMeasured
     | PeersLookedAt
@@ -300,6 +312,13 @@ class StartPrefetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartOpening:
+    """Open a job's data, beside everything else. Answered by OpeningEnded; asked again, it goes on."""
+
+    opens: OpenData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FollowCommit:
     """Bring the copy of `stage` up to date once its turn has come. Answered by PrefetchEnded."""
 
@@ -357,6 +376,7 @@ WorkerCommand = (
     | Build
     | CancelBuild
     | StartPrefetch
+    | StartOpening
     | FollowCommit
     | DropCopies
     | MeasureLinks

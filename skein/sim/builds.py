@@ -11,6 +11,7 @@ from skein.protocol.records import CheckpointCommitted, num_walkers, walker_of, 
 from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, SaveFailed, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.copies import SimCopies
+from skein.sim.data import REASON, SimData
 from skein.sim.executor import StageTimes, stage_times
 from skein.sim.invariants import INITIAL, Invariants
 from skein.sim.network import Network
@@ -58,6 +59,7 @@ class Builds:
         self.copies = SimCopies(
             clock, network, workers, times_of=self.times_of, give=give, lineage_now=invariants.lineage_now
         )
+        self.data = SimData(clock, give=give)
         self._times: dict[StageSpec, StageTimes] = {}
         self.store = Store(clock)
 
@@ -104,6 +106,13 @@ class Builds:
                 unread = partial(self._unread, worker, assign, build, reason)
                 self._clock.after(wait_s, partial(worker.when_running, unread))
                 return
+        is_origin = bool(assign.origins or assign.evaluation_origins)
+        if is_origin and not self.data.has(worker, assign.job):
+            unfit = BuildFailed(
+                generation=assign.generation, peer=None, is_fatal=False, reason=REASON, is_unfit=True
+            )
+            self._give(worker, unfit)
+            return
         given: dict[StageIndex, str] = {}
         for chunk in assign.chunks:
             lineage = self._state_from(worker, assign, chunk)
@@ -115,7 +124,6 @@ class Builds:
         worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
         self._invariants.built(worker.machine, assign.generation)
-        is_origin = bool(assign.origins or assign.evaluation_origins)
         self._give(
             worker,
             Built(

@@ -336,6 +336,12 @@ def _torn(world: World, fault: Fault) -> None:
     world.tear_append(restarts_after_s=fault.seconds / 3, num_durable=fault.number % 3)
 
 
+def _no_data(world: World, fault: Fault) -> None:
+    """A worker, or at odd numbers everybody, does not see the data that are not open yet."""
+    for name in sorted(world.workers) if fault.number % 2 else [fault.worker]:
+        world.lose_data(name, 4 * fault.seconds)
+
+
 def _disk(world: World, fault: Fault) -> None:
     world.fill_disk(fault.seconds)
 
@@ -373,6 +379,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "damage": _damage,
     "store_full": _store_full,
     "store_hangs": _store_hangs,
+    "no_data": _no_data,
     "coordinator": _coordinator,
     "both": _both,
     "torn": _torn,

@@ -37,6 +37,7 @@ from skein.protocol.worker_io import (
     RunOp,
     SendReport,
     SendTensor,
+    StartOpening,
     StartPrefetch,
     StreamLost,
     StreamOpened,
@@ -352,6 +353,8 @@ class World(Service):
                 self.clock.after(0.0, partial(self._give, worker, cancelled))
             case StartPrefetch():
                 self.copies.start(worker, command)
+            case StartOpening():
+                self._builds.data.start(worker, command)
             case FollowCommit():
                 self.copies.follow(worker, command)
             case DropCopies():
@@ -463,6 +466,10 @@ class World(Service):
         """Let nobody read or write checkpoints for so long."""
         self.invariants.has_storage_failed = True
         self.store.hang(seconds)
+
+    def lose_data(self, name: WorkerId, seconds: float) -> None:
+        """Let a worker not see its data for so long."""
+        self._builds.data.lose(name, seconds)
 
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""

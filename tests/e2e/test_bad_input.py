@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import yaml
 from bench.cluster import Cluster, running
 from client.local import free_port
 from skein.config.job import JobSpec
+from skein.config.load import apply_overrides, job_from_document
+from skein.types import JobState
 from tests.e2e.jobs import text_job, write_text
 
 DONE, FAILED, USAGE = 0, 1, 2
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +65,7 @@ def only_error(ran: "subprocess.CompletedProcess[str]", code: int) -> str:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.sources=[{format: text, path: /nowhere/at/all}]", ("/nowhere/at/all", "data.sources")),
-        ("data.sources=[{format: text, path: /etc, glob: '*.nothing'}]", ("*.nothing", "data.sources")),
         ("data.sources=[{format: text, path: /etc/hostname}]", ("samples",)),
-        ("data.tokenizer=/nowhere/tokenizer.json", ("/nowhere/tokenizer.json", "tokenizer")),
         ("data.tokenizer=/etc/hostname", ("/etc/hostname", "tokenizer")),
         (
             "data.sources=[{format: tokens, path: /etc/hostname, dtype: uint32}]",
@@ -78,6 +79,28 @@ def test_a_job_that_no_worker_can_run_fails_with_the_reason(
 ) -> None:
     error = only_error(submit(cluster, job, tmp_path, override), FAILED)
     assert all(word in error for word in said), error
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.sources=[{format: text, path: /nowhere/at/all}]", "/nowhere/at/all"),
+        ("data.tokenizer=/nowhere/tokenizer.json", "/nowhere/tokenizer.json"),
+    ],
+)
+def test_a_job_whose_files_no_worker_has_waits_with_the_reason(
+    cluster: Cluster, job: JobSpec, override: str, said: str
+) -> None:
+    document = apply_overrides(job.model_dump(mode="json"), [override])
+    with cluster.client() as client:
+        waits = client.submit(job_from_document(document))
+        until_s = time.monotonic() + PATIENCE_S
+        while said not in waits.status().reason:
+            assert time.monotonic() < until_s, waits.status()
+            time.sleep(0.1)
+        assert "nobody can use" in waits.status().reason
+        waits.cancel()
+        assert waits.wait().state is JobState.CANCELLED
 
 
 def test_the_service_goes_on_after_all_those(cluster: Cluster, job: JobSpec, tmp_path: Path) -> None:

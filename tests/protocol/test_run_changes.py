@@ -10,7 +10,6 @@ from skein.protocol.messages import Assign, Commit, Dismiss, NewGeneration, Refu
 from skein.protocol.records import (
     Drained,
     GenerationOpened,
-    JobEnded,
     RolledBack,
     StepCommitted,
 )
@@ -360,17 +359,3 @@ def test_who_only_peers_complained_of_is_pardoned_when_no_plan_exists_without_it
         for worker in desk.live:
             desk.report(worker, Beat(progress=0, running_s=0.0, statistics=()))
     assert desk.generation == before + 1
-
-
-def test_a_fatal_failure_fails_the_job_at_once() -> None:
-    desk = stepping()
-    desk.report("w0a", Trouble(generation=desk.generation, is_fatal=True, reason="no such file"))
-    assert ended(desk) == (JobState.FAILED, "w0a: no such file")
-
-
-def test_what_is_fatal_to_one_worker_is_not_to_a_job_that_has_made_steps() -> None:
-    desk = stepping(PAIRS_SPEC, PAIRS)
-    desk.step(PAIRS)
-    desk.report("w0b", Trouble(generation=desk.generation, is_fatal=True, reason="no such file"))
-    assert not desk.recorded(JobEnded)
-    assert desk.told(NewGeneration)

@@ -21,13 +21,14 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Look, Prefetch, Save
+from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Look, OpenData, Prefetch, Save
 from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
 from skein.protocol.reports import (
     Ack,
     Beat,
     CheckpointWritten,
     ChunksReady,
+    DataOpened,
     EvaluationDone,
     Hello,
     PeersSeen,
@@ -291,6 +292,17 @@ class Desk:
         return commands
 
     def prefetch(self) -> list[CoordinatorCommand]:
+        """The copies that the last commands ask for are here, and data that they ask for are open."""
+        sent = self.found(Send)
+        commands = self.prefetch_copies()
+        for command in sent:
+            if isinstance(command.directive, OpenData):
+                opened = DataOpened(job=command.directive.job, error="", is_unfit=False)
+                commands += self.report(command.worker, opened)
+        self.commands = commands
+        return commands
+
+    def prefetch_copies(self) -> list[CoordinatorCommand]:
         """The copies that the last commands ask for are here."""
         commands: list[CoordinatorCommand] = []
         for command in self.found(Send):

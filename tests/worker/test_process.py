@@ -18,6 +18,7 @@ from skein.protocol.messages import (
     Look,
     Member,
     NewGeneration,
+    OpenData,
     Origin,
     Probe,
     Refused,
@@ -31,6 +32,7 @@ from skein.protocol.reports import (
     CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
+    DataOpened,
     Leaving,
     LinksMeasured,
     PeersSeen,
@@ -277,7 +279,7 @@ async def test_what_no_worker_could_do_fails_the_job_with_its_cause(
         await session.heard(Ack)
         session.say(assignment(text, 1, job=spoil(tiny_job(text, stages=1))))
         trouble = await session.heard(Trouble)
-        assert trouble.is_fatal
+        assert trouble.is_unfit or trouble.is_fatal
         assert "nowhere" in trouble.reason
         assert "\n" not in trouble.reason
 
@@ -313,6 +315,21 @@ async def test_a_job_that_leads_out_of_a_root_is_refused_with_its_name(
         reason = (await session.heard(Trouble)).reason
         assert "out of the" in reason
         assert f"{tmp_path}/root" in reason
+
+
+async def test_data_that_will_be_wanted_are_open_before_anybody_waits(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    job = tiny_job(text, stages=1)
+    async with puppet() as (coordinator, port), running(setting(port)):
+        session = await coordinator.session()
+        session.say(WELCOME)
+        session.say(OpenData(epoch=WELCOME.epoch, job=JobId("j1"), job_spec=job.canonical_json()))
+        assert await session.heard(DataOpened) == DataOpened(job=JobId("j1"), error="", is_unfit=False)
+        absent = absent_data(job).canonical_json()
+        session.say(OpenData(epoch=WELCOME.epoch, job=JobId("j1"), job_spec=absent))
+        failed = await session.heard(DataOpened)
+        assert "nowhere" in failed.error
+        assert failed.is_unfit
 
 
 async def test_what_was_logged_about_trouble_is_told_before_it(tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ class Blame:
         if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
             self._log(f"excluded={worker}: {reason}")
 
-    def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float) -> None:
-        """Give these no work until a step is committed: they lack what is no fault of theirs."""
+    def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float, lasts: bool = False) -> None:
+        """Give these no work until a step is committed, or longer: they lack what is no fault of theirs."""
         for worker, reason in reasons.items():
             self.story.tell(worker, reason, now=now)
-            self.strikes.set_aside(worker, reason)
+            self.strikes.set_aside(worker, reason, lasts=lasts)
             self._log(f"excluded={worker} for now: {reason}")
 
     def exclude(self, workers: tuple[WorkerId, ...], reason: str, *, now: float) -> None:

@@ -18,7 +18,7 @@ from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
 from skein.protocol.messages import StepRecord
-from skein.protocol.reports import Prefetched
+from skein.protocol.reports import DataOpened, Prefetched
 from skein.protocol.runs.backups import Backups
 from skein.protocol.runs.joining import Joining
 from skein.protocol.runs.measuring import Measured
@@ -52,10 +52,10 @@ class Improving:
         self._members = members
         self._placement = placement
         self._measured = measured
-        self._joining = Joining(job, members, outbox)
+        may_follow = is_additive(job.spec.aggregation)
+        self._joining = Joining(job, members, outbox, may_follow=may_follow)
         self._backups = Backups(job, members, outbox, links)
         self._losses: dict[WorkerId, Backoff] = {}
-        self._may_follow = is_additive(job.spec.aggregation)
         self._may_back_up = job.spec.aggregation.walkers is Walkers.ONE
 
     # --- what happens ---
@@ -90,6 +90,10 @@ class Improving:
         self._members.copied(worker, report)
         self._joining.prefetched(worker, report)
         self._backups.prefetched(report)
+
+    def opened(self, worker: WorkerId, report: DataOpened) -> None:
+        """A worker has the job's data open, or cannot."""
+        self._joining.opened(worker, report)
 
     def step_begins(self, candidates: list[Entry], *, now: float) -> None:
         """Everybody is told to begin a step, or was by the last commit."""
@@ -135,6 +139,5 @@ class Improving:
     def _prepare(self, *, now: float) -> None:
         """Another plan was chosen: who gets a chunk under it fetches that already."""
         present, chosen = self._placement.plan, self._placement.chosen
-        is_wanted = self._may_follow and self.revision.wish is not None
-        if is_wanted and present is not None and chosen is not None:
+        if self.revision.wish is not None and present is not None and chosen is not None:
             self._joining.begin(present, chosen, now=now)

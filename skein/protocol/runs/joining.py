@@ -1,8 +1,9 @@
 """Workers that get chunks under a coming plan have them before it is put in place, so that nobody waits for them.
 
 The holders of such a stage take a snapshot and keep what each step applies from then on; whoever is to hold it fetches
-the snapshot from all of them at once, beside the steps that go on, and brings it up to date commit by commit. When
-every copy is at most one commit behind, the plan may be put in place at the next boundary.
+the snapshot from all of them at once, beside the steps that go on, and brings it up to date commit by commit. Whoever
+is to hold the first stage opens the job's data meanwhile. When all data are open and every copy is at most one commit
+behind, the plan may be put in place at the next boundary.
 
 Rules of this file
 - A transfer that ends in nothing costs nothing: the wish is given up, and looked at anew.
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from skein.plan.plan import Plan
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import Follow, Prefetch, Snapshot, StepRecord
-from skein.protocol.reports import Prefetched
+from skein.protocol.messages import Follow, OpenData, Prefetch, Snapshot, StepRecord
+from skein.protocol.reports import DataOpened, Prefetched
 from skein.protocol.runs.members import Members
 from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
 
@@ -40,9 +41,14 @@ class _Transfer:
 
 
 class Joining:
-    """What is being fetched for a plan that is to come."""
+    """What is being fetched and opened for a plan that is to come. `may_follow`: copies can follow the steps."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox, *, may_follow: bool) -> None:
+        self._may_follow = may_follow
+        self._reading: dict[WorkerId, bool] = {}
+        """Who opens data for it; True once they are open."""
+        self._is_void = False
+        """Somebody cannot open them, or is gone."""
         self._job = job
         self._members = members
         self._out = outbox
@@ -55,14 +61,39 @@ class Joining:
     def begin(self, present: Plan, coming: Plan, *, now: float) -> None:
         """Have everybody fetch what the coming plan gives them; nothing if nobody can give it."""
         self._until = now + PATIENCE_S
+        self._is_void = False
         self._num_idle = 0
-        self._wanted = set(_to_fetch(present, coming))
+        self._read(present, coming)
+        self._wanted = set(_to_fetch(present, coming)) if self._may_follow else set()
         self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
         for worker, stage in self._in_order():
             known = self._transfers.get((worker, stage))
             if known is not None:
                 self._ask(worker, stage, known.asked, present)
         self._ask_anew([at for at in self._in_order() if at not in self._transfers], present)
+
+    def _read(self, present: Plan, coming: Plan) -> None:
+        """Have the holders of the first stage open the data, but for those who have them open."""
+        first = StageIndex(0)
+        new = sorted(set(coming.holders(first)) - set(present.holders(first)))
+        self._reading = {worker: self._reading.get(worker, False) for worker in new}
+        for worker, is_open in self._reading.items():
+            if not is_open:
+                spec = self._job.spec.canonical_json()
+                self._members.tell(
+                    worker, OpenData(epoch=self._out.history.epoch, job=self._job.job, job_spec=spec)
+                )
+
+    def opened(self, worker: WorkerId, report: DataOpened) -> None:
+        """A worker has the data open, or cannot; who cannot is asked no more."""
+        if report.job != self._job.job or worker not in self._reading:
+            return
+        if report.error:
+            del self._reading[worker]
+            self._is_void = True
+            self._out.log(f"job={self._job.job} worker={worker} could not open the data: {report.error}")
+        else:
+            self._reading[worker] = True
 
     def try_again(self, present: Plan) -> None:
         """Ask again for what could not be had: who gave it may be gone, or has no snapshot any more."""
@@ -138,18 +169,22 @@ class Joining:
         lost = [at for at in self._transfers if at[0] == worker]
         for at in lost:
             del self._transfers[at]
-        return bool(lost)
+        is_reader = self._reading.pop(worker, None) is not None
+        if is_reader:
+            self._is_void = True
+        return bool(lost) or is_reader
 
     @property
     def is_ready(self) -> bool:
-        """Whether every copy is at most one commit behind."""
+        """Whether all data are open, and every copy is at most one commit behind."""
         least = self._job.version - 1
         found = (self._transfers.get(at) for at in self._wanted)
-        return all(x is not None and x.reached is not None and x.reached >= least for x in found)
+        is_read = not self._is_void and all(self._reading.values())
+        return is_read and all(x is not None and x.reached is not None and x.reached >= least for x in found)
 
     def is_hopeless(self, *, now: float) -> bool:
         """Whether a copy will not come: its worker is gone, or it has taken too long."""
-        return now > self._until or not self._wanted <= self._transfers.keys()
+        return self._is_void or now > self._until or not self._wanted <= self._transfers.keys()
 
     def fenced(self) -> None:
         """The wish is void. What is on its way may be wanted again."""
@@ -159,6 +194,8 @@ class Joining:
         """The plan is in place, or not wanted any more."""
         self._wanted.clear()
         self._transfers.clear()
+        self._reading.clear()
+        self._is_void = False
 
 
 def _to_fetch(present: Plan, coming: Plan) -> Iterator[tuple[WorkerId, StageSpec]]:

@@ -33,6 +33,7 @@ from skein.protocol.reports import (
     CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
+    DataOpened,
     EvaluationDone,
     Prefetched,
     StageDone,
@@ -52,6 +53,7 @@ from skein.protocol.runs.incidents import Incidents
 from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
+from skein.protocol.runs.misfits import Misfits
 from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.placement import Placement
 from skein.protocol.runs.planning import num_wanted, one_for_each_print
@@ -102,6 +104,7 @@ class Run:
         self._members = Members(job, membership, outbox)
         self._blamed = Blame(job, outbox)
         self._strikes = self._blamed.strikes
+        self._misfits = Misfits(job, self._blamed)
         self._storage = Storage(job, self._blamed, self._gathering, outbox)
         self._savings = Savings(job, self._members, outbox)
         self._evaluation = Evaluation(job, self._members, outbox)
@@ -187,11 +190,7 @@ class Run:
                 if reason := self._storage.unread(worker, report, self._incidents, now=now):
                     self._bump(reason, now=now)
             case Trouble():
-                # Once steps were made, the job can be run: what one worker lacks is its own trouble.
-                if report.is_fatal and self.job.version == 0:
-                    self.end(JobState.FAILED, f"{worker}: {report.reason}", now=now)
-                else:
-                    self._blame(worker, report.reason, is_hearsay=False, now=now)
+                self._troubled(worker, report, now=now)
             case _:
                 assert_never(report)
 
@@ -261,6 +260,12 @@ class Run:
     def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
         """A copy of a stage is whole, or cannot be had."""
         self._improving.prefetched(worker, report)
+
+    def data_opened(self, worker: WorkerId, report: DataOpened, *, now: float) -> None:
+        """A worker has the job's data open, or cannot have them."""
+        self._improving.opened(worker, report)
+        if worker not in self._members.placed:  # who has a place keeps that
+            self._misfits.opened(worker, report, now=now)
 
     # --- time ---
 
@@ -366,6 +371,18 @@ class Run:
         kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
         self._failed(kind, worker, f"{worker}: {reason}", now=now)
 
+    def _troubled(self, worker: WorkerId, trouble: Trouble, *, now: float) -> None:
+        """A worker cannot do its part, for it or the job is unfit, or for what may not happen again."""
+        if not (trouble.is_fatal or trouble.is_unfit):
+            self._blame(worker, trouble.reason, is_hearsay=False, now=now)
+            return
+        others = [entry.hello.worker for entry in self._candidates() if entry.hello.worker != worker]
+        failed = self._misfits.judge(worker, trouble, others, now=now)
+        if failed is not None:
+            self.end(JobState.FAILED, failed, now=now)
+        else:
+            self._failed(IncidentKind.WORKER_FAILED, worker, f"{worker}: {trouble.reason}", now=now)
+
     def _pardon(self) -> bool:
         """Give another chance to those whom a broken link may have made look bad."""
         if not self._blamed.pardon():
@@ -397,9 +414,9 @@ class Run:
     def _give_up_or_wait(self, reason: str, *, now: float) -> None:
         if not self._live or self._holders():
             self._wait(f"no workers ({reason})")
-        elif self._strikes.is_for_storage:
+        elif self._strikes.lacking is not None:
             self._gathering.failed(may_pardon=True, now=now)
-            self._wait(f"nobody can use the place of the checkpoints: {reason}")
+            self._wait(f"nobody can use {self._strikes.lacking}: {reason}")
         elif self._pardon():
             self._bump(reason, now=now)
         else:

@@ -1,7 +1,7 @@
 """Who is to blame for failures: three in a row, and a worker gets no more work.
 
 A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
-what it needs, or until the run cannot do without it.
+what it needs, or until the run cannot do without it. One that lacks what the job names is set aside until the latter.
 """
 
 from collections.abc import Mapping
@@ -28,6 +28,8 @@ class Strikes:
         self._excluded: dict[WorkerId, str] = {}
         self._accused: set[WorkerId] = set()
         self._set_aside: set[WorkerId] = set()
+        self._unfit: set[WorkerId] = set()
+        """Of those, who lacks what the job names."""
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
@@ -40,9 +42,11 @@ class Strikes:
         return bool((self._accused | self._set_aside) & self._excluded.keys())
 
     @property
-    def is_for_storage(self) -> bool:
-        """Whether somebody is set aside: what that one lacks may be mended."""
-        return bool(self._set_aside)
+    def lacking(self) -> str | None:
+        """What those who are set aside cannot use, which may be mended; None: nobody is."""
+        if self._unfit:
+            return "what the job names"
+        return "the place of the checkpoints" if self._set_aside else None
 
     def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> bool:
         """Count a failure, which the worker itself reported unless `is_hearsay`; True if that excludes it."""
@@ -57,10 +61,12 @@ class Strikes:
         self._excluded[worker] = reason
         return True
 
-    def set_aside(self, worker: WorkerId, reason: str) -> None:
-        """Give a worker no more work for now, for what may be no fault of its own."""
+    def set_aside(self, worker: WorkerId, reason: str, *, lasts: bool = False) -> None:
+        """Give a worker no more work for now, for what may be no fault of its own; `lasts`: steps do not change it."""
         self._excluded[worker] = reason
         self._set_aside.add(worker)
+        if lasts:
+            self._unfit.add(worker)
 
     def exclude(self, worker: WorkerId, reason: str) -> None:
         """Give a worker no more work until the run cannot do without it."""
@@ -70,10 +76,10 @@ class Strikes:
     def committed(self) -> tuple[WorkerId, ...]:
         """A step was committed: old failures no longer count, exclusions stay; says who is set aside no longer."""
         self._num_by_worker.clear()
-        back = tuple(sorted(self._set_aside))
+        back = tuple(sorted(self._set_aside - self._unfit))
         for worker in back:
             del self._excluded[worker]
-        self._set_aside.clear()
+        self._set_aside &= self._unfit
         return back
 
     def forget(self, worker: WorkerId) -> None:
@@ -83,6 +89,7 @@ class Strikes:
         self._excluded.pop(worker, None)
         self._accused.discard(worker)
         self._set_aside.discard(worker)
+        self._unfit.discard(worker)
 
     def pardon(self) -> tuple[WorkerId, ...]:
         """Give another chance to whoever was set aside, or excluded on the word of peers alone; says who they are."""

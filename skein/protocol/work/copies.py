@@ -13,24 +13,26 @@ Rules of this file
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from skein.protocol.messages import ChunkVersion, Follow, Prefetch, Snapshot, StepRecord
+from skein.protocol.messages import ChunkVersion, Follow, OpenData, Prefetch, Snapshot, StepRecord
 from skein.protocol.ops import SnapshotOp
-from skein.protocol.reports import Prefetched
+from skein.protocol.reports import DataOpened, Prefetched
 from skein.protocol.work.standing import Standing
 from skein.protocol.worker_io import (
     CopyKind,
     DropCopies,
     FollowCommit,
     ForgetJob,
+    OpeningEnded,
     PrefetchEnded,
     PrefetchFailed,
     SnapshotsHeld,
+    StartOpening,
     StartPrefetch,
 )
 from skein.types import JobId, StageSpec, Step
 
-CopyDirective = Prefetch | Follow
-CopyEvent = PrefetchEnded | PrefetchFailed | SnapshotsHeld
+CopyDirective = Prefetch | OpenData | Follow
+CopyEvent = PrefetchEnded | PrefetchFailed | OpeningEnded | SnapshotsHeld
 
 _NEVER = Step(0)
 
@@ -100,6 +102,8 @@ class Copies:
                 self._back_up(directive)
             case Prefetch():
                 self._prefetch(directive)
+            case OpenData():
+                standing.commands.append(StartOpening(opens=directive))
             case Follow():
                 self.hear(directive.record)
 
@@ -189,6 +193,9 @@ class Copies:
         match event:
             case SnapshotsHeld():
                 self._snapshots = event.copies
+            case OpeningEnded():
+                opened = DataOpened(job=event.job, error=event.error, is_unfit=event.is_unfit)
+                self._standing.tell(opened)
             case PrefetchEnded(kind=CopyKind.BACKUP):
                 if (event.stage, event.version) in self._backups:
                     self._backups[event.stage, event.version] = True

@@ -139,6 +139,7 @@ class Report(_message.Message):
     CHECKPOINT_UNWRITTEN_FIELD_NUMBER: _builtins.int
     SPEED_MEASURED_FIELD_NUMBER: _builtins.int
     PEERS_SEEN_FIELD_NUMBER: _builtins.int
+    DATA_OPENED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -177,6 +178,8 @@ class Report(_message.Message):
     def speed_measured(self) -> Global___SpeedMeasured: ...
     @_builtins.property
     def peers_seen(self) -> Global___PeersSeen: ...
+    @_builtins.property
+    def data_opened(self) -> Global___DataOpened: ...
     def __init__(
         self,
         *,
@@ -199,12 +202,13 @@ class Report(_message.Message):
         checkpoint_unwritten: Global___CheckpointUnwritten | None = ...,
         speed_measured: Global___SpeedMeasured | None = ...,
         peers_seen: Global___PeersSeen | None = ...,
+        data_opened: Global___DataOpened | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen", "data_opened"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -230,6 +234,7 @@ class Directive(_message.Message):
     FOLLOW_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
+    OPEN_DATA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -262,6 +267,8 @@ class Directive(_message.Message):
     def measure(self) -> Global___Measure: ...
     @_builtins.property
     def look(self) -> Global___Look: ...
+    @_builtins.property
+    def open_data(self) -> Global___OpenData: ...
     def __init__(
         self,
         *,
@@ -281,12 +288,13 @@ class Directive(_message.Message):
         follow: Global___Follow | None = ...,
         measure: Global___Measure | None = ...,
         look: Global___Look | None = ...,
+        open_data: Global___OpenData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1164,6 +1172,34 @@ class PeersSeen(_message.Message):
 Global___PeersSeen: _TypeAlias = PeersSeen  # noqa: Y015
 
 @_typing.final
+class DataOpened(_message.Message):
+    """A job's data are open here; or, with an error, cannot be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    IS_UNFIT_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    error: _builtins.str
+    is_unfit: _builtins.bool
+    """Another worker may have what this one lacks."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        error: _builtins.str = ...,
+        is_unfit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "is_unfit", b"is_unfit", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataOpened: _TypeAlias = DataOpened  # noqa: Y015
+
+@_typing.final
 class Suspected(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1195,19 +1231,23 @@ class Trouble(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     IS_FATAL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    IS_UNFIT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     is_fatal: _builtins.bool
     reason: _builtins.str
+    is_unfit: _builtins.bool
+    """Another worker may have what this one lacks."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         is_fatal: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        is_unfit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "is_fatal", b"is_fatal", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "is_fatal", b"is_fatal", "is_unfit", b"is_unfit", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1716,6 +1756,34 @@ class Prefetch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefetch: _TypeAlias = Prefetch  # noqa: Y015
+
+@_typing.final
+class OpenData(_message.Message):
+    """Open a job's data, beside whatever is running: they will be wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    JOB_SPEC_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    job: _builtins.str
+    job_spec: _builtins.str
+    """Canonical JSON."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        job: _builtins.str = ...,
+        job_spec: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "job_spec", b"job_spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenData: _TypeAlias = OpenData  # noqa: Y015
 
 @_typing.final
 class Follow(_message.Message):
