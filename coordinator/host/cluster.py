@@ -55,9 +55,11 @@ class Cluster:
         return None
 
     def leave(self) -> None:
-        """Disconnect; a cluster of our own ends. A broken one is left to the guard."""
+        """Disconnect; a cluster of our own ends. What cannot be ended is left to the guard."""
         if self.broken() is None:
-            ray.shutdown()
+            # Ray looks for its folder even now; where that is gone the reason for leaving must still be told.
+            with suppress(RayError, RuntimeError, OSError):
+                ray.shutdown()
 
 
 def _is_alive(process: psutil.Process) -> bool:

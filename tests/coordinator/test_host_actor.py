@@ -72,6 +72,10 @@ class FakeRay:
     def get(self, answer: Answer) -> object:
         return answer.value
 
+    def shutdown(self) -> None:
+        assert self.error is not None
+        raise self.error
+
     def remote(self, _kind: type) -> "FakeRay":
         assert self.error is not None
         raise self.error
@@ -120,6 +124,11 @@ def test_an_actor_that_takes_long_to_serve_and_lives_is_waited_for(fake: FakeRay
         assert host.listens(0.5) is None
     actor.serves = SERVES
     assert actor.num_asked > 500
+
+
+def test_a_cluster_whose_folder_is_gone_hides_no_reason(fake: FakeRay) -> None:
+    fake.error = NotADirectoryError(20, "Not a directory")
+    Cluster().leave()
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), RuntimeError("no room"), ValueError("taken")])
