@@ -158,6 +158,7 @@ def test_the_manifest_says_what_there_is(store: CheckpointStore, url: str) -> No
         "job": JOB,
         "version": 10,
         "spec": job_spec().canonical_json(),
+        "data_fingerprint": "",
         "files": [
             {
                 "name": NAME,
