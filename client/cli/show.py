@@ -13,6 +13,7 @@ import click
 from skein.config.job import JobSpec
 from skein.plan.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
+from skein.protocol.runs.measuring import PARTED
 from skein.topology.fleet import Profile
 from skein.units import format_bytes
 from skein.wire.views import (
@@ -171,10 +172,6 @@ def late_samples(status: JobStatus) -> str:
     batch = int(json.loads(status.spec)["batch"]["samples"])
     share = status.num_late_samples / max(1, batch * status.step)
     return f"{counted(status.num_late_samples, 'sample')} of late walkers, {share:.2g} of all"
-
-
-PARTED = 2.0
-"""Times as long as planned, or a part of that: what the plan was made by is wrong, and its bound says nothing."""
 
 
 def _doubt(status: JobStatus) -> str:
