@@ -8,6 +8,7 @@ Rules of this file
 import json
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 from coordinator.logfile import FIELD, Tail, digest_before, sync_directory
@@ -41,6 +42,13 @@ def write_mirror(directory: Path, tail: Tail) -> None:
         os.fsync(file.fileno())
     new.replace(path)
     sync_directory(directory)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Remove what owners left that were killed while they wrote."""
+    for left in directory.glob(f".{MIRROR_FILE}-*"):
+        with suppress(OSError):
+            left.unlink()
 
 
 def read_mirror(directory: Path) -> Tail | None:

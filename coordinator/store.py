@@ -46,7 +46,7 @@ from coordinator.logfile import (
     take_epoch,
     transaction,
 )
-from coordinator.mirror import LogLost, read_mirror, what_is_lost, write_mirror
+from coordinator.mirror import LogLost, clear_unfinished, read_mirror, what_is_lost, write_mirror
 from skein.errors import LocalError, SkeinError, UserError
 from skein.protocol.records import Record
 from skein.storage.outside import is_full
@@ -378,6 +378,7 @@ def _begin(
     accepts_loss: bool = False,
 ) -> _Opening:
     """Within a transaction: the next epoch, if the log has all that is known of it, or if its loss is accepted."""
+    clear_unfinished(path.parent)
     torn, unread, mirror = drop_torn_tail(connection, path), None, None
     try:
         mirror = read_mirror(path.parent)

@@ -136,6 +136,14 @@ def test_a_mirror_that_cannot_be_read_is_told_and_compared_with_nothing(known: P
     assert read_mirror(known) is not None
 
 
+def test_what_an_owner_left_half_written_is_cleared_away(known: Path) -> None:
+    left = known / f".{MIRROR_FILE}-4711"
+    left.write_text('{"entry": 9')
+    with RunLog.open(known, wall_s=3.0) as log:
+        assert log.warnings == ()
+        assert not left.exists()
+
+
 def test_a_launcher_that_accepted_a_loss_accepts_it_once(known: Path, tmp_path: Path) -> None:
     lose_entries(known)
     with RunLog.open(known, wall_s=3.0, holder=FIRST, accepts_loss=True):
