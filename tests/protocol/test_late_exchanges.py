@@ -1,6 +1,7 @@
 """An exchange that a walker comes late to: whoever is left out of the step takes part in what ends it."""
 
 from skein.config.aggregation import DiLoCo
+from skein.plan.quorum import NUM_PROVEN
 from skein.plan.rounds import local_group
 from skein.protocol.messages import Commit, Prepare
 from skein.protocol.reports import StageDone, Vote
@@ -13,13 +14,13 @@ from tests.support.reports import attempt, ledger
 NAMES = ("a", "b", "c")
 CHUNKS = [chunk(0, name) for name in NAMES]
 PLAN = plan_of(CHUNKS, [path(at) for at in CHUNKS])
-RULE = DiLoCo(rule="diloco", local_steps=2, wire="fp32", quorum=0.5, grace=2.0)
+RULE = DiLoCo(rule="diloco", local_steps=NUM_PROVEN + 1, wire="fp32", quorum=0.5, grace=2.0)
 
 
 def started() -> Desk:
     """Three walkers have begun the first step."""
     desk = Desk()
-    job = small_job(stages=1, replicas=3, microbatches=3)
+    job = small_job(stages=1, replicas=3, microbatches=3, steps=2 * NUM_PROVEN)
     desk.submit(job.model_copy(update={"aggregation": RULE}))
     desk.join(*NAMES)
     desk.settle(PLAN)
@@ -60,12 +61,13 @@ def arrive(desk: Desk, at: ChunkRef) -> None:
 
 
 def late_to_the_exchange() -> Desk:
-    """One round says what is usual; then the last walker does not come to the step that ends with an exchange."""
+    """Some rounds say what is usual; then the last walker does not come to the step that ends with an exchange."""
     desk = started()
-    for at in CHUNKS[:2]:
-        arrive(desk, at)
-    desk.wait(0.1)
-    arrive(desk, CHUNKS[2])
+    for _ in range(NUM_PROVEN):
+        for at in CHUNKS[:2]:
+            arrive(desk, at)
+        desk.wait(0.1)
+        arrive(desk, CHUNKS[2])
     for at in CHUNKS[:2]:
         arrive(desk, at)
     desk.wait(0.3)
