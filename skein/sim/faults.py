@@ -204,11 +204,18 @@ def _pause(world: World, fault: Fault) -> None:
 
 
 def _resume(world: World, job: JobId) -> None:
-    """Ask, and again as a client does that has no answer, until the job goes on."""
+    """Ask, and again as a client does that has no answer, until the job goes on.
+
+    At first in any case: while the disk is full, what was asked before waits too.
+    """
+    world.tell(ResumeAsked(job=job))
+    world.clock.after(ASK_AGAIN_S, partial(_resume_again, world, job))
+
+
+def _resume_again(world: World, job: JobId) -> None:
     known = None if world.coordinator is None else world.coordinator.history.jobs[job]
     if known is None or known.held is not None or known.halt is not None:
-        world.tell(ResumeAsked(job=job))
-        world.clock.after(ASK_AGAIN_S, partial(_resume, world, job))
+        _resume(world, job)
 
 
 # --- links ---
