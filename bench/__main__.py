@@ -9,6 +9,7 @@ NAMES = (
     "chaos-compare",
     "convergence",
     "detect",
+    "hostile",
     "overhead",
     "plan",
     "recovery",
