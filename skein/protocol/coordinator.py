@@ -85,6 +85,7 @@ from skein.protocol.reports import (
 )
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.phase import RunPhase
+from skein.protocol.runs.plausible import implausible
 from skein.protocol.runs.run import Run
 from skein.protocol.runs.storage import judge
 from skein.protocol.story import Story
@@ -272,6 +273,9 @@ class Coordinator:
         if not self.membership.is_current(worker, incarnation):
             return
         run = self.run
+        if (reason := self._implausible(worker, report)) is not None:
+            self._refused(ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
+            return
         if run is not None and self.membership.live[worker].progressed_at == now:
             run.progressed(now=now)
         match report:
@@ -319,6 +323,11 @@ class Coordinator:
                     run.report(worker, report, now=now)
             case _:
                 assert_never(report)
+
+    def _implausible(self, worker: WorkerId, report: Report) -> str | None:
+        """What is wrong with a report that nobody can have seen; an older generation's may be of another job."""
+        is_now = getattr(report, "generation", None) == self.history.generation
+        return implausible(worker, report, self.run.job.spec if self.run is not None and is_now else None)
 
     def _refused(self, event: ReportRefused, *, now: float) -> None:
         """What was said is lost, so its worker has failed; it lives all the same."""

@@ -13,7 +13,7 @@ from skein.sim.clock import Clock
 from skein.sim.copies import SimCopies
 from skein.sim.data import REASON, SimData
 from skein.sim.executor import StageTimes, stage_times
-from skein.sim.invariants import INITIAL, Invariants
+from skein.sim.invariants import INITIAL, Invariants, Violated
 from skein.sim.network import Network
 from skein.sim.process import SimWorker
 from skein.sim.store import Store
@@ -35,6 +35,7 @@ class Builds:
         workers: all processes, by name; the caller changes it.
         checkpoint_of: the committed checkpoint of a version.
         give: hands a worker an event.
+        crash: ends a worker that holds something else than it has told.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Builds:
         *,
         checkpoint_of: Callable[[Step], CheckpointCommitted],
         give: Give,
+        crash: Callable[[SimWorker, AssertionError], None],
     ) -> None:
+        self._crash = crash
         self._job = job
         self._layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
         self._clock = clock
@@ -116,12 +119,19 @@ class Builds:
         given: dict[StageIndex, str] = {}
         for chunk in assign.chunks:
             lineage = self._state_from(worker, assign, chunk)
+            if lineage is None and chunk.source.kind is SourceKind.CHECKPOINT:
+                self._unread(worker, assign, build, f"no file has all of stage {chunk.stage.index}")
+                return
             if lineage is None:
                 self._fail(worker, assign, chunk)
                 return
             given[chunk.stage.index] = self._invariants.lineage_now(assign.job, chunk.stage, lineage)
         times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
-        worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
+        try:
+            worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
+        except Violated as error:
+            self._crash(worker, error)
+            return
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
         self._invariants.built(worker.machine, assign.generation)
         self._give(
@@ -156,7 +166,12 @@ class Builds:
             case SourceKind.INITIAL:
                 return INITIAL
             case SourceKind.CHECKPOINT:
-                return self._saved(worker, chunk, source.version)
+                saved = self._saved(worker, chunk, source.version)
+                # Whoever said what the files are may have lied; who reads them sees that tensors are missing.
+                is_known = not self._invariants.has_liars or self._invariants.is_of(
+                    assign.job, source.version, saved
+                )
+                return saved if is_known else None
             case SourceKind.KEEP:
                 return self.copies.fixed(worker, stage, assign.version)
             case SourceKind.PEER:
@@ -227,7 +242,7 @@ class Builds:
         walker = chunk.walker % num_walkers(saved)
         files = [file for part in saved for file in part.files]
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
-        found = {name: self.store.files[name] for name in mine}
+        found = {name: self.store.files[name] for name in mine if name in self.store.files}
         here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
         worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))

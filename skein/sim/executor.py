@@ -132,6 +132,8 @@ class SimExecutor:
         """`flops_per_s` is what the worker says when it starts."""
         self.worker = worker
         self.flops_per_s = self.nominal_flops_per_s = flops_per_s
+        self.is_told_true = True
+        """Nobody has lied about tokens, so weights are what they must be."""
         self.chunks: dict[StageIndex, SimChunk] = {}
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
@@ -467,7 +469,7 @@ class SimExecutor:
         if found != {(step, m, stage): 1 for stage in stages for m in visitors[stage]}:
             raise Violated(f"{result.group} at step {step} sums {sorted(found.items())}")
         num_tokens = len(frozenset().union(*visitors.values()))
-        if result.weight != (1 / num_tokens if num_tokens else 0.0):
+        if self.is_told_true and result.weight != (1 / num_tokens if num_tokens else 0.0):
             raise Violated(f"{result.group} at step {step} weighs {result.weight} for {num_tokens} tokens")
 
     def _clear(self, version: Step) -> None:

@@ -64,6 +64,8 @@ def draw_faults(
 
 def schedule(world: World, faults: Sequence[Fault]) -> None:
     """Have them happen, each at its time, and be told among the world's lines."""
+    if any(fault.kind == "lie" for fault in faults):
+        world.expect_lies()
     for fault in faults:
         world.clock.at(fault.at_s, partial(strike, world, fault))
 
@@ -145,6 +147,18 @@ def _op(world: World, fault: Fault) -> None:
 def _forget(world: World, fault: Fault) -> None:
     """The boundary log has room for a few entries only."""
     world.shorten_log(fault.worker, num_kept=fault.number % 4)
+
+
+def _lie(world: World, fault: Fault) -> None:
+    """What one or two workers report is mutated for a while."""
+    liars = [fault.worker] if fault.number % 3 else [fault.worker, fault.other]
+    for name in liars:
+        worker = world.workers.get(name)
+        if worker is not None:
+            identity = worker.machine.identity
+            world.have_lie(name, rng.stream(fault.number, "lies", name), 2 * fault.seconds)
+            back = partial(come_back, world, name, identity.site, identity.profile)
+            world.clock.after(AWAY_S + 2 * fault.seconds, back)
 
 
 # --- several at once ---
@@ -369,6 +383,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "drain": _drain,
     "op": _op,
     "forget": _forget,
+    "lie": _lie,
     "third": _third,
     "site": _site,
     "neighbours": _neighbours,

@@ -106,6 +106,8 @@ class Invariants:
         self.visits: dict[Generation, Visits] = {}
         """By the generation whose plan was recorded."""
         self.has_storage_failed = False
+        self.has_liars = False
+        """Somebody may say that it holds what it does not, or not what it does."""
         """Checkpoints were damaged, or could not be read or written for a while: no job may end for that."""
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
@@ -161,7 +163,7 @@ class Invariants:
                 del branch.lineages[record.to_version + 1 :]
             case Averaged():
                 self._averaged(self._branches[record.job], record)
-            case JobEnded(state=JobState.FAILED) if self.has_storage_failed:
+            case JobEnded(state=JobState.FAILED) if self.has_storage_failed and not self.has_liars:
                 raise Violated(f"the job ends for what storage did: {record.reason}")
             case CheckpointCommitted(version=version) if version > len(self._branches[record.job].records):
                 raise Violated(f"a checkpoint of version {version}, which does not count")
@@ -188,7 +190,7 @@ class Invariants:
     def gives_up(self, record: RolledBack, within_reach: Iterable[Found]) -> None:
         """Steps are about to be given up: those who are here, or were not waited for, may not hold them all."""
         job, branch = self._replayed.jobs[record.job], self._branches[record.job]
-        is_wanted = record.learning_rate_ratio is not None
+        is_wanted = record.learning_rate_ratio is not None or self.has_liars
         if is_wanted or job.spec.aggregation.walkers is Walkers.MANY or job.worked is None:
             return
         held: dict[int, dict[StageSpec, WorkerId]] = {}
@@ -301,6 +303,10 @@ class Invariants:
         for stage, lineage in by_stage.items():
             if lineage != branch.lineages[version]:
                 raise Violated(f"{who.identity.worker} holds another stage {stage} at version {version}")
+
+    def is_of(self, job: JobId, version: Step, lineage: str) -> bool:
+        """Whether this is what the log makes of a version."""
+        return lineage in self._branches[job].lineages[version : version + 1]
 
     def handled(self, who: Worker) -> None:
         """A worker has handled an event: it never steps back, is never ahead of the log, and keeps to its slots."""

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from numpy.random import Generator as Draw
+
 from skein.protocol.ops import Op
 from skein.protocol.worker import Worker
 from skein.sim.clock import Action
@@ -24,6 +26,9 @@ class SimWorker:
     is_to_forget: bool = False
     to_fail: Callable[[Op], bool] | None = None
     """Of which ops the next one fails halfway."""
+    lies: Draw | None = None
+    """What mutates its reports draws from this."""
+    has_lied: bool = False
     wakes_at: float | None = None
     build: int = 0
     frozen: deque[Action] = field(default_factory=deque)

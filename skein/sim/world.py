@@ -7,11 +7,15 @@ lose what was in flight when they break, tensors travel over modelled links, ops
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from numpy.random import Generator as Draw
+
 from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
-from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
+from skein.errors import OutOfRangeError
+from skein.protocol.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
 from skein.protocol.messages import Member
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
+from skein.protocol.ranges import check_numbers
 from skein.protocol.records import CheckpointCommitted, Record, RolledBack
 from skein.protocol.reports import Hello, Report
 from skein.protocol.worker import Worker
@@ -48,6 +52,7 @@ from skein.protocol.worker_io import (
 from skein.sim.builds import Builds
 from skein.sim.executor import SimExecutor
 from skein.sim.invariants import Found
+from skein.sim.lies import mutated
 from skein.sim.network import COORDINATOR, Network
 from skein.sim.process import SimWorker
 from skein.sim.reach import Reach
@@ -62,6 +67,8 @@ LOOK_S = 0.05
 """From a look at a peer to what is found."""
 DIAL_S = 0.05
 """From a broken stream to the next try."""
+BACK_S = 5.0
+"""From the end of a process by an error of its own until somebody has started it again."""
 DIAL_AGAIN_S = 0.5
 """To the one after that, where nobody answers."""
 
@@ -99,6 +106,7 @@ class World(Service):
             self.invariants,
             checkpoint_of=self._checkpoint_of,
             give=self._give,
+            crash=self._crash,
         )
         self.copies = self._builds.copies
         self.store = self._builds.store
@@ -109,6 +117,8 @@ class World(Service):
         self._reach = Reach()
         self._new_executor = new_executor
         self._num_incarnations = 0
+        self.has_liars = False
+        """Somebody may lie: losses are no measure then, nor how long a job takes."""
 
     # --- the coordinator, as others see it ---
 
@@ -176,7 +186,9 @@ class World(Service):
         )
         self.kill_worker(name)
         self.network.place(name, site)
-        self.workers[name] = SimWorker(Worker(identity), self._new_executor(name, flops_per_s))
+        executor = self._new_executor(name, flops_per_s)
+        executor.is_told_true = not self.has_liars
+        self.workers[name] = SimWorker(Worker(identity), executor)
         self.clock.after(DIAL_S, partial(self._dial, name, identity.incarnation))
 
     def add_impostor(self, name: WorkerId, seconds: float) -> None:
@@ -264,6 +276,19 @@ class World(Service):
             if seconds is not None:
                 self.clock.after(seconds, partial(self.slow_worker, name, 1.0))
 
+    def expect_lies(self) -> None:
+        """Somebody may lie from now on."""
+        self.has_liars = self.invariants.has_liars = True
+        for worker in self.workers.values():
+            worker.executor.is_told_true = False
+
+    def have_lie(self, name: WorkerId, draw: Draw, seconds: float) -> None:
+        """Mutate a worker's reports for a while; nothing holds of what it says, and of what follows from that."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.lies, worker.has_lied = draw, True
+            self.clock.after(seconds, partial(setattr, worker, "lies", None))
+
     def stick_worker(self, name: WorkerId) -> None:
         """Let no op of a worker end any more; it beats on."""
         if name in self.workers:
@@ -288,13 +313,34 @@ class World(Service):
             worker.when_running(partial(self._handle, worker, event))
 
     def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
-        for command in worker.machine.handle(event, now=self.clock.now):
+        try:
+            commands = worker.machine.handle(event, now=self.clock.now)
+        except AssertionError as error:
+            self._crash(worker, error)
+            return
+        for command in commands:
             self._do(worker, command)
         deadline = worker.machine.deadline()
         if deadline is not None and (worker.wakes_at is None or worker.wakes_at <= self.clock.now):
             worker.wakes_at = deadline
             self.clock.at(deadline, partial(self._worker_due, worker))
         self.invariants.handled(worker.machine)
+
+    def _crash(self, worker: SimWorker, error: AssertionError) -> None:
+        """A process ends with an error of its own. Only what follows from its own lies may bring it there."""
+        if not worker.has_lied:
+            raise error
+        identity, profile = worker.machine.identity, worker.machine.identity.profile
+        self.lines.append(f"{self.clock.now:.3f} {identity.worker} crashes: {error}")
+        self.kill_worker(identity.worker)
+        back = partial(
+            self.add_worker,
+            identity.worker,
+            identity.site,
+            flops_per_s=profile.flops_per_s,
+            memory_bytes=profile.memory_bytes,
+        )
+        self.clock.after(BACK_S, back)
 
     def _worker_due(self, worker: SimWorker) -> None:
         worker.wakes_at = None
@@ -399,11 +445,15 @@ class World(Service):
     def _send_report(self, worker: SimWorker, report: Report) -> None:
         if not worker.is_connected:
             return
-        identity = worker.machine.identity
-        event = ReportArrived(worker=identity.worker, incarnation=identity.incarnation, report=report)
-        self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
+        said = (report,) if worker.lies is None else mutated(report, worker.lies)
+        for one in said:
+            event = arrived(worker, one)
+            if isinstance(one, Hello) and isinstance(event, ReportRefused):
+                self.clock.after(CONTROL_S, partial(self.break_stream, worker.machine.identity.worker))
+            else:
+                self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
 
-    def _say(self, worker: SimWorker, term: int, event: ReportArrived) -> None:
+    def _say(self, worker: SimWorker, term: int, event: ReportArrived | ReportRefused) -> None:
         if not worker.is_connected:
             return
         if self.network.is_cut(worker.machine.identity.worker, COORDINATOR):
@@ -474,3 +524,13 @@ class World(Service):
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""
         return [r for r in self.log if isinstance(r, CheckpointCommitted) and r.version == version][-1]
+
+
+def arrived(worker: SimWorker, report: Report) -> ReportArrived | ReportRefused:
+    """What the coordinator's edge makes of a report: numbers that cannot be do not get to the machine."""
+    identity = worker.machine.identity
+    try:
+        check_numbers(report)
+    except OutOfRangeError as error:
+        return ReportRefused(worker=identity.worker, incarnation=identity.incarnation, reason=str(error))
+    return ReportArrived(worker=identity.worker, incarnation=identity.incarnation, report=report)

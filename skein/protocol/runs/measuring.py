@@ -25,6 +25,8 @@ NUM_STEPS = 5
 """Steps of one plan whose median is believed."""
 PARTED = 2.0
 """Times as long as planned, or a part of that: first measurements are wrong then, not the plan."""
+_LEAST_S = 1e-9
+"""That a tensor takes on any link: what is less is none that was measured."""
 _NUM_KEPT = 2 * NUM_STEPS
 """So few that a change shows within a few steps."""
 
@@ -254,7 +256,7 @@ def _as_taken(known: Link, taken: TransferTime) -> Link:
     What is too much is latency where the tensor is short, for then it is work at the ends; else both are off alike.
     """
     carried_s = taken.num_bytes / known.bytes_per_s
-    known_s = known.latency_s + carried_s
+    known_s = max(known.latency_s + carried_s, _LEAST_S)
     if taken.seconds > known_s and carried_s < known.latency_s:
         return replace(known, latency_s=known.latency_s + taken.seconds - known_s)
     factor = taken.seconds / known_s

@@ -1,0 +1,90 @@
+"""Reports that are not what their worker made of them: other numbers, ids and lists, missing and repeated ones.
+
+What a liar does stays honest; only what it says is mutated, as by a faulty machine, or by somebody who has the token.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from math import inf, nan
+from typing import TypeVar
+
+from numpy.random import Generator as Draw
+
+from skein.protocol.ranges import MAX_INTEGER
+from skein.protocol.reports import Hello, Report
+
+SHARE = 0.4
+"""Of a liar's reports, so many are mutated."""
+_INTEGERS = (0, -1, MAX_INTEGER, MAX_INTEGER + 1)
+_FLOATS = (nan, inf, -inf, -1.0, 0.0, 1e-300, 1e30, 1e308)
+_NAMES = ("", "w0000", "w0001", "s0", "sim-1", "nobody")
+_KEPT = frozenset({"worker", "incarnation", "secret", "position"})
+"""Of a Hello: who says another's name there has no place in the world, and a longer run log than the coordinator's is
+believed whoever tells of it: that one ends, with this as the reason."""
+
+Place = tuple[str | int, ...]
+T = TypeVar("T")
+
+
+def mutated(report: Report, draw: Draw) -> tuple[Report, ...]:
+    """What is said in place of `report`: mostly itself, else nothing, twice the same, or another."""
+    if draw.random() >= SHARE:
+        return (report,)
+    how = 1.0 if isinstance(report, Hello) else draw.random()  # a stream begins with one and no more
+    if how < 0.1:
+        return ()
+    if how < 0.2:
+        return (report, report)
+    places = list(_places(report))
+    return (_changed(report, _picked(places, draw), draw),) if places else (report,)
+
+
+def _places(value: object, above: Place = ()) -> Iterator[Place]:
+    """Everything in a value that may be another."""
+    if is_dataclass(value):
+        kept = _KEPT if isinstance(value, Hello) else frozenset()
+        for field in fields(value):
+            if field.name not in kept:
+                yield from _places(getattr(value, field.name), (*above, field.name))
+    elif isinstance(value, tuple):
+        yield above
+        for index, inner in enumerate(value):
+            yield from _places(inner, (*above, index))
+    elif value is not None:
+        yield above
+
+
+def _changed(value: T, place: Place, draw: Draw) -> T:
+    """`value` with another one at `place`."""
+    if not place:
+        return _other(value, draw)
+    at, *rest = place
+    if isinstance(value, tuple):
+        assert isinstance(at, int)
+        return (*value[:at], _changed(value[at], tuple(rest), draw), *value[at + 1 :])  # type: ignore[return-value]
+    assert is_dataclass(value) and not isinstance(value, type) and isinstance(at, str)
+    return replace(value, **{at: _changed(getattr(value, at), tuple(rest), draw)})
+
+
+def _other(value: T, draw: Draw) -> T:
+    """Another value of the same type."""
+    found: object
+    if isinstance(value, bool):
+        found = not value
+    elif isinstance(value, StrEnum):
+        found = _picked(list(type(value)), draw)
+    elif isinstance(value, int):
+        found = _picked((*_INTEGERS, value + 1, value - 1), draw)
+    elif isinstance(value, float):
+        found = _picked((*_FLOATS, 2.0 * value, -value), draw)
+    elif isinstance(value, str):
+        found = _picked((*_NAMES, f"{value}x"), draw)
+    else:
+        assert isinstance(value, tuple)
+        found = _picked((value[1:], value[:-1], value[::-1], (*value, *value[:1]), ()), draw)
+    return found  # type: ignore[return-value]
+
+
+def _picked(choices: Sequence[T], draw: Draw) -> T:
+    return choices[int(draw.integers(len(choices)))]

@@ -1,0 +1,70 @@
+"""Reports whose numbers could be, and that nobody can have seen all the same."""
+
+import pytest
+
+from skein.protocol.coordinator import MAX_REFUSED
+from skein.protocol.messages import Refused
+from skein.protocol.reports import EvaluationDone, LinksMeasured, Report
+from skein.protocol.runs.plausible import implausible, most_tokens
+from skein.topology.fleet import Link
+from skein.types import Generation, MicrobatchId, Step, WorkerId
+from tests.support.reports import ledger, stage_done
+from tests.support.runs import PLAN, SPEC, stepping
+
+ME, OTHER = WorkerId("w1a"), WorkerId("w0a")
+MOST = most_tokens(SPEC)
+
+
+def evaluated(*microbatches: int, num_tokens: int) -> EvaluationDone:
+    return EvaluationDone(
+        generation=Generation(1),
+        version=Step(0),
+        microbatches=tuple(MicrobatchId(m) for m in microbatches),
+        loss_sum=1.0,
+        num_tokens=num_tokens,
+    )
+
+
+def link(sender: str, receiver: str) -> LinksMeasured:
+    one = Link(sender=WorkerId(sender), receiver=WorkerId(receiver), latency_s=0.1, bytes_per_s=1e6)
+    return LinksMeasured(links=(one,))
+
+
+@pytest.mark.parametrize(
+    ("report", "field"),
+    [
+        (stage_done(ledger(1, ME, 0), tokens=(MOST + 1,)), "StageDone.tokens"),
+        (stage_done(ledger(1, OTHER, 0), tokens=(1,)), "StageDone.ledger"),
+        (evaluated(0, 1, num_tokens=2 * MOST + 1), "EvaluationDone.num_tokens"),
+        (evaluated(0, 0, num_tokens=MOST + 1), "EvaluationDone.num_tokens"),
+        (link("w0a", "w0b"), "LinksMeasured"),
+    ],
+)
+def test_what_nobody_can_have_seen_is_told_by_field_and_value(report: Report, field: str) -> None:
+    found = implausible(ME, report, SPEC)
+    assert found is not None
+    assert found.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        stage_done(ledger(1, ME, 0, 1), tokens=(MOST, 0)),
+        evaluated(0, 1, num_tokens=2 * MOST),
+        evaluated(num_tokens=9),
+        link("w1a", "w0a"),
+        link("w0a", "w1a"),
+    ],
+)
+def test_what_may_be_is_left_to_whom_it_concerns(report: Report) -> None:
+    assert implausible(ME, report, SPEC) is None
+
+
+def test_who_tells_such_things_again_and_again_is_turned_away() -> None:
+    desk = stepping()
+    for turn in range(MAX_REFUSED):
+        assert ME in desk.machine.membership.live, turn
+        desk.report(ME, link("w8", "w9"))
+        if turn < MAX_REFUSED - 1:
+            desk.settle(PLAN)
+    assert "a link w8 -> w9 of others" in desk.told(Refused)[ME].reason

@@ -1,0 +1,74 @@
+"""Workers whose reports are mutated: whatever they say, a job ends, or waits and says why."""
+
+from math import inf, nan
+
+import pytest
+
+from skein import rng
+from skein.errors import OutOfRangeError
+from skein.protocol.ranges import check_numbers
+from skein.protocol.reports import Beat, Hello, StageDone, Vote
+from skein.sim.lies import mutated
+from skein.sim.scenario import disturbed, judge
+from skein.sim.shapes import SHAPES, Shape
+from skein.types import JobState
+from tests.support.reports import hello, ledger, stage_done, vote
+
+BY_TEXT = {shape.text: shape for shape in SHAPES}
+ENDS = (JobState.FINISHED, JobState.FAILED, JobState.PAUSED)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
+def test_lies_bring_a_job_to_its_end_or_to_a_reason(shape: Shape) -> None:
+    world = disturbed(shape, seed=4, num_faults=4, kinds=("lie",))
+    assert judge(shape, world).state in ENDS
+
+
+def test_most_jobs_with_liars_are_finished_all_the_same() -> None:
+    """A liar is made up for; but before the first step a job ends of fatal trouble or other data, with that reason."""
+    states = []
+    for seed in range(12):
+        shape = SHAPES[seed % len(SHAPES)]
+        world = disturbed(shape, seed=seed, num_faults=3, kinds=("lie", "kill"))
+        states.append(judge(shape, world).state)
+    assert states.count(JobState.FINISHED) >= 10
+
+
+def test_a_mutation_is_of_the_same_kind_and_now_and_then_nothing_or_the_same_twice() -> None:
+    draw = rng.stream(0, "lies")
+    said = stage_done(ledger(0, "w0a", 1, 2), tokens=(3, 4))
+    found = [mutated(said, draw) for _ in range(400)]
+    assert {len(reports) for reports in found} == {0, 1, 2}
+    others = [reports[0] for reports in found if len(reports) == 1 and reports[0] != said]
+    told = [report for report in others if isinstance(report, StageDone)]
+    assert len(told) == len(others)
+    assert any(not report.ledger.microbatches for report in told)
+
+
+@pytest.mark.parametrize("value", [nan, inf, -1.0])
+def test_some_mutations_are_numbers_that_the_edge_refuses(value: float) -> None:
+    with pytest.raises(OutOfRangeError, match=r"Beat\.running_s"):
+        check_numbers(Beat(progress=1, running_s=value, statistics=()))
+
+
+def test_who_opens_a_stream_says_so_once_and_under_its_own_name() -> None:
+    draw = rng.stream(1, "lies")
+    said = hello("w0a")
+    for _ in range(300):
+        [other] = mutated(said, draw)
+        assert isinstance(other, Hello)
+        assert (other.worker, other.incarnation) == (said.worker, said.incarnation)
+
+
+def test_every_part_of_a_vote_may_be_another() -> None:
+    draw = rng.stream(2, "lies")
+    said = vote("s0")
+    others = {mutated(said, draw)[:1] for _ in range(2000)}
+    changed = {
+        name
+        for reports in others
+        for report in reports
+        for name in ("digest", "squared_norm", "is_finite", "attempt", "group", "step", "generation")
+        if isinstance(report, Vote) and getattr(report, name) != getattr(said, name)
+    }
+    assert len(changed) == 7
