@@ -1,5 +1,7 @@
 """Workers without the data of a job lose their place, never the job; a job that is wrong fails when two say so."""
 
+import re
+
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.protocol.messages import Commit, NewGeneration, OpenData
@@ -104,6 +106,17 @@ def test_a_run_that_cannot_do_without_waits_and_asks_again() -> None:
     wait(desk, PARDON_S + 1)
     assert desk.generation == before + 1
     assert "w0b" in asked_of(desk)
+
+
+def test_what_an_epoch_is_is_told_when_the_data_are_open() -> None:
+    desk = began(PAIRS_SPEC, PAIRS)
+    desk.settle(PAIRS)
+    [told] = [line for line in desk.lines() if "an epoch is" in line]
+    found = re.search(r"an epoch is (\d+) samples, (\d+) tokens, (\d+) steps", told)
+    assert found is not None
+    samples, tokens, steps = map(int, found.groups())
+    assert tokens == samples * PAIRS_SPEC.data.sequence_tokens
+    assert steps == -(-samples // PAIRS_SPEC.batch.samples)
 
 
 # --- a job that is wrong ---

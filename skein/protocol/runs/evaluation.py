@@ -22,10 +22,18 @@ class Evaluation:
         self._out = outbox
         self._reports: dict[tuple[WorkerId, int], EvaluationDone] = {}
 
-    def found(self, num_validation_samples: int) -> None:
-        """Every origin has so many validation samples; says if that is too few to evaluate anything."""
+    def found(self, num_validation_samples: int, num_train_samples: int) -> None:
+        """Every origin has so many samples; says what an epoch is, and if they are too few to evaluate anything."""
         is_news = num_validation_samples != self.num_validation_samples or self._job.version == 0
         self.num_validation_samples = num_validation_samples
+        if is_news:
+            spec = self._job.spec
+            num_tokens = num_train_samples * spec.data.sequence_tokens
+            tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
+            self._out.log(
+                f"job={self._job.job} data: an epoch is {num_train_samples} samples{tokens}, "
+                f"{-(-num_train_samples // spec.batch.samples)} steps"
+            )
         if is_news and not self._available():
             wanted = self._job.spec.batch.microbatch_samples
             self._out.log(

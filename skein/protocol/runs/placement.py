@@ -362,9 +362,10 @@ class Placement:
         members = self._members
         return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
 
-    def num_validation_samples(self) -> int:
-        """What every origin has."""
-        return min(self._members.ready[origin].num_validation_samples for origin in self._origins())
+    def num_samples(self) -> tuple[int, int]:
+        """What every origin has to validate and to train on."""
+        ready = [self._members.ready[origin] for origin in self._origins()]
+        return min(x.num_validation_samples for x in ready), min(x.num_train_samples for x in ready)
 
     def _origins(self) -> list[WorkerId]:
         assert self.plan is not None

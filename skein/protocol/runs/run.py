@@ -527,7 +527,7 @@ class Run:
         if odd:
             self._other_data(odd, now=now)
             return
-        self._evaluation.found(self._placement.num_validation_samples())
+        self._evaluation.found(*self._placement.num_samples())
         self._members.free_unplaced()
         self._incidents.over(now=now)
         if self._placement.resumed is not None and self._placement.resumed.is_begun:
