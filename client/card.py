@@ -61,6 +61,8 @@ def _facts(manifest: ManifestReply, job: JobSpec, status: JobStatus, dtype: str)
         "precision": f"trained in {job.precision}, written as {dtype}",
         "replicas": f"{job.parallel.replicas} by {job.aggregation.rule}{_which(job)}",
     }
+    if job.data.validation:
+        facts["validated on"] = "; ".join(map(_source, job.data.validation))
     if job.model.vocab_size is None:
         del facts["tokenizer"]
         facts["step"] = f"{job.batch.samples} samples"

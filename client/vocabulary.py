@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skein.config.job import JobSpec, JsonlSource, TextSource
+from skein.config.job import JobSpec
 
 BYTES = "bytes"
 _TOKENIZER = "tokenizer.json"
@@ -41,7 +41,7 @@ def vocabulary_of(job: JobSpec) -> Vocabulary:
     if job.model.vocab_size is None:
         return found
     begun = None if job.model.begins_from is None else Path(job.model.begins_from)
-    if any(isinstance(source, TextSource | JsonlSource) for source in job.data.sources):
+    if job.data.has_text:
         _add_read_with(job.data.tokenizer, found)
     elif begun is not None:
         _add_folder(begun, found)

@@ -102,6 +102,11 @@ def test_what_is_no_tokenizer_here_is_not_copied_and_that_is_said(
     assert "beside the weights" in line
 
 
+def test_text_in_parquet_is_text() -> None:
+    found = vocabulary_of(job("data.sources=[{format: parquet, path: /rows}]"))
+    assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
+
+
 def test_images_have_no_tokenizer() -> None:
     found = vocabulary_of(job("model={family: digits_cnn}", "data.sources=[{format: digits}]"))
     assert (found.files, found.lacking) == ({}, [])
