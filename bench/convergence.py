@@ -128,7 +128,7 @@ def _train(run: Run, training: SkippingTraining, journal: Journal) -> None:
     if state is not None:
         training.load_state(state)
     begin = 0 if state is None else int(state["step"])
-    steps = run.job.budget.steps
+    steps = run.job.total_steps
     for step in range(begin, steps):
         if step == 0:
             journal.tell(Told(kind=Kind.VALIDATION, num_updates=0, loss=training.evaluate()))
@@ -143,13 +143,13 @@ def _train(run: Run, training: SkippingTraining, journal: Journal) -> None:
 def _ask(run: Run, training: SkippingTraining, journal: Journal) -> None:
     for stages in leave_out_paths():
         loss = training.evaluate(stages)
-        journal.tell(Told(kind=Kind.LEFT_OUT, num_updates=run.job.budget.steps, loss=loss, stages=stages))
+        journal.tell(Told(kind=Kind.LEFT_OUT, num_updates=run.job.total_steps, loss=loss, stages=stages))
 
 
 def farthest_from_reference(run: Run, told: Sequence[Told]) -> float:
     """The greatest relative difference of a loss from plain torch, over the first steps."""
     losses = [t.loss for t in sorted(told, key=lambda t: t.num_updates) if t.kind is Kind.STEP]
-    steps = run_reference(run.job, min(NUM_COMPARED_STEPS, run.job.budget.steps))
+    steps = run_reference(run.job, min(NUM_COMPARED_STEPS, run.job.total_steps))
     # Only as many as plain torch was asked for.
     return max(abs(ours - step.loss) / step.loss for ours, step in zip(losses, steps, strict=False))
 
@@ -269,7 +269,7 @@ def _trained(steps: int, seeds: Sequence[int], folder: Path, *, is_quiet: bool) 
 
 
 def _kept(run: Run, told: Sequence[Told], *, is_quiet: bool) -> RunRecord:
-    steps, seed, left_out = run.job.budget.steps, run.job.seed, run.num_left_out
+    steps, seed, left_out = run.job.total_steps, run.job.seed, run.num_left_out
     kept = run_record(told, num_left_out=left_out, seed=seed, num_stages=NUM_STAGES, num_steps=steps)
     if not is_quiet:
         loss = kept.validation[-1][1]

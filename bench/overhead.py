@@ -42,7 +42,7 @@ from bench.reference import run_reference
 from skein.config.job import JobSpec
 torch.set_num_threads(2)
 job = JobSpec.model_validate_json(sys.stdin.read())
-steps = run_reference(job, job.budget.steps, microbatches_at_once=int(sys.argv[1]))
+steps = run_reference(job, job.total_steps, microbatches_at_once=int(sys.argv[1]))
 print(json.dumps([step.seconds for step in steps]))
 """
 

@@ -47,7 +47,7 @@ def run_reference(
             for first in range(0, job.batch.num_microbatches, together)
         ]
         loss, norm = _step(
-            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.budget.steps)
+            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.total_steps)
         )
         steps.append(ReferenceStep(loss=loss, gradient_norm=norm, seconds=time.perf_counter() - began))
     return steps

@@ -44,7 +44,7 @@ def model_card(
 
 def _first_line(job: JobSpec, manifest: ManifestReply) -> str:
     begun = "" if job.model.begins_from is None else f", begun from {Path(job.model.begins_from).name}"
-    steps = f"{manifest.version} of {job.budget.steps} steps"
+    steps = f"{manifest.version} of {job.total_steps} steps"
     return f"A {job.model.family} model after {steps}{begun}, trained by Skein {skein.__version__}."
 
 

@@ -34,7 +34,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         state=machine.state_of(job),
         reason=machine.reason_of(job),
         step=history.version,
-        total_steps=history.spec.budget.steps,
+        total_steps=history.spec.total_steps,
         loss=None if last is None else last.loss,
         evaluation_loss=None if evaluation is None else evaluation.loss,
         num_tokens=history.num_tokens,

@@ -142,7 +142,7 @@ def _sent(lab: RunningLab, phase: Phase) -> Sent:
     jobs = phase.jobs()
     short, long = (trained(lab, job).traffic for job in jobs)
     per = phase.num_steps * _NUM_WORKERS
-    estimates = [estimate_of_job(job).step_bytes * job.budget.steps * _NUM_WORKERS for job in jobs]
+    estimates = [estimate_of_job(job).step_bytes * job.total_steps * _NUM_WORKERS for job in jobs]
     estimated = (estimates[1] - estimates[0]) / per
     return Sent(
         phase=phase,

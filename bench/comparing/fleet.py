@@ -86,7 +86,7 @@ class Fleet:
             AssertionError: no step was made at all; shows what the replicas said last.
         """
         waiting, begun_s, moved_s, num_steps = list(blows), 0.0, time.time(), 0
-        while num_steps < self._job.budget.steps and time.time() < moved_s + _GIVE_UP_S:
+        while num_steps < self._job.total_steps and time.time() < moved_s + _GIVE_UP_S:
             made = 1 + max((t.step for t in self._news() if t.kind is Kind.APPLIED), default=-1)
             moved_s = time.time() if made > num_steps else moved_s
             num_steps = max(num_steps, made)

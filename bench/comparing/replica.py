@@ -67,7 +67,7 @@ class Replica:
             begin += parameter.numel()
         limit = self.job.optimizer.clip_norm
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-        self._update(learning_rate(self.job.optimizer, step, self.job.budget.steps))
+        self._update(learning_rate(self.job.optimizer, step, self.job.total_steps))
 
     def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -28,7 +28,7 @@ def train(part: Part) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=part.replica, world_size=part.num_replicas, timeout=_PATIENCE
     )
-    for step in range(_load(replica), part.job.budget.steps):
+    for step in range(_load(replica), part.job.total_steps):
         loss_sum, num_tokens = replica.compute(step)
         # The last element counts the tokens, so that one sum does for both.
         total = torch.cat([replica.gradients(), torch.tensor([float(num_tokens)])])

@@ -43,7 +43,7 @@ def train(part: Part) -> None:
         hostname="127.0.0.1",
         init_sync=False,  # every replica draws the same model
     )
-    while (step := int(manager.current_step())) < part.job.budget.steps:
+    while (step := int(manager.current_step())) < part.job.total_steps:
         _step(replica, manager, step)
     manager.shutdown(wait=False)
 

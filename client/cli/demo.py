@@ -85,7 +85,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
             say.print(outline(spec))
             job = client.submit(spec)
             losses: list[float] = []
-            progress = _watch(job, spec.budget.steps, say, losses)
+            progress = _watch(job, spec.total_steps, say, losses)
             if progress.end is None or progress.end.state is not JobState.FINISHED:
                 reason = "it did not end" if progress.end is None else progress.end.reason
                 raise JobFailed(f"job {job.id} failed: {reason}; logs are in {fleet.logs}")

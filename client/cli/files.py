@@ -31,7 +31,7 @@ def outline(job: JobSpec) -> str:
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
-        f"{job.budget.steps} steps of {batch.samples} samples, {job.precision}{ends}; "
+        f"{job.total_steps} steps of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}"
     )
 

@@ -83,7 +83,7 @@ def submit(
             click.echo(f"warning: {warning}", err=True)
         if not is_json and spec.parallel.replicas > 1:
             click.echo(found.estimate.words, err=True)
-        return wait_for(job, total_steps=spec.budget.steps, is_json=is_json) if is_waiting else DONE
+        return wait_for(job, total_steps=spec.total_steps, is_json=is_json) if is_waiting else DONE
 
 
 def _expected(client: Client, spec: JobSpec) -> Expected:

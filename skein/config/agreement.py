@@ -115,8 +115,8 @@ def _check_walkers(job: "JobSpec") -> None:
 
 
 def _check_period(job: "JobSpec", field: str, period: int) -> None:
-    if period > job.budget.steps:
-        hint = f"the job ends before walkers meet: give at most budget.steps ({job.budget.steps})"
+    if period > job.total_steps:
+        hint = f"the job ends before walkers meet: give at most budget.steps ({job.total_steps})"
         raise UserError(f"aggregation.{field}", period, hint)
 
 
@@ -148,9 +148,9 @@ def _check_one_bit(job: "JobSpec", rule: OneBitAdam | OneBitLamb) -> None:
     if job.optimizer.name != wanted:
         raise UserError("optimizer.name", job.optimizer.name, f"{rule.rule} is made of it: give {wanted}")
     field, steps = "aggregation.warmup_steps", rule.warmup_steps
-    if steps >= job.budget.steps:
-        low, high = (max(2, math.ceil(share * job.budget.steps)) for share in (_LEAST_SHARE, _MOST_SHARE))
-        hint = f"all {job.budget.steps} steps would be warm-up: give {low} to {high}, or another rule"
+    if steps >= job.total_steps:
+        low, high = (max(2, math.ceil(share * job.total_steps)) for share in (_LEAST_SHARE, _MOST_SHARE))
+        hint = f"all {job.total_steps} steps would be warm-up: give {low} to {high}, or another rule"
         raise UserError(field, steps, hint)
     if steps < job.optimizer.warmup_steps:
         hint = (

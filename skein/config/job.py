@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.config.aggregation import AggregationSpec, AllReduce, Walkers
 from skein.config.agreement import check_aggregation
+from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel as DigitsCnnModel
@@ -154,10 +155,23 @@ class ParallelSpec(Spec):
     layout: Layout = Layout.LINE
 
 
-class BudgetSpec(Spec):
-    """When the job is done."""
+MOST_STEPS = 100_000_000
 
-    steps: Annotated[int, Field(ge=1, le=100_000_000)]
+
+class BudgetSpec(Spec):
+    """When the job is done: with the first of those that are given. One of `steps` and `tokens` must be."""
+
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=10**18)] | None = None
+    """To train on, to whole steps of `batch.samples` times `data.sequence_tokens`; a digit counts as one."""
+    hours: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Of work, counted from step to step: what is paused, planned, recovered and evaluated in between is not."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "BudgetSpec":
+        if self.steps is None and self.tokens is None:
+            raise UserError("steps", Words("none"), "give steps or tokens, with hours beside them if wanted")
+        return self
 
 
 class EvaluationSpec(Spec):
@@ -242,6 +256,11 @@ class JobSpec(Spec):
     def _check(self) -> "JobSpec":
         if self.skip.ratio:
             self._check_skip_ratio()
+        if self.budget.hours is not None and self.aggregation.walkers is Walkers.MANY:
+            hint = (
+                f"walkers of {self.aggregation.rule} meet in the last step, which must be known: leave it out"
+            )
+            raise UserError("budget.hours", self.budget.hours, hint)
         most, num_visited = self.skip.max_jump, self.num_visited_stages
         least = -(-(self.parallel.stages - 1) // max(1, num_visited - 1))
         if most is not None and most < least:
@@ -264,6 +283,15 @@ class JobSpec(Spec):
         if num_visits < stages - num_fixed:
             hint = f"so few microbatches ({self.batch.num_microbatches} in a step) leave some stages unused: give less"
             raise UserError("skip.ratio", ratio, hint)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps after which the budget is spent, if its hours last."""
+        by_tokens = MOST_STEPS
+        if self.budget.tokens is not None:
+            tokens_in_sample = 1 if isinstance(self.model, DigitsCnnModel) else self.data.sequence_tokens
+            by_tokens = min(by_tokens, -(-self.budget.tokens // (self.batch.samples * tokens_in_sample)))
+        return min(by_tokens, self.budget.steps or MOST_STEPS)
 
     @property
     def num_fixed_stages(self) -> int:
@@ -297,14 +325,13 @@ class JobSpec(Spec):
 
 
 def with_steps(job: JobSpec, steps: int) -> JobSpec:
-    """`job` with another number of steps as its budget.
+    """`job` with a number of steps as its only budget.
 
     Raises:
         UserError: there cannot be so many, or the job does not agree with them.
     """
-    least, most = 1, 100_000_000
-    if not least <= steps <= most:
-        raise UserError("budget.steps", steps, f"give a whole number from {least} to {most}")
-    longer = job.model_copy(update={"budget": job.budget.model_copy(update={"steps": steps})})
+    if not 1 <= steps <= MOST_STEPS:
+        raise UserError("budget.steps", steps, f"give a whole number from 1 to {MOST_STEPS}")
+    longer = job.model_copy(update={"budget": BudgetSpec(steps=steps)})
     check_aggregation(longer)
     return longer

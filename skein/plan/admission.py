@@ -40,6 +40,7 @@ def check_admissible(job: JobSpec) -> None:
         UserError: the first thing that is wrong, and what would be right.
     """
     check_job(job)
+    _check_warmup(job)
     _check_ties(job)
     if isinstance(job.aggregation, Gossip):
         _check_stability(job, job.aggregation)
@@ -58,6 +59,14 @@ def momentum_of(optimizer: OptimizerSpec) -> float:
             return optimizer.betas[0]
         case _:
             assert_never(optimizer)
+
+
+def _check_warmup(job: JobSpec) -> None:
+    """The default is cut short by a shorter job; who asks for a warm-up wants all of it."""
+    steps, default = job.optimizer.warmup_steps, type(job.optimizer).model_fields["warmup_steps"].default
+    if steps > job.total_steps and steps != default:
+        hint = f"the job has {job.total_steps} steps: give at most {job.total_steps}, or a larger budget"
+        raise UserError("optimizer.warmup_steps", steps, hint)
 
 
 def _check_stability(job: JobSpec, rule: Gossip) -> None:

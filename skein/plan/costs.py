@@ -77,7 +77,7 @@ def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
         case AllReduce() as rule:
             yield reduced(circle, rule.wire, word, pattern=rule.pattern, robust=rule.robust)
         case OneBitAdam() | OneBitLamb() as rule:
-            warm = min(1.0, rule.warmup_steps / job.budget.steps)
+            warm = min(1.0, rule.warmup_steps / job.total_steps)
             yield replace(reduced(circle, rule.warmup_wire, word), per_step=warm)
             num_scales = circle.num_tensors if isinstance(rule, OneBitAdam) else 1
             yield replace(_signs(circle, word, num_scales), per_step=1 - warm)

@@ -35,6 +35,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.workclock import WorkClock
 from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step, WorkerId
 
 Holding = Mapping[GenerationMember, frozenset[StageSpec]]
@@ -58,6 +59,7 @@ class JobHistory:
     """Left out of committed steps, rolled back ones included."""
     last_evaluation: Evaluated | None = None
     losses: LossWatch = field(default_factory=LossWatch)
+    clock: WorkClock = field(default_factory=WorkClock)
     diverged: Diverged | None = None
     """What is wrong with the losses, until a step learns again."""
     scores: dict[Step, float] = field(default_factory=dict)
@@ -125,8 +127,8 @@ class JobHistory:
 
     @property
     def total_steps(self) -> int:
-        """Steps after which the budget is spent."""
-        return self.spec.budget.steps
+        """Steps after which the budget is spent, as far as the pace so far tells of its hours."""
+        return self.clock.total_steps(self.spec, self.version)
 
     @property
     def rewinds(self) -> list[RolledBack]:
@@ -217,6 +219,7 @@ class History:
                 assert record.generation > self.generation, f"{record} after {self.generation}"
                 self.generation = record.generation
                 job.members = record.members
+                job.clock.stops()
                 job.followers.update(member.incarnation for member in record.members)
             case PlanAdopted():
                 if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
@@ -231,6 +234,7 @@ class History:
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.losses.stepped(record.record)
+                job.clock.stepped(record.wall_s)
                 job.diverged = None if job.losses.doubt() is None else job.diverged
                 job.num_tokens += record.record.num_tokens
                 job.num_late_samples += record.record.num_late_samples
@@ -243,6 +247,7 @@ class History:
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
             case Evaluated():
                 job.last_evaluation = record
+                job.clock.goes_on(record.wall_s)
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case CheckpointCommitted():
                 # A damaged one that is older than a whole one is of no use to anybody.

@@ -11,13 +11,13 @@ PHASES = {phase.name: phase for phase in phases(is_quick=False)}
 
 
 def exchanges_of(job: JobSpec) -> int:
-    return sum(len(job.aggregation.due(step)) for step in range(job.budget.steps))
+    return sum(len(job.aggregation.due(step)) for step in range(job.total_steps))
 
 
 @pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES.keys())
 def test_jobs_of_a_phase_differ_in_nothing_but_steps(phase: Phase) -> None:
     short, long = phase.jobs()
-    assert long.budget.steps - short.budget.steps == phase.num_steps > 0
+    assert long.total_steps - short.total_steps == phase.num_steps > 0
     same = {"name", "budget", "aggregation"}
     assert short.model_dump(exclude=same) == long.model_dump(exclude=same)
 

@@ -50,7 +50,7 @@ def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsy
     assert run(["submit", str(job_file), "--set", "budget.steps=9", "--name", "second"]) == 0
     assert capsys.readouterr() == ("second-1\n", "")
     [spec] = coordinator.script.specs
-    assert (spec.name, spec.budget.steps) == ("second", 9)
+    assert (spec.name, spec.total_steps) == ("second", 9)
 
 
 REPLICAS = ("--set", "parallel.replicas=2", "--set", "parallel.stages=1")

@@ -29,7 +29,8 @@ TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
     "checkpoint, recovery, backup, on_divergence, seed"
 )
-STEPS = "give a whole number from 1 to 100000000"
+STEPS = "give a whole number from 1 to 100000000, or null"
+NO_BUDGET = "budget.steps: none: give steps or tokens, with hours beside them if wanted"
 RATE = "give a number above 0 and at most 10"
 BETA = "give a number of at least 0 and below 1"
 BETAS = "give a list of 2, each a number of at least 0 and below 1"
@@ -45,12 +46,12 @@ WRONG_VALUES = {
     "budget.steps=5.5": f"budget.steps: 5.5: {STEPS}",
     "budget.steps=0": f"budget.steps: 0: {STEPS}",
     "budget.steps=-1": f"budget.steps: -1: {STEPS}",
-    "budget.steps=": f"budget.steps: null: {STEPS}",
+    "budget.steps=": NO_BUDGET,
     "budget.steps=010": f"budget.steps: '010': {STEPS}",
     "budget.steps=12:30": f"budget.steps: '12:30': {STEPS}",
     "budget.steps=[5]": f"budget.steps: [5]: {STEPS}",
-    "budget={}": f"budget.steps: missing: {STEPS}",
-    "budget=7": "budget: 7: give a mapping with steps",
+    "budget={}": NO_BUDGET,
+    "budget=7": "budget: 7: give a mapping of steps, tokens, hours",
     "optimizer.learning_rate=0": f"optimizer.learning_rate: 0: {RATE}",
     "optimizer.learning_rate=.nan": f"optimizer.learning_rate: nan: {RATE}",
     "optimizer.learning_rate=.inf": f"optimizer.learning_rate: inf: {RATE}",
@@ -252,7 +253,7 @@ def test_good_file_is_the_job_it_says() -> None:
     assert isinstance(job.model, LlamaModel)
     assert job.model.preset == "llama-1m"
     assert job.data.sources == (TextSource(path="/books"),)
-    assert job.budget.steps == 3
+    assert job.total_steps == 3
 
 
 def test_plain_words_and_numbers_mean_what_they_look_like() -> None:
@@ -279,7 +280,7 @@ def test_overrides_replace_add_and_reach_into_lists() -> None:
         document, ["budget.steps=9", "optimizer.betas=[0.8, 0.9]", "data.sources.0.glob=*.py"]
     )
     job = parse_job(json.dumps(changed), origin="x")
-    assert job.budget.steps == 9
+    assert job.total_steps == 9
     assert job.optimizer == AdamWSpec(betas=(0.8, 0.9))
     assert job.data.sources == (TextSource(path="/books", glob="*.py"),)
     assert document == parse_document(GOOD, origin="job.yaml")

@@ -21,7 +21,7 @@ from skein.protocol.coordinator_io import (
     WriteManifest,
 )
 from skein.protocol.messages import Directive, NewGeneration, Welcome
-from skein.protocol.records import GenerationOpened, JobEnded, JobSubmitted
+from skein.protocol.records import GenerationOpened, HaltAsked, JobEnded, JobSubmitted
 from skein.protocol.reports import Beat
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, WorkerId
 from tests.coordinator.builders import (
@@ -259,7 +259,7 @@ async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
         assert isinstance(fence, NewGeneration)
         assert (welcome.epoch, fence.epoch, fence.job) == (Epoch(2), Epoch(2), "digits-1")
         records = await it.driver.ask(CancelAsked(job=JobId("digits-1")))
-        assert [type(record) for record in records] == [JobEnded]
+        assert [type(record) for record in records] == [HaltAsked, JobEnded]
         assert it.driver.machine.state_of(JobId("digits-1")) is JobState.CANCELLED
 
 

@@ -40,7 +40,7 @@ def crash_once(
 def check(run: Run) -> None:
     assert run.curve == undisturbed(JOB, 4).curve
     assert run.num_rollbacks == 0
-    assert len(of_kind(run.world.log, StepCommitted)) == JOB.budget.steps
+    assert len(of_kind(run.world.log, StepCommitted)) == JOB.total_steps
 
 
 @pytest.mark.parametrize("num_records", range(2, NUM_RECORDS))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skein.config.job import JobSpec
+from skein.config.job import BudgetSpec, JobSpec
 from skein.protocol.coordinator_io import CancelAsked, CoordinatorEvent, PauseAsked, ResumeAsked, SubmitAsked
 from skein.protocol.records import (
     CheckpointCommitted,
@@ -168,3 +168,15 @@ def test_a_held_job_keeps_no_other_waiting() -> None:
     [end] = of_kind(world.log, JobEnded)
     assert (end.job, end.state) == ("other-2", JobState.FINISHED)
     assert len([saved for saved in of_kind(world.log, CheckpointCommitted) if saved.job == "other-2"]) == 2
+
+
+def test_a_job_works_for_its_hours_however_long_it_is_held() -> None:
+    hours = LONG.model_copy(update={"budget": BudgetSpec(steps=400, hours=8 / 3600)})
+    calm = finish(world_of(hours), about="hours").curve
+    assert 8 < len(calm) < 40
+    world = world_of(hours)
+    run_until(world, lambda world: version_of(world) == 4)
+    insist(world, PauseAsked(job=SIM_1), is_at_rest)
+    run_until(world, lambda world: world.clock.now > 100)
+    insist(world, ResumeAsked(job=SIM_1), goes_on)
+    assert abs(len(finish(world, about="hours").curve) - len(calm)) <= 1

@@ -145,7 +145,7 @@ def test_an_idle_worker_that_comes_and_goes_changes_nothing() -> None:
 
 
 def searched(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> Plan | Infeasible:
-    return make_searched_plan(job, fleet, previous, seed, steps_left=job.budget.steps)
+    return make_searched_plan(job, fleet, previous, seed, steps_left=job.total_steps)
 
 
 @pytest.mark.parametrize("layout", Layout)

@@ -30,7 +30,7 @@ SHAPES = {
 @pytest.mark.parametrize(("job", "num_workers"), SHAPES.values(), ids=SHAPES)
 def test_each_step_is_committed_once_under_one_generation(job: JobSpec, num_workers: int) -> None:
     run = undisturbed(job, num_workers)
-    assert [record.step for record in run.curve] == list(range(job.budget.steps))
+    assert [record.step for record in run.curve] == list(range(job.total_steps))
     assert len(of_kind(run.world.log, GenerationOpened)) == 1
     assert run.num_rollbacks == 0
 
@@ -38,9 +38,9 @@ def test_each_step_is_committed_once_under_one_generation(job: JobSpec, num_work
 @pytest.mark.parametrize(("job", "num_workers"), SHAPES.values(), ids=SHAPES)
 def test_every_sample_counts_in_exactly_one_step(job: JobSpec, num_workers: int) -> None:
     run = undisturbed(job, num_workers)
-    assert [record.num_tokens for record in run.curve] == [job.batch.num_microbatches] * job.budget.steps
+    assert [record.num_tokens for record in run.curve] == [job.batch.num_microbatches] * job.total_steps
     assert [record.samples_after for record in run.curve] == [
-        (step + 1) * job.batch.samples for step in range(job.budget.steps)
+        (step + 1) * job.batch.samples for step in range(job.total_steps)
     ]
 
 

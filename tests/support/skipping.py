@@ -50,7 +50,7 @@ def run_skipping(
                 parameter.grad /= max(tokens[stage] for stage in users[name])
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), spec.clip_norm or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(spec, step, job.budget.steps)
+            group["lr"] = learning_rate(spec, step, job.total_steps)
         optimizer.step()
         steps.append(ReferenceStep(loss=total / tokens[0], gradient_norm=float(norm), seconds=0.0))
     return steps
