@@ -1,6 +1,6 @@
 """What recovery costs, and what it costs to be ready for it: real processes on this machine.
 
-    python -m bench.recovery [--only log,join,third,deaths,coordinator] [--deaths 30] [--kills 50] [--joins 5]
+    python -m bench.recovery [--only log,join,join-data,third,deaths,coordinator] [--deaths 30] [--kills 50] [--joins 5]
                              [--thirds 3] [--turns 20] [--seed 0] [--json]
 
 Each part has a cluster of its own. Ends with one JSON line; exit code 1 if a goal is missed.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.chaosing.meter import Meter
-from bench.recovering import boundary, deaths, joins, leader
+from bench.recovering import boundary, deaths, joins, leader, reading
 from bench.recovering.cluster import recovering
 from bench.report import Row, finish
 
@@ -37,6 +37,13 @@ def _join(folder: Path, args: argparse.Namespace) -> list[Row]:
         *joins.rows_of(calm, what="a sixth worker joins five"),
         *joins.rows_of(harsh, what="it joins and one of two donors is killed"),
     ]
+
+
+def _join_data(folder: Path, args: argparse.Namespace) -> list[Row]:
+    text = reading.write_corpus(folder / "corpus", num_bytes=args.text_mb * 1_000_000)
+    reading.keep_tokens_below(folder / "cache")
+    with recovering(folder, reading.NUM_WORKERS) as (cluster, client):
+        return [reading.join(cluster, client, text, cache=folder / "cache-of-the-newcomer")]
 
 
 def _third(folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -66,6 +73,7 @@ def _coordinator(folder: Path, args: argparse.Namespace) -> list[Row]:
 PARTS: dict[str, Part] = {
     "log": _log,
     "join": _join,
+    "join-data": _join_data,
     "third": _third,
     "deaths": _deaths,
     "coordinator": _coordinator,
@@ -94,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--turns", type=int, default=20, help="of each kind of boundary log")
     parser.add_argument("--joins", type=int, default=5, help="of each kind")
+    parser.add_argument("--text-mb", type=int, default=200, help="that a newcomer tokenises in join-data")
     parser.add_argument("--thirds", type=int, default=3, help="times that a third dies, of each kind")
     parser.add_argument("--deaths", type=int, default=30, help="of single workers")
     parser.add_argument("--kills", type=int, default=50, help="of the coordinator")
