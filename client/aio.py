@@ -34,6 +34,7 @@ from skein.types import JobId, Step
 from skein.wire import codec
 from skein.wire.v1 import jobs_pb2
 from skein.wire.views import (
+    CheckpointView,
     EvaluationFinished,
     JobEvent,
     JobStatus,
@@ -197,6 +198,22 @@ class AsyncClient:
             found += map(codec.INCIDENT.decode, reply.incidents)
             if not reply.incidents or len(found) >= reply.num_incidents:
                 return tuple(found)
+
+    async def checkpoints(self, job: str) -> tuple[CheckpointView, ...]:
+        """The checkpoints of a job that are kept, oldest first, and whether one was found damaged.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        return await self._connection.checkpoints(job)
+
+    async def verify(self, job: str, version: int) -> CheckpointView:
+        """One of them, after the coordinator has read all of it; a damaged one is set aside.
+
+        Raises:
+            NotFound: there is none of this version.
+        """
+        return await self._connection.verify(job, Step(version))
 
     async def export(
         self,

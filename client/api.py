@@ -23,7 +23,7 @@ from client.export import Dtype
 from skein.config.job import JobSpec
 from skein.protocol.records import Incident
 from skein.topology.fleet import Link
-from skein.wire.views import JobEvent, JobStatus, Key, VersionReply, WorkerStatus
+from skein.wire.views import CheckpointView, JobEvent, JobStatus, Key, VersionReply, WorkerStatus
 
 T = TypeVar("T")
 
@@ -114,6 +114,14 @@ class Client:
     def incidents(self, job: str) -> tuple[Incident, ...]:
         """What failures there were in a job so far and what each cost, oldest first."""
         return self._loop.run(self._client.incidents(job))
+
+    def checkpoints(self, job: str) -> tuple[CheckpointView, ...]:
+        """The checkpoints of a job that are kept, oldest first, and whether one was found damaged."""
+        return self._loop.run(self._client.checkpoints(job))
+
+    def verify(self, job: str, version: int) -> CheckpointView:
+        """One of them, after the coordinator has read all of it; a damaged one is set aside."""
+        return self._loop.run(self._client.verify(job, version))
 
     def export(
         self,

@@ -23,7 +23,7 @@ from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import GetRequest, ManifestReply
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from skein.wire.views import JobEvent, Key, VersionReply
+from skein.wire.views import CheckpointView, JobEvent, Key, VersionReply
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -183,6 +183,32 @@ class Connection:
         request = checkpoint_pb2.ManifestRequest(job=job, version=version)
         reply: checkpoint_pb2.ManifestReply = await self.call(lambda: self._checkpoint.Manifest, request)
         return codec.MANIFEST_REPLY.decode(reply)
+
+    async def checkpoints(self, job: str) -> tuple[CheckpointView, ...]:
+        """The checkpoints of `job` that are kept, oldest first.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        request = checkpoint_pb2.ListCheckpointsRequest(job=job)
+        reply: checkpoint_pb2.ListCheckpointsReply = await self.call(lambda: self._checkpoint.List, request)
+        return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
+
+    async def verify(self, job: str, version: Step) -> CheckpointView:
+        """A checkpoint of `job` after the coordinator has read all of it, however long that takes.
+
+        Raises:
+            NotFound: there is none of this version.
+        """
+        if self._version is None:
+            _ = await self.version()
+        patience = self.patience()
+        while True:
+            try:
+                request = checkpoint_pb2.VerifyRequest(job=job, version=version)
+                return codec.CHECKPOINT_VIEW.decode(await self._checkpoint.Verify(request))
+            except aio.AioRpcError as error:
+                await patience.endure(error)
 
     async def file_parts(self, request: GetRequest) -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
         """The parts of a checkpoint's file, in one try.

@@ -106,7 +106,7 @@ class Meter(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
-Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DrainAsked | MeasureAsked
+Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DrainAsked | MeasureAsked | CheckpointVerified
 
 
 def wall_clock() -> Callable[[], float]:

@@ -28,6 +28,18 @@ _WORKER = Group(
     help="The daemon that trains.",
     verbs={"up": Program(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")},
 )
+_CHECKPOINTS = Group(
+    "checkpoints",
+    help="List a job's checkpoints, or read them to see whether they are whole.",
+    verbs={
+        "list": Verb(
+            help="List the checkpoints that are kept.", module="client.cli.checkpoints", attribute="listed"
+        ),
+        "verify": Verb(
+            help="Read checkpoints and compare hashes.", module="client.cli.checkpoints", attribute="verify"
+        ),
+    },
+)
 _JOB = Group(
     "job",
     help="Job files.",
@@ -78,6 +90,7 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
         module="client.cli.incidents",
         attribute="incidents",
     ),
+    "checkpoints": _CHECKPOINTS,
     "cancel": Verb(help="Save a job and end it.", module="client.cli.wishes", attribute="cancel"),
     "pause": Verb(help="Save a job and free its workers.", module="client.cli.wishes", attribute="pause"),
     "resume": Verb(help="Have a job go on.", module="client.cli.wishes", attribute="resume"),

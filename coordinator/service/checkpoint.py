@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
@@ -11,11 +12,12 @@ from skein.errors import RemoteError
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import CheckpointCommitted
-from skein.types import JobId, Step
+from skein.types import Condition, JobId, Step
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from skein.wire.views import CheckpointView
 
 PART_S = 60.0
 """Silence after which an upload is given up."""
@@ -81,8 +83,12 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             raise NotFoundError("file", f"{asked.job}/{asked.version}/{asked.name}", "no such file there")
         yield codec.GET_PART.encode(GetStart(num_bytes=file.num_bytes))
         pieces = self._store.pieces(asked.job, asked.version, asked.name, asked.offset, PART_BYTES)
-        while piece := await asyncio.to_thread(next, pieces, b""):
-            yield codec.GET_PART.encode(FileData(data=piece))
+        try:
+            while piece := await asyncio.to_thread(next, pieces, b""):
+                yield codec.GET_PART.encode(FileData(data=piece))
+        except OSError as error:
+            where = f"{asked.job}/{asked.version}/{asked.name}"
+            raise NotFoundError("file", where, f"cannot be read: {error.strerror or error}") from error
         yield codec.GET_PART.encode(FileEnd(sha256=file.sha256))
 
     async def Manifest(
@@ -106,6 +112,30 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         await self._driver.settled()
         return codec.MANIFEST_REPLY.encode(reply)
 
+    async def List(
+        self, request: checkpoint_pb2.ListCheckpointsRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        job = self._job(JobId(request.job))
+        found = [_view(job, checkpoint) for checkpoint in job.checkpoints]
+        _ = await self._driver.settled()
+        return checkpoint_pb2.ListCheckpointsReply(
+            checkpoints=[codec.CHECKPOINT_VIEW.encode(view) for view in found]
+        )
+
+    async def Verify(
+        self, request: checkpoint_pb2.VerifyRequest, context: Context
+    ) -> checkpoint_pb2.CheckpointView:
+        job = self._job(JobId(request.job))
+        checkpoint = _checkpoint(job, Step(request.version))
+        if checkpoint is None:
+            raise NotFoundError(
+                "checkpoint", f"{job.job} version {request.version}", f"it has {_versions(job)}"
+            )
+        found = await self._driver.look_at(checkpoint)
+        _ = await self._driver.ask(found)
+        view = replace(_view(job, checkpoint), condition=found.condition, reason=found.reason)
+        return codec.CHECKPOINT_VIEW.encode(view)
+
     def _job(self, job: JobId) -> JobHistory:
         found = self._driver.machine.history.jobs.get(job)
         if found is None:
@@ -123,7 +153,23 @@ def _file_of(checkpoint: CheckpointCommitted | None, name: str) -> CheckpointFil
 
 
 def _versions(job: JobHistory) -> str:
-    return ", ".join(str(checkpoint.version) for checkpoint in job.checkpoints)
+    return ", ".join(str(checkpoint.version) for checkpoint in job.checkpoints) or "none"
+
+
+def _view(job: JobHistory, checkpoint: CheckpointCommitted) -> CheckpointView:
+    """As far as is known."""
+    files = [file for stage in checkpoint.stages for file in stage.files]
+    reason = job.damaged.get(checkpoint.version)
+    return CheckpointView(
+        job=job.job,
+        version=checkpoint.version,
+        url=checkpoint.url,
+        num_files=len(files),
+        num_bytes=sum(file.num_bytes for file in files),
+        wall_s=checkpoint.wall_s,
+        condition=Condition.WHOLE if reason is None else Condition.DAMAGED,
+        reason=reason or "",
+    )
 
 
 async def _receive(upload: Upload, parts: AsyncIterator[checkpoint_pb2.PutPart]) -> str:

@@ -94,6 +94,7 @@ RANGES: Mapping[str, Range] = {
     "num_train_samples": COUNT,
     "num_validation_samples": COUNT,
     "num_incidents": COUNT,
+    "num_files": COUNT,
     "num_steps_lost": COUNT,
     "num_steps": COUNT,
     "protocol_version": WORD,

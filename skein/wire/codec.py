@@ -41,6 +41,10 @@ MANIFEST_REPLY: Codec[extra.ManifestReply, checkpoint_pb2.ManifestReply] = Codec
     extra.ManifestReply, checkpoint_pb2.ManifestReply
 )
 
+CHECKPOINT_VIEW: Codec[views.CheckpointView, checkpoint_pb2.CheckpointView] = Codec(
+    views.CheckpointView, checkpoint_pb2.CheckpointView
+)
+
 SUBMIT_REPLY: Codec[views.SubmitReply, jobs_pb2.SubmitReply] = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
 VERSION_REPLY: Codec[views.VersionReply, jobs_pb2.VersionReply] = Codec(
     views.VersionReply, jobs_pb2.VersionReply

@@ -8,7 +8,7 @@ from skein.plan.redundancy import Shortfall
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import Incident
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
+from skein.types import Condition, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire.extra import LogLine
 
 
@@ -19,6 +19,20 @@ class WorkerState(StrEnum):
     WORKING = "working"
     DRAINING = "draining"
     LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """A checkpoint that is kept, as far as is known or after all of it was read. No `url`: at the coordinator."""
+
+    job: JobId
+    version: Step
+    url: str | None
+    num_files: int
+    num_bytes: int
+    wall_s: float
+    condition: Condition
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, Man
 from skein.wire.failures import refuse
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import (
+    CheckpointView,
     ChunkTimes,
     Ended,
     EvaluationFinished,
@@ -165,6 +166,9 @@ class Script:
     story: list[JobEvent] = field(default_factory=whole_story)
     incidents: list[Incident] = field(default_factory=list)
     """Of every job; told two at a time."""
+    checkpoints: list[CheckpointView] = field(default_factory=list)
+    """Of every job."""
+    verified: list[int] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     manifest: ManifestReply | None = None
     protocol_version: int = skein.PROTOCOL_VERSION
@@ -351,6 +355,21 @@ class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             await refuse(context, error, grpc.StatusCode.NOT_FOUND)
         assert self._script.manifest is not None
         return codec.MANIFEST_REPLY.encode(self._script.manifest)
+
+    async def List(
+        self, request: checkpoint_pb2.ListCheckpointsRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        views = map(codec.CHECKPOINT_VIEW.encode, self._script.checkpoints)
+        return checkpoint_pb2.ListCheckpointsReply(checkpoints=views)
+
+    async def Verify(
+        self, request: checkpoint_pb2.VerifyRequest, context: Context
+    ) -> checkpoint_pb2.CheckpointView:
+        self._script.verified.append(request.version)
+        kept = [view for view in self._script.checkpoints if view.version == request.version]
+        if not kept:
+            await refuse(context, UserError("checkpoint", request.version, "gone"), grpc.StatusCode.NOT_FOUND)
+        return codec.CHECKPOINT_VIEW.encode(kept[0])
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from skein.errors import RemoteError, UserError
 from skein.plan.redundancy import LeftOut, Shortfall
 from skein.protocol.incident import total
 from skein.protocol.records import IncidentKind, Remedy
-from skein.types import JobState, StageIndex, WorkerId
+from skein.types import Condition, JobId, JobState, StageIndex, Step, WorkerId
 from skein.wire.v1 import jobs_pb2
+from skein.wire.views import CheckpointView
 from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, START_S, Script, serving, status, whole_story, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
@@ -302,6 +303,43 @@ def test_following_logs_tells_each_event_once(tail: int, coordinator: Scripted, 
     keys = [(told["sequence"], told["line_number"]) for told in lines(capsys.readouterr().out)]
     wanted = [event.key for event in whole_story()]
     assert keys == wanted[len(wanted) - min(tail, len(wanted)) :]
+
+
+def seen(version: int, condition: Condition, reason: str = "") -> CheckpointView:
+    return CheckpointView(
+        job=JobId("first-job-1"),
+        version=Step(version),
+        url=None,
+        num_files=4,
+        num_bytes=3 << 20,
+        wall_s=START_S,
+        condition=condition,
+        reason=reason,
+    )
+
+
+def test_checkpoints_are_listed_and_verified_one_by_one(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.checkpoints = [seen(10, Condition.WHOLE), seen(20, Condition.WHOLE)]
+    assert run(["checkpoints", "list", "first-job-1"]) == 0
+    assert coordinator.script.verified == []
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[0] == "10"
+    assert second.split()[3:] == ["4", "3.0", "MiB", "whole", "coordinator", "-"]
+    assert run(["checkpoints", "verify", "first-job-1"]) == 0
+    assert coordinator.script.verified == [10, 20]
+
+
+def test_a_damaged_checkpoint_makes_verify_fail_and_says_why(coordinator: Scripted, capsys: Captured) -> None:
+    damaged = seen(20, Condition.DAMAGED, "stage-000 is not there")
+    coordinator.script.checkpoints = [seen(10, Condition.WHOLE), damaged]
+    assert run(["checkpoints", "verify", "first-job-1", "--version", "10"]) == 0
+    capsys.readouterr()
+    assert run(["checkpoints", "verify", "first-job-1", "--json"]) == 1
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["version"], one["condition"], one["reason"]) for one in told] == [
+        (10, "whole", ""),
+        (20, "damaged", "stage-000 is not there"),
+    ]
 
 
 def test_incidents_are_a_table_with_totals(coordinator: Scripted, capsys: Captured) -> None:

@@ -38,7 +38,7 @@ from skein.protocol.messages import (
 from skein.protocol.records import JobEnded, Record
 from skein.protocol.reports import Beat
 from skein.storage.places import Places
-from skein.types import Epoch, JobId, JobState, WorkerId
+from skein.types import Condition, Epoch, JobId, JobState, WorkerId
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, LogLines, PutStart
@@ -51,6 +51,7 @@ from skein.wire.v1 import (
     jobs_pb2,
     jobs_pb2_grpc,
 )
+from skein.wire.views import CheckpointView
 from tests.coordinator.builders import (
     WAIT_S,
     checkpointed,
@@ -533,6 +534,52 @@ async def test_an_uploaded_file_lies_under_its_version(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as running, connected(running) as channel:
         await put(channel)
     assert (tmp_path / "checkpoints" / "digits-1" / "v00000005" / FILE.name).read_bytes() == DATA
+
+
+async def test_checkpoints_are_listed_and_read_and_what_is_damaged_is_set_aside(tmp_path: Path) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 3, FILE), checkpointed("digits-1", 5, FILE))
+    store = tmp_path / "checkpoints" / "digits-1"
+    for version in (3, 5):
+        (store / f"v{version:08d}").mkdir(parents=True)
+        (store / f"v{version:08d}" / FILE.name).write_bytes(DATA)
+    (store / "v00000005" / FILE.name).write_bytes(DATA[:-1] + b"!")
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        stub = checkpoint_pb2_grpc.CheckpointStub(channel)
+
+        async def listed() -> list[tuple[int, Condition]]:
+            reply = await stub.List(checkpoint_pb2.ListCheckpointsRequest(job="digits-1"))
+            views = map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints)
+            return [(view.version, view.condition) for view in views]
+
+        async def verified(version: int) -> CheckpointView:
+            asked = checkpoint_pb2.VerifyRequest(job="digits-1", version=version)
+            return codec.CHECKPOINT_VIEW.decode(await stub.Verify(asked))
+
+        assert await listed() == [(3, Condition.WHOLE), (5, Condition.WHOLE)]
+        assert (await verified(3)).condition is Condition.WHOLE
+        found = await verified(5)
+        assert (found.condition, found.num_files, found.num_bytes) == (Condition.DAMAGED, 1, len(DATA))
+        assert "is not what was written" in found.reason
+        assert await listed() == [(3, Condition.WHOLE), (5, Condition.DAMAGED)]
+        # Who exports now gets the one before it.
+        newest = await stub.Manifest(checkpoint_pb2.ManifestRequest(job="digits-1"))
+        assert newest.version == 3
+        assert b'skein_checkpoints_damaged_total{job="digits-1"} 1.0' in running.metrics.render()
+        (store / "v00000005" / FILE.name).write_bytes(DATA)
+        assert (await verified(5)).condition is Condition.WHOLE
+        with pytest.raises(aio.AioRpcError) as none:
+            await verified(4)
+        assert none.value.code() is StatusCode.NOT_FOUND
+        assert await listed() == [(3, Condition.WHOLE), (5, Condition.WHOLE)]
+
+
+async def test_a_checkpoints_file_that_is_gone_is_not_found(tmp_path: Path) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 5, FILE))
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        request = checkpoint_pb2.GetRequest(job="digits-1", version=5, name=FILE.name)
+        with pytest.raises(aio.AioRpcError, match="cannot be read: No such file") as gone:
+            [_ async for _ in checkpoint_pb2_grpc.CheckpointStub(channel).Get(request)]
+        assert gone.value.code() is StatusCode.NOT_FOUND
 
 
 async def test_a_file_that_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:

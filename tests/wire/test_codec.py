@@ -43,6 +43,9 @@ PLAIN_REQUESTS = {
     "ListIncidentsRequest",
     "MeasureRequest",
     "ListIncidentsReply",
+    "ListCheckpointsRequest",
+    "ListCheckpointsReply",
+    "VerifyRequest",
 }
 """Ids and lists of values: used without a dataclass of their own."""
 

@@ -139,13 +139,23 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
             case WriteManifest():
                 yield ManifestWritten(checkpoint=command.checkpoint, error=None)
             case VerifyCheckpoint():
-                yield CheckpointVerified(checkpoint=command.checkpoint, condition=Condition.WHOLE)
+                yield self._look_at(command.checkpoint)
             case Halt():
                 raise AssertionError(command.reason)
             case PruneCheckpoints() | Log():
                 pass
             case _:
                 assert_never(command)
+
+    def _look_at(self, checkpoint: CheckpointCommitted) -> CheckpointVerified:
+        """Of files with a URL only those know who can read them."""
+        files = [file for stage in checkpoint.stages for file in stage.files]
+        for file in files if checkpoint.url is None else ():
+            data = self._disk.files.get((checkpoint.job, checkpoint.version, file.name))
+            if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
+                damaged = Condition.DAMAGED
+                return CheckpointVerified(checkpoint=checkpoint, condition=damaged, reason=file.name)
+        return CheckpointVerified(checkpoint=checkpoint, condition=Condition.WHOLE)
 
     # --- services ---
 
@@ -218,6 +228,16 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
                 wall_s=0.0,
             )
         )
+
+    async def List(
+        self, request: checkpoint_pb2.ListCheckpointsRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        raise AssertionError("workers do not ask")
+
+    async def Verify(
+        self, request: checkpoint_pb2.VerifyRequest, context: Context
+    ) -> checkpoint_pb2.CheckpointView:
+        raise AssertionError("workers do not ask")
 
 
 @asynccontextmanager

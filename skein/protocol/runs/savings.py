@@ -82,8 +82,6 @@ class Savings:
         """What was asked for under an older generation may never be done."""
         self._asked = Step(0)
         self._awaited = self.again_at = None
-        self._failed.clear()
-        self.waits_for = ""
 
     def rolled_back(self) -> None:
         """What is being written is of a history that does not count."""
@@ -104,6 +102,8 @@ class Savings:
         generation, version = self._out.history.generation, self._job.version
         self.expect(generation, version, stages, num_walkers=len(asked) // len(stages))
         self._awaited = (plan, main) if is_awaited else None
+        self._failed.clear()
+        self.again_at, self.waits_for = None, ""
         self._send(parts_by_worker)
 
     def _parts(self, plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:

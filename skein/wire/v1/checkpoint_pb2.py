@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eskein/wire/v1/checkpoint.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\x99\x01\n\x07PutPart\x12,\n\tput_start\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.PutStartH\x00\x12,\n\tfile_data\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.FileDataH\x00\x12*\n\x08\x66ile_end\x18\x03 \x01(\x0b\x32\x16.skein.wire.v1.FileEndH\x00\x42\x06\n\x04\x62ody\"I\n\x08PutStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x18\n\x08\x46ileData\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x19\n\x07\x46ileEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"-\n\x08PutReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"H\n\nGetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"\x99\x01\n\x07GetPart\x12,\n\tget_start\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.GetStartH\x00\x12,\n\tfile_data\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.FileDataH\x00\x12*\n\x08\x66ile_end\x18\x03 \x01(\x0b\x32\x16.skein.wire.v1.FileEndH\x00\x42\x06\n\x04\x62ody\"\x1d\n\x08GetStart\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"@\n\x0fManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"\xaa\x01\n\rManifestReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04spec\x18\x03 \x01(\t\x12\x10\n\x03url\x18\x04 \x01(\tH\x00\x88\x01\x01\x12)\n\x06stages\x18\x05 \x03(\x0b\x32\x19.skein.wire.v1.StageFiles\x12\x0e\n\x06wall_s\x18\x06 \x01(\x01\x12\x18\n\x10\x64\x61ta_fingerprint\x18\x07 \x01(\tB\x06\n\x04_url2\xcc\x01\n\nCheckpoint\x12\x38\n\x03Put\x12\x16.skein.wire.v1.PutPart\x1a\x17.skein.wire.v1.PutReply(\x01\x12:\n\x03Get\x12\x19.skein.wire.v1.GetRequest\x1a\x16.skein.wire.v1.GetPart0\x01\x12H\n\x08Manifest\x12\x1e.skein.wire.v1.ManifestRequest\x1a\x1c.skein.wire.v1.ManifestReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eskein/wire/v1/checkpoint.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\x99\x01\n\x07PutPart\x12,\n\tput_start\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.PutStartH\x00\x12,\n\tfile_data\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.FileDataH\x00\x12*\n\x08\x66ile_end\x18\x03 \x01(\x0b\x32\x16.skein.wire.v1.FileEndH\x00\x42\x06\n\x04\x62ody\"I\n\x08PutStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x18\n\x08\x46ileData\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x19\n\x07\x46ileEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"-\n\x08PutReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"H\n\nGetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"\x99\x01\n\x07GetPart\x12,\n\tget_start\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.GetStartH\x00\x12,\n\tfile_data\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.FileDataH\x00\x12*\n\x08\x66ile_end\x18\x03 \x01(\x0b\x32\x16.skein.wire.v1.FileEndH\x00\x42\x06\n\x04\x62ody\"\x1d\n\x08GetStart\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"@\n\x0fManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"\xaa\x01\n\rManifestReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04spec\x18\x03 \x01(\t\x12\x10\n\x03url\x18\x04 \x01(\tH\x00\x88\x01\x01\x12)\n\x06stages\x18\x05 \x03(\x0b\x32\x19.skein.wire.v1.StageFiles\x12\x0e\n\x06wall_s\x18\x06 \x01(\x01\x12\x18\n\x10\x64\x61ta_fingerprint\x18\x07 \x01(\tB\x06\n\x04_url\"%\n\x16ListCheckpointsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"J\n\x14ListCheckpointsReply\x12\x32\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1d.skein.wire.v1.CheckpointView\"-\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\xbb\x01\n\x0e\x43heckpointView\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x10\n\x03url\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\tnum_files\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06wall_s\x18\x06 \x01(\x01\x12+\n\tcondition\x18\x07 \x01(\x0e\x32\x18.skein.wire.v1.Condition\x12\x0e\n\x06reason\x18\x08 \x01(\tB\x06\n\x04_url*i\n\tCondition\x12\x19\n\x15\x43ONDITION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43ONDITION_WHOLE\x10\x01\x12\x15\n\x11\x43ONDITION_DAMAGED\x10\x02\x12\x15\n\x11\x43ONDITION_UNKNOWN\x10\x03\x32\xe7\x02\n\nCheckpoint\x12\x38\n\x03Put\x12\x16.skein.wire.v1.PutPart\x1a\x17.skein.wire.v1.PutReply(\x01\x12:\n\x03Get\x12\x19.skein.wire.v1.GetRequest\x1a\x16.skein.wire.v1.GetPart0\x01\x12H\n\x08Manifest\x12\x1e.skein.wire.v1.ManifestRequest\x1a\x1c.skein.wire.v1.ManifestReply\x12R\n\x04List\x12%.skein.wire.v1.ListCheckpointsRequest\x1a#.skein.wire.v1.ListCheckpointsReply\x12\x45\n\x06Verify\x12\x1c.skein.wire.v1.VerifyRequest\x1a\x1d.skein.wire.v1.CheckpointViewb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CONDITION']._serialized_start=1257
+  _globals['_CONDITION']._serialized_end=1362
   _globals['_PUTPART']._serialized_start=75
   _globals['_PUTPART']._serialized_end=228
   _globals['_PUTSTART']._serialized_start=230
@@ -52,6 +54,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFESTREQUEST']._serialized_end=730
   _globals['_MANIFESTREPLY']._serialized_start=733
   _globals['_MANIFESTREPLY']._serialized_end=903
-  _globals['_CHECKPOINT']._serialized_start=906
-  _globals['_CHECKPOINT']._serialized_end=1110
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=905
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=942
+  _globals['_LISTCHECKPOINTSREPLY']._serialized_start=944
+  _globals['_LISTCHECKPOINTSREPLY']._serialized_end=1018
+  _globals['_VERIFYREQUEST']._serialized_start=1020
+  _globals['_VERIFYREQUEST']._serialized_end=1065
+  _globals['_CHECKPOINTVIEW']._serialized_start=1068
+  _globals['_CHECKPOINTVIEW']._serialized_end=1255
+  _globals['_CHECKPOINT']._serialized_start=1365
+  _globals['_CHECKPOINT']._serialized_end=1724
 # @@protoc_insertion_point(module_scope)

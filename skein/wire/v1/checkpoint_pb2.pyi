@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from skein.wire.v1 import ids_pb2 as _ids_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Condition:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ConditionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Condition.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONDITION_UNSPECIFIED: _Condition.ValueType  # 0
+    """Never sent; refused."""
+    CONDITION_WHOLE: _Condition.ValueType  # 1
+    """What was written, as far as is known."""
+    CONDITION_DAMAGED: _Condition.ValueType  # 2
+    """Something else, or nothing: it is set aside."""
+    CONDITION_UNKNOWN: _Condition.ValueType  # 3
+    """No answer."""
+
+class Condition(_Condition, metaclass=_ConditionEnumTypeWrapper):
+    """What a look at a checkpoint's files found."""
+
+CONDITION_UNSPECIFIED: Condition.ValueType  # 0
+"""Never sent; refused."""
+CONDITION_WHOLE: Condition.ValueType  # 1
+"""What was written, as far as is known."""
+CONDITION_DAMAGED: Condition.ValueType  # 2
+"""Something else, or nothing: it is set aside."""
+CONDITION_UNKNOWN: Condition.ValueType  # 3
+"""No answer."""
+Global___Condition: _TypeAlias = Condition  # noqa: Y015
 
 @_typing.final
 class PutPart(_message.Message):
@@ -285,3 +314,109 @@ class ManifestReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
 
 Global___ManifestReply: _TypeAlias = ManifestReply  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointView]: ...
+    def __init__(
+        self,
+        *,
+        checkpoints: _abc.Iterable[Global___CheckpointView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsReply: _TypeAlias = ListCheckpointsReply  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointView(_message.Message):
+    """A checkpoint as clients see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    NUM_FILES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    CONDITION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    url: _builtins.str
+    """Absent: at the coordinator."""
+    num_files: _builtins.int
+    num_bytes: _builtins.int
+    wall_s: _builtins.float
+    condition: Global___Condition.ValueType
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        url: _builtins.str | None = ...,
+        num_files: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+        condition: Global___Condition.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "url", b"url"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_url", b"_url", "condition", b"condition", "job", b"job", "num_bytes", b"num_bytes", "num_files", b"num_files", "reason", b"reason", "url", b"url", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__url: _TypeAlias = _typing.Literal["url"]  # noqa: Y015
+    _WhichOneofArgType__url: _TypeAlias = _typing.Literal["_url", b"_url"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__url) -> _WhichOneofReturnType__url | None: ...
+
+Global___CheckpointView: _TypeAlias = CheckpointView  # noqa: Y015

@@ -49,6 +49,16 @@ class CheckpointStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestReply.FromString,
                 _registered_method=True)
+        self.List = channel.unary_unary(
+                '/skein.wire.v1.Checkpoint/List',
+                request_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/skein.wire.v1.Checkpoint/Verify',
+                request_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.FromString,
+                _registered_method=True)
 
 
 class CheckpointServicer:
@@ -75,6 +85,20 @@ class CheckpointServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """The checkpoints of a job that are kept, oldest first; nothing is read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +116,16 @@ def add_CheckpointServicer_to_server(servicer, server):
                     servicer.Manifest,
                     request_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestReply.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class Checkpoint:
             '/skein.wire.v1.Checkpoint/Manifest',
             skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_checkpoint__pb2.ManifestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Checkpoint/List',
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Checkpoint/Verify',
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.FromString,
             options,
             channel_credentials,
             insecure,

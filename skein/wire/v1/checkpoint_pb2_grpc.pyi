@@ -37,6 +37,10 @@ class CheckpointStub:
     """GetStart, FileData in order, FileEnd."""
     Manifest: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.ManifestRequest, _checkpoint_pb2.ManifestReply]
     """What a complete checkpoint consists of; NOT_FOUND where there is none."""
+    List: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.ListCheckpointsRequest, _checkpoint_pb2.ListCheckpointsReply]
+    """The checkpoints of a job that are kept, oldest first; nothing is read."""
+    Verify: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.VerifyRequest, _checkpoint_pb2.CheckpointView]
+    """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
 
 @_typing.type_check_only
 class CheckpointAsyncStub(CheckpointStub):
@@ -47,6 +51,10 @@ class CheckpointAsyncStub(CheckpointStub):
     """GetStart, FileData in order, FileEnd."""
     Manifest: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.ManifestRequest, _checkpoint_pb2.ManifestReply]  # type: ignore[assignment]
     """What a complete checkpoint consists of; NOT_FOUND where there is none."""
+    List: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.ListCheckpointsRequest, _checkpoint_pb2.ListCheckpointsReply]  # type: ignore[assignment]
+    """The checkpoints of a job that are kept, oldest first; nothing is read."""
+    Verify: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.VerifyRequest, _checkpoint_pb2.CheckpointView]  # type: ignore[assignment]
+    """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
 
 class CheckpointServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +80,21 @@ class CheckpointServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.ManifestReply, _abc.Awaitable[_checkpoint_pb2.ManifestReply]]:
         """What a complete checkpoint consists of; NOT_FOUND where there is none."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _checkpoint_pb2.ListCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.ListCheckpointsReply, _abc.Awaitable[_checkpoint_pb2.ListCheckpointsReply]]:
+        """The checkpoints of a job that are kept, oldest first; nothing is read."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _checkpoint_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.CheckpointView, _abc.Awaitable[_checkpoint_pb2.CheckpointView]]:
+        """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
 
 def add_CheckpointServicer_to_server(servicer: CheckpointServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

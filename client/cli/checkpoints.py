@@ -1,0 +1,65 @@
+"""`skein checkpoints`: which ones a job has, and whether they are what was written."""
+
+import time
+
+import click
+
+from client.cli import DONE, FAILED
+from client.cli.options import connect, connection_options, json_option
+from client.cli.show import print_json, print_table
+from skein.types import Condition
+from skein.units import format_bytes
+from skein.wire.views import CheckpointView
+
+COLUMNS = ("VERSION", "WRITTEN", "FILES", "SIZE", "CONDITION", "WHERE", "REASON")
+_NONE = "-"
+
+
+@click.command()
+@click.argument("job")
+@json_option
+@connection_options
+def listed(job: str, *, is_json: bool) -> int:
+    """List the checkpoints of JOB that are kept, oldest first. Nothing is read: damage shows once it was found."""
+    with connect() as client:
+        found = client.checkpoints(job)
+    if is_json:
+        for view in found:
+            print_json(view)
+        return DONE
+    print_table(COLUMNS, map(_row, found), nothing=f"{job} has no checkpoint yet")
+    return DONE
+
+
+@click.command()
+@click.argument("job")
+@click.option("--version", type=click.IntRange(min=1), help="Read this one only. Default: all that are kept.")
+@json_option
+@connection_options
+def verify(job: str, *, version: int | None, is_json: bool) -> int:
+    """Have the coordinator read the checkpoints of JOB and compare hashes; exit 1 unless all are whole.
+
+    What is damaged is set aside: the job goes back to the next older one when it needs to. One that somebody has put
+    back is taken up again.
+    """
+    with connect() as client:
+        wanted = [view.version for view in client.checkpoints(job)] if version is None else [version]
+        found = [client.verify(job, each) for each in wanted]
+    if is_json:
+        for view in found:
+            print_json(view)
+    else:
+        print_table(COLUMNS, map(_row, found), nothing=f"{job} has no checkpoint yet")
+    return DONE if all(view.condition is Condition.WHOLE for view in found) else FAILED
+
+
+def _row(view: CheckpointView) -> tuple[str, ...]:
+    return (
+        str(view.version),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.wall_s)),
+        str(view.num_files),
+        format_bytes(view.num_bytes),
+        view.condition,
+        view.url or "coordinator",
+        view.reason or _NONE,
+    )
