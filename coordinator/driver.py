@@ -14,15 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import ParamSpec, Protocol, assert_never
+from typing import Protocol, assert_never
 
-from coordinator.checkpoints import DamagedError
+from coordinator.filing import CheckpointFiles, Filing
 from coordinator.journal import Journal
 from coordinator.streams import Stream
-from skein.config.job import JobSpec
-from skein.errors import LocalError, SkeinError
+from skein.errors import LocalError
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (
@@ -35,7 +33,6 @@ from skein.protocol.coordinator_io import (
     Halt,
     Log,
     MakePlan,
-    ManifestWritten,
     MeasureAsked,
     PauseAsked,
     PlanMade,
@@ -53,8 +50,7 @@ from skein.protocol.coordinator_io import (
 from skein.protocol.messages import Refused
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Hello, Report
-from skein.storage.outside import Outside
-from skein.types import Condition, Incarnation, JobId, Step, WorkerId
+from skein.types import Incarnation, JobId, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
 MAX_WAITING = 8192
@@ -66,8 +62,6 @@ SETTLE_S = 1.0
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
 
-P = ParamSpec("P")
-
 
 class AppendLog(Protocol):
     """The run log: durable when `append` returns. Both block; the driver gives them a thread."""
@@ -75,22 +69,6 @@ class AppendLog(Protocol):
     def append(self, records: Sequence[Record]) -> None: ...
 
     def read(self) -> Iterator[Record]: ...
-
-
-class CheckpointFiles(Protocol):
-    """Where checkpoints lie. All block, perhaps for ever; they are called one at a time."""
-
-    def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
-        """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
-        ...
-
-    def verify(self, checkpoint: CheckpointCommitted) -> None:
-        """Read all of it, or raise `DamagedError`, or `UserError` if it cannot be read."""
-        ...
-
-    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
-        """Delete older checkpoints than the newest of `keep` that are not in it, or raise `UserError`."""
-        ...
 
 
 class Meter(Protocol):
@@ -185,7 +163,7 @@ class Driver:
         self.journal = journal
         self._log = log
         self._plan = plan
-        self._checkpoints = checkpoints
+        self.files = Filing(checkpoints)
         self._meter = meter
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
@@ -196,8 +174,6 @@ class Driver:
         self._is_stopping = False
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
-        self._files = asyncio.Lock()
-        self._outside = Outside()
         self._group = asyncio.TaskGroup()
         self._planning: asyncio.Task[None] | None = None
 
@@ -420,7 +396,7 @@ class Driver:
             case VerifyCheckpoint():
                 _ = self._begin(self._verify(command.checkpoint))
             case PruneCheckpoints():
-                _ = self._begin(self._prune(command))
+                _ = self._begin(self.files.prune(command))
             case Halt():
                 raise LocalError(command.reason)
             case Log():
@@ -453,41 +429,10 @@ class Driver:
 
     async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
         spec = self.machine.history.jobs[checkpoint.job].spec
-        error = None
-        try:
-            await self._ask_files(checkpoint.url, self._checkpoints.write_manifest, checkpoint, spec)
-        except (SkeinError, OSError) as cause:
-            error = str(cause)
-        await self._inbox.put(ManifestWritten(checkpoint=checkpoint, error=error))
+        await self._inbox.put(await self.files.write_manifest(checkpoint, spec))
 
     async def _verify(self, checkpoint: CheckpointCommitted) -> None:
-        await self._inbox.put(await self.look_at(checkpoint))
-
-    async def look_at(self, checkpoint: CheckpointCommitted) -> CheckpointVerified:
-        """What reading all of a checkpoint finds."""
-        try:
-            await self._ask_files(checkpoint.url, self._checkpoints.verify, checkpoint)
-        except DamagedError as cause:
-            return CheckpointVerified(checkpoint=checkpoint, condition=Condition.DAMAGED, reason=str(cause))
-        except (SkeinError, OSError) as cause:
-            return CheckpointVerified(checkpoint=checkpoint, condition=Condition.UNKNOWN, reason=str(cause))
-        return CheckpointVerified(checkpoint=checkpoint, condition=Condition.WHOLE)
-
-    async def _prune(self, command: PruneCheckpoints) -> None:
-        try:
-            await self._ask_files(
-                command.url, self._checkpoints.prune, command.job, command.url, command.keep
-            )
-        except (SkeinError, OSError) as cause:
-            _log.warning("job=%s old checkpoints stay: %s", command.job, cause)
-
-    async def _ask_files(
-        self, url: str | None, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """One after the other; a place that does not answer holds the next one up for so long only."""
-        where = "the coordinator's checkpoints" if url is None else f"checkpoint.url {url}"
-        async with self._files:
-            await self._outside.answer(partial(function, *args, **kwargs), where)
+        await self._inbox.put(await self.files.verify(checkpoint))
 
     def _end(self) -> None:
         """Nobody waits for ever on a driver that has ended."""

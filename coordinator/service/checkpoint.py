@@ -131,7 +131,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             raise NotFoundError(
                 "checkpoint", f"{job.job} version {request.version}", f"it has {_versions(job)}"
             )
-        found = await self._driver.look_at(checkpoint)
+        found = await self._driver.files.verify(checkpoint)
         _ = await self._driver.ask(found)
         view = replace(_view(job, checkpoint), condition=found.condition, reason=found.reason)
         return codec.CHECKPOINT_VIEW.encode(view)

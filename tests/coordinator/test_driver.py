@@ -117,12 +117,12 @@ async def test_on_a_full_disk_who_asks_is_answered_from_memory_and_told_so() -> 
 async def test_a_checkpoint_in_question_is_read_and_what_was_found_is_told() -> None:
     async with lab() as it:
         checkpoint = checkpointed("digits-1", 1)
-        assert (await it.driver.look_at(checkpoint)).condition is Condition.WHOLE
+        assert (await it.driver.files.verify(checkpoint)).condition is Condition.WHOLE
         it.files.error = DamagedError("stage-000 is not there")
-        found = await it.driver.look_at(checkpoint)
+        found = await it.driver.files.verify(checkpoint)
         assert (found.condition, found.reason) == (Condition.DAMAGED, "stage-000 is not there")
         it.files.error = UserError("checkpoint.url", "s3://b", "no such host")
-        assert (await it.driver.look_at(checkpoint)).condition is Condition.UNKNOWN
+        assert (await it.driver.files.verify(checkpoint)).condition is Condition.UNKNOWN
 
 
 @pytest.mark.parametrize("error", [LogFull("disk full"), Fenced("epoch 1 is over")])

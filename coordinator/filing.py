@@ -1,0 +1,74 @@
+"""Asks where checkpoints lie, one question after the other, and makes of what comes back what the machine hears."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from coordinator.checkpoints import DamagedError
+from skein.config.job import JobSpec
+from skein.errors import SkeinError
+from skein.protocol.coordinator_io import CheckpointVerified, ManifestWritten, PruneCheckpoints
+from skein.protocol.records import CheckpointCommitted
+from skein.storage.outside import Outside
+from skein.types import Condition, JobId, Step
+
+_log = logging.getLogger("coordinator")
+
+
+class CheckpointFiles(Protocol):
+    """Where checkpoints lie. All block, perhaps for ever; they are called one at a time."""
+
+    def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
+        """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
+        ...
+
+    def verify(self, checkpoint: CheckpointCommitted) -> None:
+        """Read all of it, or raise `DamagedError`, or `UserError` if it cannot be read."""
+        ...
+
+    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
+        """Delete older checkpoints than the newest of `keep` that are not in it, or raise `UserError`."""
+        ...
+
+
+class Filing:
+    """The files of all jobs' checkpoints. A place that does not answer holds the next question up for so long only."""
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self._files = files
+        self._turn = asyncio.Lock()
+        self._outside = Outside()
+
+    async def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> ManifestWritten:
+        """Make a checkpoint exist, if its files are what was written."""
+        error = None
+        try:
+            await self._ask(checkpoint.url, partial(self._files.write_manifest, checkpoint, spec))
+        except (SkeinError, OSError) as cause:
+            error = str(cause)
+        return ManifestWritten(checkpoint=checkpoint, error=error)
+
+    async def verify(self, checkpoint: CheckpointCommitted) -> CheckpointVerified:
+        """What reading all of a checkpoint finds."""
+        found = partial(CheckpointVerified, checkpoint=checkpoint)
+        try:
+            await self._ask(checkpoint.url, partial(self._files.verify, checkpoint))
+        except DamagedError as cause:
+            return found(condition=Condition.DAMAGED, reason=str(cause))
+        except (SkeinError, OSError) as cause:
+            return found(condition=Condition.UNKNOWN, reason=str(cause))
+        return found(condition=Condition.WHOLE)
+
+    async def prune(self, command: PruneCheckpoints) -> None:
+        """Delete what is not kept; what cannot be deleted stays, and is told."""
+        try:
+            await self._ask(command.url, partial(self._files.prune, command.job, command.url, command.keep))
+        except (SkeinError, OSError) as cause:
+            _log.warning("job=%s old checkpoints stay: %s", command.job, cause)
+
+    async def _ask(self, url: str | None, function: Callable[[], None]) -> None:
+        where = "the coordinator's checkpoints" if url is None else f"checkpoint.url {url}"
+        async with self._turn:
+            await self._outside.answer(function, where)
