@@ -100,6 +100,14 @@ class Cluster:
         """SIGKILL, as a power cut would."""
         _kill(self.workers.pop(name))
 
+    def freeze_worker(self, name: str) -> None:
+        """SIGSTOP: it does nothing, and everything it had open stays open."""
+        self.workers[name].send_signal(signal.SIGSTOP)
+
+    def thaw_worker(self, name: str) -> None:
+        """SIGCONT."""
+        self.workers[name].send_signal(signal.SIGCONT)
+
     def stop_worker(self, name: str) -> int:
         """SIGTERM: the worker drains and exits; its exit code."""
         process = self.workers.pop(name)

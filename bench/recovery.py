@@ -1,7 +1,7 @@
 """What recovery costs, and what it costs to be ready for it: real processes on this machine.
 
-    python -m bench.recovery [--only log,join,join-data,third,deaths,coordinator] [--deaths 30] [--kills 50] [--joins 5]
-                             [--thirds 3] [--turns 20] [--seed 0] [--json]
+    python -m bench.recovery [--only log,join,join-data,third,silence,deaths,coordinator] [--deaths 30] [--kills 50]
+                             [--joins 5] [--text-mb 200] [--thirds 3] [--silences 20] [--turns 20] [--seed 0] [--json]
 
 Each part has a cluster of its own. Ends with one JSON line; exit code 1 if a goal is missed.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.chaosing.meter import Meter
-from bench.recovering import boundary, deaths, joins, leader, reading
+from bench.recovering import boundary, deaths, joins, leader, reading, silences
 from bench.recovering.cluster import recovering
 from bench.report import Row, finish
 
@@ -70,11 +70,18 @@ def _coordinator(folder: Path, args: argparse.Namespace) -> list[Row]:
     return leader.rows_of(found)
 
 
+def _silence(folder: Path, args: argparse.Namespace) -> list[Row]:
+    with recovering(folder, silences.NUM_WORKERS) as (cluster, client):
+        found = silences.together(cluster, client, count=args.silences, seed=args.seed)
+    return silences.rows_of(found)
+
+
 PARTS: dict[str, Part] = {
     "log": _log,
     "join": _join,
     "join-data": _join_data,
     "third": _third,
+    "silence": _silence,
     "deaths": _deaths,
     "coordinator": _coordinator,
 }
@@ -104,6 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--joins", type=int, default=5, help="of each kind")
     parser.add_argument("--text-mb", type=int, default=200, help="that a newcomer tokenises in join-data")
     parser.add_argument("--thirds", type=int, default=3, help="times that a third dies, of each kind")
+    parser.add_argument("--silences", type=int, default=20, help="of both holders of a stage")
     parser.add_argument("--deaths", type=int, default=30, help="of single workers")
     parser.add_argument("--kills", type=int, default=50, help="of the coordinator")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,8 +7,8 @@ import pytest
 
 from bench.cluster import Cluster, running
 from client.api import Job
-from skein.types import JobState
-from skein.wire.views import JobEvent, StepFinished, WentBack
+from skein.types import JobState, StageIndex
+from skein.wire.views import JobEvent, LineLogged, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text
 
 NUM_STEPS = 40
@@ -63,6 +63,34 @@ def test_a_killed_worker_costs_no_step(cluster: Cluster, text: Path, undisturbed
     assert steps == list(range(NUM_STEPS))
     # Another plan sums in another order: float32 rounding, grown over 30 steps.
     assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def wait_for_line(job: Job, part: str) -> None:
+    for event in job.events():
+        if isinstance(event.body, LineLogged) and part in event.body.line.text:
+            return
+    raise AssertionError(f"{job.id} ended without a word of {part!r}: {job.status()}")
+
+
+def test_holders_of_a_stage_that_stand_still_together_cost_no_step(
+    cluster: Cluster, text: Path, undisturbed: dict[int, float]
+) -> None:
+    with cluster.client() as client:
+        job = client.submit(text_job("both-freeze", text, steps=NUM_STEPS))
+        wait_for_step(job, 8)
+        names = [worker.worker for worker in client.workers() if StageIndex(1) in worker.stages]
+        for name in names:
+            cluster.freeze_worker(name)
+        wait_for_line(job, f"waiting for {names[0]}, {names[1]} until")
+        for name in names:
+            cluster.thaw_worker(name)
+        status = job.wait()
+        events = job.history()
+    assert status.state is JobState.FINISHED, status.reason
+    assert not [e for e in events if isinstance(e.body, WentBack)]
+    steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+    assert steps == list(range(NUM_STEPS))
+    assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)  # as above
 
 
 def test_a_drained_worker_leaves_cleanly_and_costs_no_step(
