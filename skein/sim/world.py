@@ -234,12 +234,18 @@ class World(Service):
         worker = self.workers.get(name)
         if worker is not None:
             worker.is_frozen = True
-            self._note_reach()
+            self._note_reach(worker)
             self.clock.after(seconds, partial(self._thaw, worker))
+
+    def thaw_worker(self, name: WorkerId) -> None:
+        """Have a frozen process go on now, as SIGCONT does."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            self._thaw(worker)
 
     def _thaw(self, worker: SimWorker) -> None:
         worker.thaw()
-        self._note_reach()
+        self._note_reach(worker)
         self._give(worker, TimePassed())
 
     def mute_worker(
@@ -253,7 +259,8 @@ class World(Service):
 
     def _pass_on(self) -> None:
         """Links are cut or healed: control streams pass on what was said meanwhile, in order."""
-        self._note_reach()
+        for worker in self.workers.values():
+            self._note_reach(worker)
         for name in sorted(self.workers):
             worker = self.workers[name]
             while worker.up and not self.network.is_cut(name, COORDINATOR):
@@ -261,12 +268,11 @@ class World(Service):
             while worker.down and not self.network.is_cut(COORDINATOR, name):
                 worker.down.popleft()()
 
-    def _note_reach(self) -> None:
-        for name, worker in self.workers.items():
-            is_cut = self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name)
-            is_reached = worker.is_connected and not worker.is_frozen and not is_cut
-            incarnation = worker.machine.identity.incarnation
-            self._reach.note(incarnation, is_reached=is_reached, now=self.clock.now)
+    def _note_reach(self, worker: SimWorker) -> None:
+        name, incarnation = worker.machine.identity.worker, worker.machine.identity.incarnation
+        is_cut = self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name)
+        is_reached = worker.is_connected and not worker.is_frozen and not is_cut
+        self._reach.note(incarnation, is_reached=is_reached, now=self.clock.now)
 
     def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
         """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good."""
@@ -356,14 +362,14 @@ class World(Service):
             self.clock.after(DIAL_AGAIN_S, partial(self._dial, name, incarnation))
             return
         worker.is_connected = True
-        self._note_reach()
+        self._note_reach(worker)
         self._give(worker, StreamOpened())
 
     def _disconnect(self, worker: SimWorker, reason: str) -> None:
         if not worker.is_connected:
             return
         worker.disconnect()
-        self._note_reach()
+        self._note_reach(worker)
         identity = worker.machine.identity
         broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
         self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))

@@ -14,6 +14,8 @@ from tests.support.jobs import small_job
 from tests.support.worlds import Run, finish, fleet_of, of_kind, plan_of, run_events, run_until, version_of
 
 STEPS, AT = 8, 3
+LONG_S = 100.0
+"""Longer than anybody waits for holders that are silent."""
 INNER = StageIndex(1)
 
 
@@ -59,19 +61,22 @@ def test_whenever_the_stage_is_lost_its_holders_get_equal_state(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("frozen_s", [2.46, 2.5, 2.6, 2.7])
-def test_holders_that_come_back_with_the_lost_stage_do_not_bring_it_back(frozen_s: float, seed: int) -> None:
+@pytest.mark.parametrize("later", [0, 3, 9])
+def test_holders_that_come_back_with_the_lost_stage_do_not_bring_it_back(later: int, seed: int) -> None:
     world = make_world(spec(), fleet_of(6), seed=seed)
     run_until(world, lambda it: version_of(it) >= AT)
     lost = holders_of(world, INNER)
     for name in lost:
-        world.freeze_worker(name, frozen_s)
+        world.freeze_worker(name, LONG_S)
     run_until(world, lambda it: bool(of_kind(it.log, Averaged)))
+    run_events(world, later)
+    for name in lost:
+        world.thaw_worker(name)
     at = version_of(world)
     run_until(world, lambda it: it.coordinator is not None and lost[0] in it.coordinator.membership.live)
     assert version_of(world) == at, "the average is not committed yet, so both could count"
     world.restart_worker(holders_of(world, INNER)[-1])
-    run = finish(world, about=f"seed={seed} frozen_s={frozen_s}")
+    run = finish(world, about=f"seed={seed} later={later}")
     assert run.num_rollbacks == 0
 
 
