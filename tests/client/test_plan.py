@@ -364,7 +364,7 @@ def test_the_example_of_the_documentation_can_be_planned() -> None:
         ("name: a2", "name: a1", "fleet.workers[1].name: 'a1': give each site and worker a name of its own"),
         ("flops_per_s: 1.0e+12", "flops_per_s: 0", "fleet.workers[0].flops_per_s: 0: give a number above 0"),
         ("one_way: true", "oneway: true", "fleet.links[1].oneway: true: no such key: did you mean"),
-        ("steps: 10", "steps: 0", "job.total_steps: 0: give a whole number from 1"),
+        ("steps: 10", "steps: 0", "job.budget.steps: 0: give a whole number from 1 "),
         ("job:", "jobs:", "jobs: no such key: a fleet file has fleet and job"),
     ],
 )  # fmt: skip
