@@ -25,10 +25,10 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
     ParallelSpec,
     TextSource,
 )
+from skein.model.families.llama import LlamaModel
 from skein.types import JobState
 from skein.wire.views import StepFinished
 

@@ -17,10 +17,11 @@ from bench.aggregating.measured import Measured, banded
 from bench.plot import Chart
 from bench.report import Row, spread
 from skein.config.aggregation import DiLoCo, Wire
-from skein.config.job import BatchSpec, DataSpec, LlamaModel, LlamaShape, TextSource
+from skein.config.job import BatchSpec, DataSpec, TextSource
 from skein.config.optimizer import AdamWSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of
 from skein.numeric.aggregate.diloco import GLOBAL, DiLoCoRule
 from skein.numeric.aggregate.exchange import talks_by_shard

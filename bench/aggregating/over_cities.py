@@ -15,8 +15,8 @@ from bench.aggregating.shaped import job_of, shaped, trained
 from bench.report import Row, spread
 from client.lab.start import RunningLab
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitLamb
-from skein.config.job import LlamaShape
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.model.families.llama import LlamaShape
 
 _PRESET, _NUM_WORKERS = "ten-cities", 4
 _TOKENS = 32

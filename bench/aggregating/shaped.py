@@ -31,14 +31,13 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     PlanSpec,
     TextSource,
 )
 from skein.config.optimizer import OptimizerSpec
 from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.types import JobState
 from skein.wire.views import GenerationBegun, JobEvent, StepFinished
 

@@ -11,8 +11,9 @@ from bench.aggregating.shaped import job_of, shaped, trained
 from bench.report import Row
 from client.lab.start import RunningLab
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitAdam, OneBitLamb
-from skein.config.job import JobSpec, LlamaShape
+from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.model.families.llama import LlamaShape
 from skein.plan.estimates import estimate_of_job
 
 _NUM_WORKERS = 4

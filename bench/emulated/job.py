@@ -12,13 +12,12 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
     TokenSource,
 )
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.types import Layout
 
 Method = Literal["search", "balanced", "full"]

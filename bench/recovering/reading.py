@@ -12,7 +12,8 @@ from bench.chaosing.job import make_job
 from bench.recovering.cluster import POLL_S, RecoveryCluster, commits_of, wait_for_steps
 from bench.report import Row
 from client.api import Client
-from skein.config.job import BackupSpec, DataSpec, JobSpec, JsonlSource, LlamaModel, LlamaShape
+from skein.config.job import BackupSpec, DataSpec, JobSpec, JsonlSource
+from skein.model.families.llama import LlamaModel, LlamaShape
 
 NUM_WORKERS = 2
 TEXT_BYTES = 200_000_000

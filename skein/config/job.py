@@ -15,10 +15,8 @@ from skein.config.agreement import check_aggregation
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import UserError
-from skein.model.families.digits_cnn import DigitsCnnModel as DigitsCnnModel
-from skein.model.families.llama import LlamaModel as LlamaModel
-from skein.model.families.llama import LlamaShape as LlamaShape
-from skein.model.table import ModelSpec as ModelSpec
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
 

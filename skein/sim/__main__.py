@@ -19,11 +19,10 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     TextSource,
 )
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.protocol.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated

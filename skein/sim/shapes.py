@@ -11,14 +11,13 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     SkipSpec,
     TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.sim.rules import RULES
 from skein.types import Layout
 

@@ -26,8 +26,6 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     SkipSpec,
     TextSource,
@@ -35,6 +33,7 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.check import violations
 from skein.protocol.messages import StepRecord
 from skein.rng import stream

@@ -8,9 +8,10 @@ import pytest
 from client.documents import end_of_documents
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.aggregation import Gossip
-from skein.config.job import JobSpec, JsonlSource, LlamaModel, TextSource, TokenSource
+from skein.config.job import JobSpec, JsonlSource, TextSource, TokenSource
 from skein.errors import UserError
 from skein.model.decoder import shape_of
+from skein.model.families.llama import LlamaModel
 from tests.client.scripted import GOOD
 
 SOURCES = """[{format: text, path: books}, {format: jsonl, path: ../more.jsonl},

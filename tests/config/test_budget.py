@@ -3,9 +3,10 @@
 import pytest
 
 from skein.config.aggregation import Gossip
-from skein.config.job import BudgetSpec, DataSpec, DigitsCnnModel, DigitsSource, JobSpec, with_steps
+from skein.config.job import BudgetSpec, DataSpec, DigitsSource, JobSpec, with_steps
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
+from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.admission import check_admissible
 from tests.support.jobs import small_job
 

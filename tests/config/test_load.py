@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skein.config.job import JobSpec, LlamaModel, TextSource
+from skein.config.job import JobSpec, TextSource
 from skein.config.load import (
     MAX_CHARACTERS,
     JobFileErrors,
@@ -16,6 +16,7 @@ from skein.config.load import (
     parse_job,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.model.families.llama import LlamaModel
 from tests.contract.source import ROOT
 
 GOOD = """

@@ -10,15 +10,8 @@ from coordinator.driver import AnswerPlan, Driver
 from coordinator.journal import Journal
 from coordinator.streams import Stream
 from skein import PROTOCOL_VERSION
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    DigitsCnnModel,
-    DigitsSource,
-    JobSpec,
-    ParallelSpec,
-)
+from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec
+from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator

@@ -9,13 +9,12 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     PlanSpec,
     TextSource,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.model.families.llama import LlamaModel, LlamaShape
 
 
 def write_text(folder: Path) -> Path:

@@ -20,8 +20,9 @@ from skein.config.aggregation import (
     OneBitAdam,
     OneBitLamb,
 )
-from skein.config.job import CheckpointSpec, JobSpec, LlamaModel
+from skein.config.job import CheckpointSpec, JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.model.families.llama import LlamaModel
 from skein.plan.rounds import is_exchange, is_local
 from skein.protocol.records import checkpoint_folder, walker_prefix
 from skein.types import JobState, Step

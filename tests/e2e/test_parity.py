@@ -13,19 +13,18 @@ from skein.config.job import (
     BudgetSpec,
     CheckpointSpec,
     DataSpec,
-    DigitsCnnModel,
     DigitsSource,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
-    ModelSpec,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
     TextSource,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
 from tests.support.skipping import run_skipping

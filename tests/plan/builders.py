@@ -4,17 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    JobSpec,
-    LlamaModel,
-    LlamaShape,
-    ParallelSpec,
-    SkipSpec,
-    TextSource,
-)
+from skein.config.job import BatchSpec, BudgetSpec, DataSpec, JobSpec, ParallelSpec, SkipSpec, TextSource
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.balanced import make_plan
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import Plan

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from skein.config.job import BackupSpec, LlamaModel, LlamaShape
+from skein.config.job import BackupSpec
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
 from skein.protocol.history import History, JobHistory
 from skein.protocol.messages import ChunkVersion, GroupResult, SourceKind

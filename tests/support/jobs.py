@@ -7,13 +7,12 @@ from skein.config.job import (
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    LlamaModel,
-    LlamaShape,
     ParallelSpec,
     SkipSpec,
     TextSource,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.types import Layout
 
 ROOM_FOR_ONE_STAGE = 4_000_000

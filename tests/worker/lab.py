@@ -9,19 +9,10 @@ from pathlib import Path as FilePath
 
 import torch
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    DigitsCnnModel,
-    DigitsSource,
-    JobSpec,
-    LlamaModel,
-    LlamaShape,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec, TextSource
 from skein.config.optimizer import AdamWSpec
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of, tied_names
 from skein.plan.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path

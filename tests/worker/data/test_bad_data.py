@@ -11,17 +11,16 @@ import pytest
 from skein.config.job import (
     BatchSpec,
     DataSpec,
-    DigitsCnnModel,
     DigitsSource,
     JsonlSource,
-    LlamaModel,
-    LlamaShape,
-    ModelSpec,
     SourceSpec,
     TextSource,
     TokenSource,
 )
 from skein.errors import UserError
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.table import ModelSpec
 from skein.storage.roots import Roots
 from worker.data import open_dataset
 from worker.data.files import readable

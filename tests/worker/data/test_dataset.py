@@ -9,16 +9,15 @@ import pytest
 from skein.config.job import (
     BatchSpec,
     DataSpec,
-    DigitsCnnModel,
     DigitsSource,
     JsonlSource,
-    LlamaModel,
-    LlamaShape,
     SourceSpec,
     TextSource,
     TokenSource,
 )
 from skein.data.cursor import positions_of
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import Batch, Dataset, open_dataset
 
 BYTES_MODEL = LlamaModel(shape=LlamaShape())

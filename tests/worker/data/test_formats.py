@@ -10,16 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from skein.config.job import (
-    DataSpec,
-    JsonlSource,
-    LlamaModel,
-    LlamaShape,
-    ParquetSource,
-    SourceSpec,
-    TextSource,
-)
+from skein.config.job import DataSpec, JsonlSource, ParquetSource, SourceSpec, TextSource
 from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import Dataset, open_dataset
 from worker.data.cache import TokenCache
 

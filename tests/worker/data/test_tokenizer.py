@@ -9,8 +9,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from skein.config.job import DataSpec, LlamaModel, LlamaShape, TextSource
+from skein.config.job import DataSpec, TextSource
 from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import open_dataset
 from worker.data.documents import Document
 from worker.data.tokenizer import Tokenizer, load_tokenizer
