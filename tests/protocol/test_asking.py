@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skein.plan.plan import Infeasible
+from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.protocol.messages import Assign, Look, NewGeneration, SourceKind
 from skein.protocol.records import GenerationOpened, RolledBack
 from skein.protocol.reports import PeersSeen, Prefetched
-from skein.protocol.runs.gathering import RETURN_S
+from skein.protocol.runs.gathering import GATHER_S, RETURN_S
 from skein.protocol.runs.giving_up import LEAST_S, MOST_S, TIMES_REACHED, patience_s, waits_until
 from skein.types import Incarnation, JobState, Step
 from tests.support.desk import LEASE_S, Desk
@@ -70,6 +72,37 @@ def test_what_silent_holders_have_is_not_lost_when_they_are_heard_again() -> Non
     assert not desk.machine.history.jobs[desk.job].rollbacks
     sources = {c.source.kind for assign in desk.told(Assign).values() for c in assign.chunks}
     assert sources == {SourceKind.KEEP}
+
+
+@pytest.mark.parametrize("seconds", [MOST_S + 10.0, 2 * MOST_S + 10.0])
+def test_who_comes_while_somebody_is_waited_for_is_asked_however_late_that_is(seconds: float) -> None:
+    desk = silenced()
+    desk.machine.absence.came_back_after(MOST_S)
+    reached = PeersSeen(reached=(Incarnation("w1b-1"),), gone=())
+    until = desk.now + seconds
+    while desk.now < until:
+        desk.report("w0b", reached)
+        desk.beat(*FIRST, seconds=10.0)
+    assert reason(desk).startswith("waiting for w1b until")
+    desk.beat(*FIRST, "w1a")
+    assert reason(desk) == "asking w1a before steps are given up"
+    assert not desk.machine.history.jobs[desk.job].rollbacks
+
+
+def test_who_comes_when_a_plan_exists_again_is_asked_however_long_none_did() -> None:
+    desk = silenced()
+    desk.beat("w0a", seconds=SILENT_S)
+    acknowledged(desk)
+    desk.plan(Infeasible(reason="too few workers"))
+    desk.beat("w0a", seconds=2 * MOST_S)
+    desk.join("w9")
+    desk.beat("w0a", "w9", seconds=GATHER_S)
+    desk.acknowledge(["w0a", "w9"], HELD | {"w9": []})
+    [asked] = desk.found(MakePlan)
+    desk.beat("w0a", "w9", "w1a")
+    desk.give(PlanMade(request=asked.request, result=ALONE))
+    assert reason(desk) == "asking w1a before steps are given up"
+    assert not desk.machine.history.jobs[desk.job].rollbacks
 
 
 def test_when_the_time_is_over_the_job_goes_back_and_says_whom_it_waited_for() -> None:

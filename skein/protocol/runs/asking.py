@@ -20,7 +20,7 @@ from skein.protocol.messages import ChunkVersion, Look, Member
 from skein.protocol.records import GenerationMember
 from skein.protocol.reports import Ack
 from skein.protocol.runs.ending import rewind_of
-from skein.protocol.runs.giving_up import MOST_S, clock_time, patience_s, waits_until
+from skein.protocol.runs.giving_up import LONGEST_S, clock_time, patience_s, waits_until
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.placement import Placement
@@ -115,7 +115,7 @@ class Asking:
         if self._since is None:
             self._since = now
         strangers = self._strangers()
-        if strangers and now < self._since + MOST_S:
+        if strangers and now < self._since + LONGEST_S:
             reason = f"asking {short(strangers)} before steps are given up"
             return First(reason=reason, opens_generation=True)
         return self._wait(plan, sources, self._since, now=now)

@@ -17,6 +17,8 @@ TIMES_SILENCE = 1.5
 """So many times as long as the longest silence that ended well."""
 TIMES_REACHED = 3.0
 """So many times as long at most, if peers reach who is waited for."""
+LONGEST_S = TIMES_REACHED * MOST_S
+"""Nobody is waited for beyond; whoever comes by then is asked."""
 
 
 def patience_s(*, cost_s: float, silences_s: Iterable[float]) -> float:

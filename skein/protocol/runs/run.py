@@ -406,6 +406,8 @@ class Run:
         self._stepping.round = None
         # An answer would be about workers who are gone.
         self._placement.awaited = None
+        # How long somebody has been silent is counted anew once there is a plan again.
+        self._asking.over()
         self._members.let_leaving_go()
         if reason != self.reason:
             self._out.log(f"job={self.job.job} paused: {reason}")
