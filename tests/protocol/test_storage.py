@@ -1,5 +1,7 @@
 """What a run does where checkpoints cannot be written or read: it waits, falls back, and ends for none of it."""
 
+from math import nan
+
 import pytest
 
 from skein.protocol.coordinator_io import CheckpointVerified, MakePlan, VerifyCheckpoint
@@ -21,7 +23,7 @@ from skein.protocol.runs.watchdog import STALL_S
 from skein.types import Condition, JobId, JobState, StageIndex, Step
 from tests.support.desk import Desk
 from tests.support.jobs import small_job
-from tests.support.plans import grid_plan
+from tests.support.plans import grid_plan, stage_spec
 from tests.support.reports import hello
 from tests.support.runs import PLAN, beats, ended, later, phase, stepping
 
@@ -219,6 +221,34 @@ def test_with_every_checkpoint_damaged_the_job_waits_until_one_is_put_back() -> 
     desk.adopt(PLAN)
     sources = [chunk.source for told in desk.told(Assign).values() for chunk in told.chunks]
     assert {(source.kind, source.version) for source in sources} == {(SourceKind.CHECKPOINT, 2)}
+
+
+def test_what_diverged_with_all_that_was_good_damaged_goes_back_once_that_is_put_back() -> None:
+    desk = stepping(SAVING.model_copy(update={"on_divergence": "rewind"}))
+    job = desk.machine.history.jobs[JOB]
+    while job.diverged is None:
+        is_good = job.version < 2
+        desk.ledgers(PLAN)
+        desk.votes(PLAN, squared_norm=1.0 if is_good else nan)
+        if desk.told(Save) and len(job.checkpoints) < 2:
+            desk.save()
+        if len(job.checkpoints) == 2 and not job.damaged:
+            first = job.checkpoints[0]
+            desk.give(CheckpointVerified(checkpoint=first, condition=Condition.DAMAGED, reason="short"))
+    assert [c.version for c in job.whole_checkpoints] == [4]
+    held = {worker: [(stage_spec(int(worker[1])), job.version)] for worker in PLAN.workers}
+    desk.acknowledge(desk.live, held)
+    desk.adopt(PLAN)
+    assert "put one back" in desk.machine.reason_of(JOB)
+    before = desk.generation
+    later(desk, PARDON_S)
+    look(desk, Condition.DAMAGED, "short")
+    assert desk.generation == before
+    later(desk, PARDON_S)
+    look(desk, Condition.WHOLE)
+    desk.acknowledge(desk.live, held)
+    desk.adopt(PLAN)
+    assert [back.to_version for back in desk.recorded(RolledBack)] == [2]
 
 
 def test_a_restarted_coordinator_remembers_which_checkpoints_are_damaged() -> None:

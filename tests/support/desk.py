@@ -1,6 +1,7 @@
 """Driving a Coordinator machine by hand: workers, planner and disk are played by the test."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import TypeVar
 
 from skein.config.job import JobSpec
@@ -241,7 +242,7 @@ class Desk:
         self.commands = commands
         return commands
 
-    def votes(self, plan: Plan) -> list[CoordinatorCommand]:
+    def votes(self, plan: Plan, *, squared_norm: float = 1.0) -> list[CoordinatorCommand]:
         """Every holder votes the same on every group; gives what the last votes caused."""
         commands: list[CoordinatorCommand] = []
         run = self.machine.run
@@ -257,8 +258,8 @@ class Desk:
                         group=group.group,
                         attempt=attempt(generation=self.generation, epoch=self.machine.history.epoch),
                         digest="same",
-                        squared_norm=1.0,
-                        is_finite=True,
+                        squared_norm=squared_norm,
+                        is_finite=isfinite(squared_norm),
                     ),
                 )
         self.commands = commands

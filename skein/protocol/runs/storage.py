@@ -50,6 +50,8 @@ class Storage:
         self._gathering = gathering
         self._out = outbox
         self._is_waiting = False
+        self._is_lost = False
+        """What is waited for is one of those that are damaged."""
         self._unread: dict[Step, dict[WorkerId, str]] = {}
         self._asked: set[Step] = set()
 
@@ -61,7 +63,7 @@ class Storage:
     def fenced(self) -> None:
         """A new generation: who could not read is asked anew, if at all."""
         self._unread.clear()
-        self._is_waiting = False
+        self._is_waiting = self._is_lost = False
 
     def unread(self, worker: WorkerId, report: CheckpointUnread, incidents: Incidents, *, now: float) -> str:
         """A worker cannot read a checkpoint; gives a reason to plan anew, or "": the coordinator reads it first."""
@@ -78,7 +80,8 @@ class Storage:
         version, condition = event.checkpoint.version, event.condition
         is_known = condition is not Condition.UNKNOWN
         self._asked.discard(version)
-        if self._is_waiting and is_known and self._job.newest_checkpoint is not None:
+        is_news = condition is Condition.WHOLE if self._is_lost else is_known
+        if self._is_waiting and is_news and self._job.newest_checkpoint is not None:
             self._gathering.pardoned()
         unread = self._unread.pop(version, {})
         if not unread:
@@ -95,7 +98,8 @@ class Storage:
     # --- waiting ---
 
     def lost(self, *, now: float) -> str:
-        """Every checkpoint is damaged, so the run waits; gives why."""
+        """Every checkpoint that it could go on from is damaged, so the run waits; gives why."""
+        self._is_lost = True
         self._wait(now=now)
         job = self._job
         found = "; ".join(
@@ -111,8 +115,9 @@ class Storage:
     def look_again(self, *, now: float) -> None:
         """Somebody may have mended what is waited for, if anything is."""
         if self._is_waiting:
-            newest = self._job.newest_checkpoint
-            self._look_at(self._job.checkpoints if newest is None else [newest])
+            job, newest = self._job, self._job.newest_checkpoint
+            damaged = [c for c in job.checkpoints if c.version in job.damaged]
+            self._look_at(damaged if self._is_lost or newest is None else [newest])
             self._wait(now=now)
 
     def _look_at(self, checkpoints: list[CheckpointCommitted]) -> None:
