@@ -31,6 +31,7 @@ from skein.protocol.records import (
     GenerationOpened,
     JobEnded,
     PlanAdopted,
+    RolledBack,
     StepCommitted,
 )
 from skein.protocol.reports import (
@@ -380,6 +381,26 @@ def test_a_slow_older_checkpoint_does_not_replace_a_newer_one() -> None:
     assert [c.version for c in desk.machine.history.jobs[JobId("small-1")].checkpoints] == [4]
 
 
+def test_a_checkpoint_that_is_completed_after_its_version_was_rolled_back_is_not_recorded() -> None:
+    desk = stepping(SAVING)
+    desk.step(PLAN)
+    desk.step(PLAN)
+    for stage, worker in ((0, "w0a"), (1, "w1a")):
+        desk.report(worker, written(2, stage))
+    [late] = desk.found(WriteManifest)
+    for worker in PLAN.workers:
+        desk.break_stream(worker)
+    desk.join(*PLAN.workers, incarnation=2)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert [back.to_version for back in desk.recorded(RolledBack)] == [0]
+    desk.ready(PLAN.workers)
+    desk.step(PLAN)
+    desk.step(PLAN)
+    desk.give(ManifestWritten(checkpoint=late.checkpoint, error=None))
+    assert desk.machine.history.jobs[JobId("small-1")].checkpoints == []
+
+
 def test_a_checkpoint_of_a_version_that_is_not_reached_is_not_recorded() -> None:
     desk = stepping(SAVING)
     assert desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 7), error=None)) == []
@@ -389,7 +410,10 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_training_goes_on() -> No
     desk = stepping(SAVING)
     desk.step(PLAN)
     desk.step(PLAN)
-    desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 2), error="disk full"))
+    for stage, worker in ((0, "w0a"), (1, "w1a")):
+        desk.report(worker, written(2, stage))
+    [manifest] = desk.found(WriteManifest)
+    desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error="disk full"))
     assert desk.lines() == ["job=small-1 checkpoint=2 was not completed: disk full"]
     assert phase(desk) is RunPhase.STEPPING
 
@@ -411,7 +435,10 @@ def test_a_job_waits_with_its_last_checkpoint_until_there_is_room() -> None:
     desk.step(PLAN)
     desk.evaluate(PLAN, 2)
     assert phase(desk) is RunPhase.SAVING
-    desk.give(ManifestWritten(checkpoint=checkpoint(JobId("small-1"), 1), error="no room"))
+    for stage, worker in ((0, "w0a"), (1, "w1a")):
+        desk.report(worker, written(1, stage))
+    [manifest] = desk.found(WriteManifest)
+    desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error="no room"))
     assert phase(desk) is RunPhase.SAVING
     assert (
         desk.machine.reason_of(JobId("small-1")) == "waits to save checkpoint 1: was not completed: no room"

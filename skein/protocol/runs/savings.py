@@ -50,8 +50,8 @@ class Savings:
         """What the run waits for is saved by this plan and main walker."""
         self._failed: dict[_Part, WorkerId] = {}
         """Of what the run waits for."""
-        self._finishing: Step | None = None
-        """The manifest of this version is being written."""
+        self._finishing: list[CheckpointCommitted] = []
+        """Their manifests are being written."""
         self._not_before = 0.0
         self._missing: dict[_Asking, set[_Part]] = {}
         self._files: dict[_Asking, dict[_Part, tuple[CheckpointFile, ...]]] = {}
@@ -76,7 +76,7 @@ class Savings:
     @property
     def is_resting(self) -> bool:
         """Whether nothing is expected of workers: they are asked again later, or the coordinator is at work."""
-        return self.again_at is not None or self._finishing is not None
+        return self.again_at is not None or bool(self._finishing)
 
     def fenced(self) -> None:
         """What was asked for under an older generation may never be done."""
@@ -87,6 +87,7 @@ class Savings:
         """What is being written is of a history that does not count."""
         self._missing.clear()
         self._files.clear()
+        self._finishing.clear()
 
     def ask(self, plan: Plan, *, main: int, is_awaited: bool = False) -> None:
         """Have the job's version saved: each stage by the holder that stays and has the least to save.
@@ -196,12 +197,14 @@ class Savings:
             return
         checkpoint = self.written(report, wall_s=now)
         if checkpoint is not None:
-            self._finishing = checkpoint.version
+            self._finishing.append(checkpoint)
             self._out.commands.append(WriteManifest(checkpoint=checkpoint))
 
     def finished(self, event: ManifestWritten, *, now: float) -> None:
         """The coordinator has completed a checkpoint, or could not."""
-        self._finishing = None
+        if event.checkpoint not in self._finishing:
+            return  # It is of a history that does not count, though its version may be reached again.
+        self._finishing.remove(event.checkpoint)
         if event.error is None:
             self.waits_for = ""
             self.record(event.checkpoint)
