@@ -345,7 +345,7 @@ def _resume(job: JobHistory, record: JobResumed) -> None:
         # Whoever worked on it has forgotten it.
         job.members = ()
         job.losses.went_back(job.version)
-        job.may_rewind = job.diverged is not None
+        job.may_rewind = job.diverged is not None and job.spec.on_divergence != "ignore"
     job.end = job.held = job.halt = None
     if record.steps is not None:
         job.asked = job.asked or job.spec

@@ -7,16 +7,25 @@ import pytest
 
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
+from skein.protocol.coordinator_io import PauseAsked, ResumeAsked
 from skein.protocol.divergence import MAX_SKIPPED
 from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, Diverged, Incident, IncidentKind, JobEnded, RolledBack
+from skein.protocol.records import (
+    CheckpointCommitted,
+    Diverged,
+    Incident,
+    IncidentKind,
+    JobEnded,
+    JobHeld,
+    RolledBack,
+)
 from skein.sim.diverging import Diverging
 from skein.sim.scenario import make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
-from skein.types import JobState
+from skein.types import JobId, JobState
 from tests.support.jobs import small_job
-from tests.support.worlds import Run, finish, fleet_of, of_kind
+from tests.support.worlds import Run, finish, fleet_of, of_kind, run_until, version_of
 
 BAD_STEP, STEPS = 7, 24
 JOB = small_job(steps=STEPS, save_every=3, evaluate_every=3, keep=1)
@@ -144,6 +153,20 @@ def test_a_job_that_is_to_ignore_it_goes_on_and_says_so() -> None:
     assert len(of_kind(run.world.log, Diverged)) == 1
     assert any("it goes on, for on_divergence is ignore" in line for line in run.world.lines)
     assert 6 in of_kind(run.world.log, CheckpointCommitted)[-1].keeps
+
+
+def test_a_job_that_is_to_ignore_it_loses_nothing_by_a_pause() -> None:
+    diverging = Diverging(always)
+    world = make_world(
+        job_that("ignore"), fleet_of(4), seed=0, new_world=partial(World, new_executor=diverging.executor)
+    )
+    run_until(world, lambda world: any(isinstance(record, Diverged) for record in world.log))
+    world.tell(PauseAsked(job=JobId("small-1")))
+    run_until(world, lambda world: isinstance(world.log[-1], JobHeld))
+    assert of_kind(world.log, CheckpointCommitted)[-1].version == version_of(world)
+    world.tell(ResumeAsked(job=JobId("small-1")))
+    finish(world, about="resumed", state=JobState.FINISHED)
+    assert not of_kind(world.log, RolledBack)
 
 
 def test_a_job_whose_last_version_is_spoilt_has_not_finished() -> None:

@@ -87,8 +87,8 @@ class Ending:
         """What comes after the job's version instead of the next step; None if that does."""
         job = self._job
         if job.halt is not None:
-            # Of what has diverged nobody wants the newest.
-            saves = job.diverged is None
+            # Of what has diverged nobody wants the newest, unless the job says so.
+            saves = job.diverged is None or job.spec.on_divergence == "ignore"
             return Stop(state=job.halt.state, reason=job.halt.reason, saves=saves)
         rewind = rewind_of(job)
         if rewind is not None:
