@@ -40,6 +40,9 @@ _POLL_S = 0.1
 _STALE_S = 86_400.0
 """A draft or a lock that nobody has touched for so long is nobody's."""
 
+_WORK = (".part", ".lock")
+"""Drafts and locks; whatever else lies in the folder is not the cache's, such as the `lost+found` of a disk."""
+
 Parts = Callable[[], Iterator[Integers]]
 
 
@@ -145,7 +148,7 @@ def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
             found = path.stat()
             if path.suffix == ".tokens":
                 yield found.st_mtime, found.st_size, path
-            elif time.time() - found.st_mtime > _STALE_S:
+            elif path.suffix in _WORK and time.time() - found.st_mtime > _STALE_S:
                 path.unlink()
 
 
@@ -160,12 +163,20 @@ def _locked(folder: Path, key: str) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                now = sum(draft.stat().st_size for draft in folder.glob(f".{key}.*.part"))
+                now = sum(_drafted(folder, key))
                 if now != size:
                     size = now
                     moved()
                 time.sleep(_POLL_S)
         yield
+
+
+def _drafted(folder: Path, key: str) -> Iterator[int]:
+    """Bytes of each draft of `key`."""
+    for draft in folder.glob(f".{key}.*.part"):
+        # It may get its name, or be given up, at this moment.
+        with suppress(FileNotFoundError):
+            yield draft.stat().st_size
 
 
 def _write(file: BinaryIO, dtype: np.dtype[np.integer], parts: Iterator[Integers]) -> int:

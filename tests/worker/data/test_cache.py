@@ -1,5 +1,6 @@
 """Tokens are made once for all who want them, and what lies on the disk is believed only when it is whole."""
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from worker.data import cache as module
 from worker.data.cache import TokenCache
 from worker.data.samples import Integers
 
@@ -134,3 +136,28 @@ def test_nobody_makes_what_another_is_making(tmp_path: Path) -> None:
 def test_nothing_is_kept_of_an_empty_source_but_its_emptiness(tmp_path: Path) -> None:
     for _ in range(2):
         assert len(TokenCache(tmp_path).tokens("a", DTYPE, lambda: iter(()))) == 0
+
+
+def test_a_draft_that_goes_while_it_is_waited_for_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".a.gone.part").symlink_to("nothing")
+    with (tmp_path / ".a.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Who waits says so once it has looked at the drafts.
+        monkeypatch.setattr(module, "moved", lock.close)
+        assert len(TokenCache(tmp_path).tokens("a", DTYPE, Maker())) == 1000
+
+
+def test_what_is_not_the_caches_stays_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "notes.txt").touch()
+    draft = tmp_path / ".b.0.part"
+    draft.touch()
+    for path in (tmp_path / "lost+found", tmp_path / "notes.txt", draft):
+        os.utime(path, (0, 0))
+    TokenCache(tmp_path).tokens("a", DTYPE, Maker())
+    assert entries(tmp_path) == {"a"}
+    assert (tmp_path / "lost+found").is_dir()
+    assert (tmp_path / "notes.txt").is_file()
+    assert not draft.exists()
