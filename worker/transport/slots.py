@@ -42,7 +42,9 @@ class Slot:
     def give_way(self) -> None:
         """End the stream: another one takes its place."""
         assert self._wait is not None
-        self._wait.reschedule(self._now())
+        # Its own silence may be ending it at this moment.
+        if not self._wait.expired():
+            self._wait.reschedule(self._now())
 
     @contextmanager
     def awaited(self, wait: asyncio.Timeout) -> Iterator[None]:

@@ -18,7 +18,7 @@ from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits
 from worker.transport import slots
-from worker.transport.slots import CrowdedError, Slots
+from worker.transport.slots import CrowdedError, Slot, Slots
 
 WAIT_S = 10.0
 """Far above what anything here takes."""
@@ -119,3 +119,26 @@ async def test_who_speaks_keeps_its_place_and_who_comes_is_told_to_come_again() 
                 await anext(aiter(call))
         assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
         await told.reach("too_many", 1)
+
+
+async def test_a_stream_that_silence_is_ending_anyway_gives_way_to_who_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "GIVES_WAY_S", 0.0)
+    places, loop, taken = Slots(most=1, most_of_one=1, silent_s=WAIT_S), asyncio.get_running_loop(), []
+
+    def come() -> None:
+        with places.take("b") as slot:
+            taken.append((slot.peer, wait.expired()))
+
+    async def read(slot: Slot) -> None:
+        with slot.awaited(wait):
+            # The timeout, and the newcomer before the wait has ended.
+            wait.reschedule(loop.time())
+            loop.call_soon(come)
+            await asyncio.Event().wait()
+
+    with places.take("a") as slot, pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as wait:
+            await read(slot)
+    assert taken == [("b", True)]
