@@ -58,6 +58,8 @@ class Places:
             UserError: something lies out of all roots, or is no place.
         """
         for field, path in job.paths():
+            if "\0" in path:
+                raise UserError(field, path, "holds a zero byte, which no path does: leave it out")
             if not self.data.may_hold(path):
                 raise self.data.outside(path, field=field)
         if job.checkpoint.url is not None:

@@ -143,9 +143,11 @@ class Roots:
             field: of the job file, for the error.
 
         Raises:
-            UnfitError: it leads out of all roots.
+            UnfitError: it leads out of all roots, or is no path.
             OSError: its links cannot be followed.
         """
+        if "\0" in path:
+            raise UnfitError(field, path, "holds a zero byte, which no path does: leave it out")
         real = Path(os.path.realpath(path))
         for folder in self.folders:
             root = Path(os.path.realpath(folder))

@@ -140,3 +140,8 @@ def test_a_root_that_is_not_there_yet_is_made_for_its_owner_alone(tmp_path: Path
     assert isinstance(files, RootedFolder)
     files.put("a", b"1")
     assert (tmp_path / "new" / "root").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_with_a_zero_byte_is_refused_as_a_users_mistake(root: Path) -> None:
+    with pytest.raises(UserError, match="zero byte"):
+        roots_of(root).find(f"{root}/books\0", field=FIELD)
