@@ -117,10 +117,9 @@ class RootedFolder:
                     os.fsync(file.fileno())
                 os.replace(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
                 os.fsync(folder)
-            except BaseException:
+            finally:
                 with suppress(FileNotFoundError):
                     os.unlink(draft, dir_fd=folder)
-                raise
 
 
 class _Moving(Callback):  # type: ignore[misc]  # fsspec has no types
