@@ -41,7 +41,8 @@ def test_one_fault_leaves_the_loss_curve_as_it_was(kind: str, at_s: float) -> No
     run = simulate(JOB, 4, disturb=partial(strike, kind=kind, at_s=at_s, seconds=4.0))
     assert run.curve == undisturbed(JOB, 4).curve
     assert run.num_rollbacks == 0
-    assert run.saved in ([2, 4], [3, 4])  # one that the fault cut short is made up for a step later
+    # One that the fault cut short is made up for a step later; a store may be away until the last is due.
+    assert run.saved in ([2, 4], [3, 4]) or (kind.startswith("store_") and run.saved == [4])
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 1.9])
