@@ -36,6 +36,12 @@ _LOOK_S = 0.002
 _REFUSED = (RemoteError, CrowdedError, SilentError)
 
 
+def _take_error(writing: "asyncio.Future[None]") -> None:
+    """Look at how a write ended that nobody waits for any more: its call is over, and knows why."""
+    if not writing.cancelled():
+        writing.exception()
+
+
 def _slots(most: int, silent_s: float) -> Slots:
     return Slots(most=most, most_of_one=max(1, most // 2), silent_s=silent_s)
 
@@ -146,10 +152,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     async def give_state(self, request: peer_pb2.FetchStateRequest, context: Context) -> None:
         """FetchState for whoever reads; who does not is waited for no longer than who says nothing."""
-        parts = self.FetchState(request, context)
-        async for part in parts:
+        async for part in self.FetchState(request, context):
             # gRPC's write is deaf to cancellation while the peer has no room for it.
             writing = asyncio.ensure_future(context.write(part))
+            writing.add_done_callback(_take_error)
             await asyncio.wait((writing,), timeout=self._limits.silent_s)
             if not writing.done():
                 await self._refuse(context, SilentError("read nothing for too long: ask again"))

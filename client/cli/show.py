@@ -134,7 +134,7 @@ def job_lines(status: JobStatus) -> list[str]:
     """A job in full."""
     checkpoint = _NONE if status.checkpoint_version is None else f"step {status.checkpoint_version}"
     state = f"{status.state} ({status.reason})" if status.reason else str(status.state)
-    seconds = f"{status.step_s:.3g} s a step"
+    seconds = f"{status.step_s:.3g} s a step" if status.step_s > 0 else _NONE
     if status.measured_step_s is not None:
         seconds += f", median {status.measured_step_s:.3g} s"
     if status.predicted_step_s > 0:

@@ -397,6 +397,13 @@ def test_measuring_again_shows_what_was_found_and_its_doubt(coordinator: Scripte
     assert [found["worker"] for found in lines(capsys.readouterr().out)] == ["w2"]
 
 
+def test_a_job_without_a_step_has_no_speed(coordinator: Scripted, capsys: Captured) -> None:
+    [(name, now)] = coordinator.script.jobs.items()
+    coordinator.script.jobs[name] = replace(now, step_s=0.0, measured_step_s=None, predicted_step_s=0.0)
+    assert run(["status", name]) == 0
+    assert "s a step" not in capsys.readouterr().out
+
+
 def test_a_prediction_that_is_far_off_is_told_instead_of_how_good_the_plan_is(
     coordinator: Scripted, capsys: Captured
 ) -> None:

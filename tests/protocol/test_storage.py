@@ -236,7 +236,7 @@ def test_what_diverged_with_all_that_was_good_damaged_goes_back_once_that_is_put
             first = job.checkpoints[0]
             desk.give(CheckpointVerified(checkpoint=first, condition=Condition.DAMAGED, reason="short"))
     assert [c.version for c in job.whole_checkpoints] == [4]
-    held = {worker: [(stage_spec(int(worker[1])), job.version)] for worker in PLAN.workers}
+    held = {str(w): [(stage_spec(int(w[1])), int(job.version))] for w in PLAN.workers}
     desk.acknowledge(desk.live, held)
     desk.adopt(PLAN)
     assert "put one back" in desk.machine.reason_of(JOB)
