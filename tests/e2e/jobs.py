@@ -43,7 +43,7 @@ def text_job(
         data=DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=64, validation_ratio=0.1),
         batch=BatchSpec(samples=16, microbatch_samples=2),
         parallel=ParallelSpec(stages=stages, replicas=replicas),
-        optimizer=AdamWSpec(learning_rate=3e-3, warmup_steps=5),
+        optimizer=AdamWSpec(learning_rate=3e-3, warmup_steps=min(5, steps)),
         budget=BudgetSpec(steps=steps),
         plan=PlanSpec(budget_s=0.2),
         evaluation=EvaluationSpec(every_steps=0, samples=4),
