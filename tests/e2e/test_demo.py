@@ -17,8 +17,9 @@ from worker.data.dataset import open_dataset
 def test_the_demo_leaves_a_model_that_transformers_opens_and_nothing_running(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     before = set(psutil.Process().children(recursive=True))
+    short = ("--set", "budget.steps=12", "--set", "optimizer.warmup_steps=3")
     ran = subprocess.run(
-        [sys.executable, "-m", "client.cli", "demo", "--dir", str(folder), "--set", "budget.steps=12"],
+        [sys.executable, "-m", "client.cli", "demo", "--dir", str(folder), *short],
         capture_output=True,
         text=True,
         env=os.environ | {"NO_COLOR": "1"},
