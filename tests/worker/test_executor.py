@@ -294,7 +294,7 @@ def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs:
     executor.stop()
 
 
-def test_unreadable_data_is_fatal(text: Path, labs: list[Lab]) -> None:
+def test_unreadable_data_are_the_trouble_of_this_worker_alone(text: Path, labs: list[Lab]) -> None:
     lab = Lab(tiny_job(text))
     labs.append(lab)
     bench = lab.benches[lab.arrangement.workers[0]]
@@ -305,7 +305,8 @@ def test_unreadable_data_is_fatal(text: Path, labs: list[Lab]) -> None:
     forward = ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path)
     outcome = run(executor, forward)
     assert isinstance(outcome, OpFailed)
-    assert outcome.is_fatal
+    assert outcome.is_unfit
+    assert not outcome.is_fatal
     assert "\n" not in outcome.reason
     assert str(text) in outcome.reason
     executor.stop()
