@@ -167,17 +167,21 @@ def follow(
     shown: View | None,
     *,
     total_steps: int,
+    told: Iterable[JobEvent] = (),
     on_event: Callable[[JobEvent], None] | None = None,
 ) -> Progressed:
     """Takes events until they end, shows how far they are, and gives that.
 
     Args:
-        events: of one job, from its beginning.
+        events: of one job, from its beginning, or after those that were `told`.
         shown: None shows nothing.
         total_steps: of the job.
+        told: what happened before `events`, and is not shown.
         on_event: told each event too.
     """
     progress = Progressed(total_steps=total_steps)
+    for event in told:
+        progress.take(event)
     with ExitStack() as stack:
         if shown is not None:
             stack.enter_context(shown)

@@ -1,6 +1,7 @@
 """`skein submit`, `jobs`, `status` and `logs`."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -37,11 +38,14 @@ class JobFailed(SkeinError):
     """A job that was waited for has failed."""
 
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option(
+wait_option = click.option(
     "--wait", "is_waiting", is_flag=True, help="Show progress until the job ends; exit 1 if it fails."
 )
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@wait_option
 @overrides_option
 @click.option("--name", help="Replace the job's name.")
 @click.option("--key", help="Names this wish: submitting it again gives the same job. Default: a new one.")
@@ -109,19 +113,23 @@ def _beginning(text: str | None) -> tuple[str | None, int | None]:
     return job, int(version) if at else None
 
 
-def wait_for(job: Job, *, total_steps: int, is_json: bool) -> int:
+def wait_for(job: Job, *, total_steps: int, is_json: bool, told: Sequence[JobEvent] = ()) -> int:
     """Shows a job's progress until it ends; the exit code. Ctrl-C leaves the job alone.
+
+    Args:
+        told: the job's events so far, which count but are not shown.
 
     Raises:
         JobFailed: with the reason.
     """
     console = Console(stderr=True)
     try:
-        with closing(job.events()) as events:
+        with closing(job.events(since=told[-1].key if told else 0)) as events:
             progress = follow(
                 events,
                 None if is_json else view(console),
                 total_steps=total_steps,
+                told=told,
                 on_event=_print_event if is_json else None,
             )
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import click
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
+from client.cli.jobs import wait_for, wait_option
 from client.cli.options import connect, connection_options, json_option
 from client.cli.show import print_json, status_object
 from skein.types import JobState
@@ -15,8 +16,8 @@ from skein.wire.views import JobStatus
 LOOK_S = 0.25
 """Between two looks at a job that is being saved."""
 
-_no_wait = click.option(
-    "--no-wait", "is_patient", flag_value=False, default=True, help="Do not wait until it is saved."
+_patient = click.option(
+    "--wait/--no-wait", "is_patient", default=True, show_default=True, help="Wait until it is saved."
 )
 _reason = click.option("--reason", default="", help="Told to whoever watches.")
 
@@ -27,7 +28,7 @@ _reason = click.option("--reason", default="", help="Told to whoever watches.")
 @click.option(
     "--discard", "discards", is_flag=True, help="End it now, without the steps since its newest checkpoint."
 )
-@_no_wait
+@_patient
 @json_option
 @connection_options
 def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: bool) -> int:
@@ -41,7 +42,7 @@ def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: 
 @click.command()
 @click.argument("job")
 @_reason
-@_no_wait
+@_patient
 @json_option
 @connection_options
 def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
@@ -63,12 +64,19 @@ def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
     type=click.IntRange(min=1),
     help="Its budget from here on, counted from its beginning. Default: as before.",
 )
+@wait_option
 @json_option
 @connection_options
-def resume(job: str, *, steps: int | None, is_json: bool) -> int:
+def resume(job: str, *, steps: int | None, is_waiting: bool, is_json: bool) -> int:
     """Have JOB go on where it was saved, if it was paused, cancelled or has failed; or, with more --steps, finished."""
     with connect() as client:
-        return _shown(client.job(job).resume(steps=steps), is_json=is_json)
+        named = client.job(job)
+        told = named.history() if is_waiting else ()
+        found = named.resume(steps=steps)
+        code = _shown(found, is_json=is_json)
+        if not is_waiting:
+            return code
+        return wait_for(named, total_steps=found.total_steps, is_json=is_json, told=told)
 
 
 def _told(

@@ -164,6 +164,8 @@ class Script:
     jobs: dict[str, JobStatus] = field(default_factory=lambda: {"first-job-1": status()})
     workers: list[WorkerStatus] = field(default_factory=lambda: [worker()])
     story: list[JobEvent] = field(default_factory=whole_story)
+    sequel: list[JobEvent] = field(default_factory=list)
+    """What happens after somebody resumes the job."""
     incidents: list[Incident] = field(default_factory=list)
     """Of every job; told two at a time."""
     checkpoints: list[CheckpointView] = field(default_factory=list)
@@ -287,6 +289,7 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
         _ = await self._known(request.job, context)
         self._script.wishes.append(request)
         self._script.jobs[request.job] = status(request.job, state=JobState.PENDING)
+        self._script.story += self._script.sequel
         return codec.JOB_STATUS.encode(self._script.jobs[request.job])
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:

@@ -18,9 +18,19 @@ from skein.protocol.incident import total
 from skein.protocol.records import IncidentKind, Remedy
 from skein.types import Condition, JobId, JobState, StageIndex, Step, WorkerId
 from skein.wire.v1 import jobs_pb2
-from skein.wire.views import CheckpointView
+from skein.wire.views import CheckpointView, Ended, StateChanged
 from tests.client.conftest import Scripted
-from tests.client.scripted import GOOD, START_S, Script, serving, status, whole_story, worker
+from tests.client.scripted import (
+    GOOD,
+    START_S,
+    Script,
+    event,
+    serving,
+    status,
+    step_body,
+    whole_story,
+    worker,
+)
 from tests.client.test_sdk import assert_exported, keep_checkpoint
 from tests.support.incidents import incident, replayed
 
@@ -446,6 +456,28 @@ def test_a_job_is_paused_and_goes_on(coordinator: Scripted, capsys: Captured) ->
     for verb in ("pause", "resume"):
         assert run([verb, "first-job-1", "--json"]) == 0
         assert lines(capsys.readouterr().out)
+
+
+def test_waiting_for_a_resumed_job_shows_what_is_new(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.sequel = [
+        event(7, StateChanged(state=JobState.PENDING, reason="resumed")),
+        event(8, step_body(3)),
+        event(9, Ended(state=JobState.FINISHED, reason="done")),
+    ]
+    assert run(["resume", "first-job-1", "--wait"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "first-job-1 pending\n"
+    pending, step, end = err.splitlines()
+    assert (pending, end) == ("pending: resumed", "finished: done")
+    assert "step 4/3" in step
+    assert "tokens 400" in step  # with those of the steps before
+
+
+@pytest.mark.parametrize("verb", ["pause", "cancel"])
+def test_pausing_and_cancelling_wait_or_do_not_as_told(verb: str, capsys: Captured) -> None:
+    for option in ("--wait", "--no-wait"):
+        assert run([verb, "first-job-1", option]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_job_may_begin_from_another(coordinator: Scripted, job_file: Path) -> None:
