@@ -58,6 +58,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         else transfer_times(plan.plan, machine.measured.get(job), machine.links),
         predicted_spread=0.0 if plan is None else _spread(machine, job, plan.plan),
         shortfalls=_shortfalls(machine, run.plan, history.spec) if is_active and run is not None else (),
+        num_train_samples=run.num_train_samples if is_active and run is not None else 0,
     )
 
 

@@ -10,7 +10,9 @@ from typing import assert_never
 
 import click
 
+from client.documents import end_of_documents
 from skein.config.job import JobSpec
+from skein.errors import UserError
 from skein.plan.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
 from skein.protocol.runs.measuring import PARTED
@@ -132,6 +134,7 @@ JOB_COLUMNS = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S",
 
 def job_lines(status: JobStatus) -> list[str]:
     """A job in full."""
+    spec = JobSpec.model_validate_json(status.spec)
     checkpoint = _NONE if status.checkpoint_version is None else f"step {status.checkpoint_version}"
     state = f"{status.state} ({status.reason})" if status.reason else str(status.state)
     seconds = f"{status.step_s:.3g} s a step" if status.step_s > 0 else _NONE
@@ -161,7 +164,8 @@ def job_lines(status: JobStatus) -> list[str]:
         or (_NONE if not status.plan else "as asked"),
         "incidents": incidents,
         "plan": status.plan or _NONE,
-        "rule": _rule(status.spec),
+        "rule": estimate_of_job(spec).words,
+        "data": _data(status, spec),
         "checkpoint": checkpoint,
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
@@ -192,9 +196,20 @@ def factor(ratio: float) -> str:
     return f"{ratio:.3g} times" if ratio >= 1 else f"a {1 / ratio:.3g}th"
 
 
-def _rule(text: str) -> str:
-    """A job's aggregation and what it costs, from its specification."""
-    return estimate_of_job(JobSpec.model_validate_json(text)).words
+def _data(status: JobStatus, spec: JobSpec) -> str:
+    """What an epoch is, once that is known, and what ends every document, as far as it can be told here."""
+    known: list[str] = []
+    if status.num_train_samples:
+        num_steps = -(-status.num_train_samples // spec.batch.samples)
+        known.append(f"an epoch is {status.num_train_samples:,} samples, {counted(num_steps, 'step')}")
+    try:
+        end = end_of_documents(spec.data)
+    except UserError:
+        # Under the tokenizer's name another file lies here than where the workers are.
+        end = spec.data.separator
+    if end is not None:
+        known.append(f"documents end with {end}")
+    return "; ".join(known) or _NONE
 
 
 TIME_COLUMNS = ("CHUNK OR LINK", "OP", "PLANNED", "MEASURED", "OFF BY")

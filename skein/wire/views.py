@@ -109,6 +109,8 @@ class JobStatus:
     """Share by which first measurements lay apart that the prediction rests on; 0: all were measured while training."""
     num_late_samples: int = 0
     """Left out of steps so far, for their walkers were not waited for."""
+    num_train_samples: int = 0
+    """Of an epoch of the data; 0 while no worker has told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,18 @@ def test_status_points_to_incidents(coordinator: Scripted, capsys: Captured) -> 
     assert told == ["incidents  -", "incidents  3, 1 step lost: skein incidents first-job-1"]
 
 
+def test_status_tells_what_an_epoch_is_and_what_ends_documents(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    [name] = coordinator.script.jobs
+    for num_samples in (0, 1000):
+        coordinator.script.jobs[name] = replace(status(), num_train_samples=num_samples)
+        assert run(["status", name]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data")]
+    ends = "documents end with NUL (token 0)"
+    assert told == [f"data       {ends}", f"data       an epoch is 1,000 samples, 32 steps; {ends}"]
+
+
 def test_status_shows_planned_beside_measured(capsys: Captured) -> None:
     assert run(["status", "first-job-1"]) == 0
     out = capsys.readouterr().out

@@ -79,6 +79,10 @@ def test_each_way_is_shown_as_planned_and_as_it_is() -> None:
         assert times.measured.seconds >= 0.9 * alone_s / 2
 
 
+def test_an_epoch_of_the_data_is_known_while_the_job_is_at_work() -> None:
+    assert status(version=12).num_train_samples == 10**6
+
+
 def test_a_list_of_jobs_has_no_line_for_each_chunk() -> None:
     found = brief(status(version=12))
     assert (found.chunk_times, found.transfer_times) == ((), ())
@@ -93,6 +97,7 @@ def test_after_the_end_the_times_can_still_be_seen() -> None:
     found = job_status(done.coordinator, Journal(nothing_kept), JOB)
     assert found.measured_step_s is not None
     assert all(times.measured is not None for times in found.chunk_times)
+    assert found.num_train_samples == 0
 
 
 def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and_the_metrics() -> None:

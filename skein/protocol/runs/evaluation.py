@@ -16,6 +16,7 @@ class Evaluation:
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
         self.num_validation_samples = 0
+        self.num_train_samples = 0
         self._num_microbatches = 0
         self._job = job
         self._members = members
@@ -25,7 +26,7 @@ class Evaluation:
     def found(self, num_validation_samples: int, num_train_samples: int) -> None:
         """Every origin has so many samples; says what an epoch is, and if they are too few to evaluate anything."""
         is_news = num_validation_samples != self.num_validation_samples or self._job.version == 0
-        self.num_validation_samples = num_validation_samples
+        self.num_validation_samples, self.num_train_samples = num_validation_samples, num_train_samples
         if is_news:
             spec = self._job.spec
             num_tokens = num_train_samples * spec.data.sequence_tokens

@@ -338,6 +338,11 @@ class Run:
         """The plan that is in place, or was the last."""
         return self._placement.plan
 
+    @property
+    def num_train_samples(self) -> int:
+        """Of an epoch of the data; 0 until its readers have told."""
+        return self._evaluation.num_train_samples
+
     # --- who is here, and who is to blame ---
 
     def _candidates(self) -> list[Entry]:
