@@ -413,7 +413,14 @@ class Builder:
         manifest = await self._files.manifest(begins.job, begins.version)
         archive = archive_of(manifest.url, self._files, begins.job, manifest.version, self.places)
         names = frozenset(name for name, _ in chunk.module.named_parameters())
-        tensors = await asyncio.to_thread(read_state, manifest.stages, names, archive)
+        which = f"{begins.job}@{begins.version}"
+        try:
+            tensors = await self._outside.answer(
+                partial(read_state, manifest.stages, names, archive),
+                f"the checkpoint at {manifest.url or 'the coordinator'}",
+            )
+        except (SkeinError, OSError) as error:
+            raise UnfitError("from", which, f"cannot be read on this worker: {one_line(error)}") from error
         await self._on_torch(partial(load_parameters, tensors, chunk.module))
         await self._on_torch(chunk.begin_with_parameters)
 

@@ -1,5 +1,6 @@
 """Many walkers in one checkpoint: each goes on from its own state, and one that it lacks is a newcomer."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from skein.protocol.messages import (
     StateSource,
 )
 from skein.protocol.records import StageFiles
-from skein.protocol.worker_io import Built
+from skein.protocol.worker_io import BuildFailed, Built
+from skein.storage.outside import Outside
 from skein.types import ChunkRef, Epoch, Generation, GroupId, Precision, StageIndex, StageSpec, Step, WorkerId
 from skein.wire.extra import ManifestReply
 from tests.worker.holders import JOB, Keeper, keeping
@@ -106,10 +108,21 @@ async def restored(job: JobSpec, kept: Kept, walker: int, *, num_walkers: int) -
 async def begun_from(job: JobSpec, kept: Kept) -> Chunk:
     """What a worker holds at the start of a job that begins from another's checkpoint."""
     async with keeping("w0") as keeper:
-        return await _built(keeper, job, kept, 0, 2, begins=Beginning(job=JOB, version=VERSION))
+        ended = await _ended(keeper, job, kept, 0, 2, begins=Beginning(job=JOB, version=VERSION))
+        return _held(keeper, ended)
 
 
-async def _built(
+async def _built(keeper: Keeper, job: JobSpec, kept: Kept, walker: int, num_walkers: int) -> Chunk:
+    return _held(keeper, await _ended(keeper, job, kept, walker, num_walkers))
+
+
+def _held(keeper: Keeper, ended: Built | BuildFailed) -> Chunk:
+    assert isinstance(ended, Built), ended
+    assert keeper.compute.holding is not None
+    return keeper.compute.holding.chunks[STAGE.index]
+
+
+async def _ended(
     keeper: Keeper,
     job: JobSpec,
     kept: Kept,
@@ -117,7 +130,8 @@ async def _built(
     num_walkers: int,
     *,
     begins: Beginning | None = None,
-) -> Chunk:
+    outside: Outside | None = None,
+) -> Built | BuildFailed:
     builder = Builder(
         keeper.member.worker,
         executor=keeper.executor,
@@ -126,6 +140,7 @@ async def _built(
         files=kept,
         device=CPU,
         memory_bytes=1 << 40,
+        outside=outside,
     )
     source = StateSource(kind=SourceKind.CHECKPOINT, version=VERSION)
     if begins is not None:
@@ -147,10 +162,7 @@ async def _built(
         resumption=None,
         begins=begins,
     )
-    ended = await builder.build(assign, (keeper.member,))
-    assert isinstance(ended, Built), ended
-    assert keeper.compute.holding is not None
-    return keeper.compute.holding.chunks[STAGE.index]
+    return await builder.build(assign, (keeper.member,))
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -196,6 +208,23 @@ async def test_a_job_that_begins_from_another_has_its_parameters_and_nothing_els
     assert chunk.walker.state.keys() == anew.keys()
     for slot, tensors in anew.items():
         assert_same(chunk.walker.state[slot], tensors)
+
+
+async def test_another_jobs_checkpoint_that_is_never_read_is_the_workers_own_trouble(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("gossip", text)
+    kept = Kept(job, tmp_path / "ck", save(tmp_path / "ck", drawn(job, 1)))
+    never = threading.Event()
+    monkeypatch.setattr(UrlArchive, "get", lambda *_: never.wait())
+    async with keeping("w0") as keeper:
+        begins = Beginning(job=JOB, version=VERSION)
+        ended = await _ended(keeper, job, kept, 0, 2, begins=begins, outside=Outside(silent_s=0.05))
+    never.set()
+    assert isinstance(ended, BuildFailed)
+    assert ended.is_unfit
+    assert f"from: '{JOB}@{VERSION}': cannot be read on this worker" in ended.reason
+    assert "gave no sign of life" in ended.reason
 
 
 async def test_a_walker_that_the_checkpoint_lacks_copies_another_and_begins_without_momentum(

@@ -12,6 +12,7 @@ from skein.errors import LocalError, UnfitError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.storage.outside import moved
 from skein.storage.roots import EVERYTHING, Roots
+from worker.data.files import readable
 from worker.model.base import Stage
 
 _FIELD = "model.init_from"
@@ -27,12 +28,14 @@ def load_huggingface(directory: Path, stage: Stage, roots: Roots = EVERYTHING) -
     stage holds a mixture and must be thrown away. All of them lie in `roots`.
 
     Raises:
-        UserError: something is missing, unreadable, of another shape, or of a model that computes differently.
+        UnfitError: something is missing or cannot be read on this machine.
+        UserError: something is of another shape, no safetensors, or of a model that computes differently.
     """
     stage.spec.check_config(_read_object(directory / "config.json", roots))
     parameter_by_name = dict(stage.named_parameters())
     known = frozenset(parameter_shapes(stage.spec))
-    file_by_name = _files(directory, parameter_by_name, roots)
+    with readable(_FIELD, directory):
+        file_by_name = _files(directory, parameter_by_name, roots)
     for path, names in groupby(
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
@@ -59,7 +62,7 @@ def _files(directory: Path, names: Iterable[str], roots: Roots) -> dict[str, Pat
         return dict.fromkeys(names, directory / _SINGLE)
     if not (directory / _INDEX).is_file():
         hint = f"has neither {_SINGLE} nor {_INDEX}; save_pretrained of transformers writes them"
-        raise UserError(_FIELD, str(directory), hint)
+        raise UnfitError(_FIELD, str(directory), hint)
     weight_map = _read_object(directory / _INDEX, roots).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise UserError(_FIELD, str(directory / _INDEX), "has no weight_map")
@@ -88,6 +91,7 @@ def _load_file(
 ) -> None:
     try:
         with (
+            readable(_FIELD, path),
             roots.find(str(path), field=_FIELD).open() as file,
             safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as tensors,
         ):
@@ -101,7 +105,7 @@ def _load_file(
                 with torch.no_grad():
                     parameter.copy_(tensors.get_tensor(name))
                 moved()
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise UserError(_FIELD, str(path), f"cannot be read as safetensors: {error}") from error
 
 
@@ -113,11 +117,10 @@ def _check(path: Path, name: str, theirs: tuple[int, ...], dtype: str, ours: tup
 
 
 def _read_object(path: Path, roots: Roots) -> Mapping[str, object]:
+    with readable(_FIELD, path), roots.find(str(path), field=_FIELD).open() as file:
+        content = file.read()
     try:
-        with roots.find(str(path), field=_FIELD).open() as file:
-            value: object = json.loads(file.read().decode())
-    except OSError as error:
-        raise UnfitError(_FIELD, str(path), f"cannot be read: {error.strerror}") from error
+        value: object = json.loads(content.decode())
     except ValueError as error:
         raise UserError(_FIELD, str(path), f"is not JSON: {error}") from error
     if not isinstance(value, dict):

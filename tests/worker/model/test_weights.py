@@ -1,6 +1,7 @@
 """Weights that transformers wrote, in our stages; and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from skein.errors import UserError
+from skein.errors import UnfitError, UserError
 from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.storage.roots import Roots
 from skein.types import Precision
 from tests.worker.model.builders import DECODERS, MODELS, assert_near, cuts, llama, part, samples, whole
 from worker.model.weights import load_huggingface
@@ -85,7 +87,7 @@ def test_only_the_files_that_a_stage_needs_are_opened(tmp_path: Path) -> None:
         if path.name not in needed:
             path.unlink()
     load_huggingface(tmp_path, stage)
-    with pytest.raises(UserError, match="cannot be read as safetensors"):
+    with pytest.raises(UnfitError, match="cannot be read on this worker"):
         load_huggingface(tmp_path, part(model, 2, 3))
 
 
@@ -140,7 +142,7 @@ EMBEDDING = "model.embed_tokens.weight"
 REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (
         _remove("config.json"),
-        r"model\.init_from: .*config\.json.*: cannot be read: No such file",
+        r"model\.init_from: .*config\.json.*: cannot be read on this worker \(No such file",
     ),
     "config no JSON": (_write("config.json", "{"), r"config\.json.*: is not JSON"),
     "config a list": (_write("config.json", "[]"), r"config\.json.*: is not a JSON object"),
@@ -185,6 +187,21 @@ def test_weights_that_do_not_fit_are_refused_with_the_reason(case: str, tmp_path
         load_huggingface(tmp_path, part(model, 3, 4))
 
 
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_what_one_worker_lacks_is_its_own_trouble(missing: str, tmp_path: Path) -> None:
+    written(llama(), tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(UnfitError, match=re.escape(str(tmp_path))):
+        load_huggingface(tmp_path, part(llama(), 0, 1))
+
+
+def test_weights_outside_the_roots_are_the_workers_own_trouble(tmp_path: Path) -> None:
+    written(llama(), tmp_path / "elsewhere")
+    roots = Roots(option="--data-root", folders=(tmp_path / "root",))
+    with pytest.raises(UnfitError, match="leads out of the data root"):
+        load_huggingface(tmp_path / "elsewhere", part(llama(), 0, 1), roots)
+
+
 def test_absent_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UnfitError, match="No such file"):
         load_huggingface(tmp_path / "absent", part(llama(), 0, 1))
