@@ -265,7 +265,9 @@ def _delete_checkpoint(files: Folder, folder: str) -> None:
     files.delete(f"{folder}/{MANIFEST}")
     for name in files.list(folder):
         files.delete(f"{folder}/{name}")
+        moved()
     files.delete(folder)
+    moved()
 
 
 def _checked(pattern: re.Pattern[str], name: str) -> str:

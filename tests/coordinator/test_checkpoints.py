@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -15,7 +16,7 @@ from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
-from skein.storage.outside import NoRoomError
+from skein.storage.outside import NoRoomError, Outside
 from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
@@ -211,6 +212,16 @@ def test_files_of_many_walkers_are_taken_listed_and_pruned_together(
     (folder / "v00000020" / files[-1].name).unlink()
     with pytest.raises(UserError, match=r"stage-003\.g7\.w11\.optimizer\.safetensors is not there"):
         store.write_manifest(checkpointed(JOB, 20, *files), job_spec())
+
+
+async def test_each_file_that_is_deleted_is_a_sign_of_life(store: CheckpointStore, url: str) -> None:
+    for version in (10, 20, 30):
+        write(url, version)
+        store.write_manifest(checkpointed(JOB, version, file_of(), url=url), job_spec())
+    outside = Outside()
+    await outside.answer(partial(store.prune, JOB, url, (Step(30),)), url)
+    # Of each the file, and its folder.
+    assert outside.num_moved == 4
 
 
 def test_pruning_where_nothing_is_changes_nothing(store: CheckpointStore, url: str) -> None:

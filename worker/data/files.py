@@ -1,10 +1,12 @@
 """Finding, reading and naming by content the files of a source."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 
 from skein.errors import UnfitError, UserError
 from skein.storage.outside import moved
@@ -61,7 +63,7 @@ def open_files(path: str, patterns: Sequence[str], *, field: str, roots: Roots) 
         if names is None:
             raise _nothing_found(found.path, patterns[0], field)
         # A name below the folder may be a link.
-        places = [roots.find(str(found.path / name), field=f"{field}.path") for name in names]
+        places = [_moving(roots.find(str(found.path / name), field=f"{field}.path")) for name in names]
     return tuple(_examined(place, name, field) for place, name in zip(places, names, strict=True))
 
 
@@ -74,14 +76,45 @@ def digest_of(files: Iterable[DataFile]) -> str:
 
 
 def _matches(root: Path, pattern: str, field: str) -> list[str]:
-    if ".." in Path(pattern).parts:
+    names = PurePath(pattern)
+    if ".." in names.parts:
         raise UserError(f"{field}.glob", pattern, "leads upwards: give a pattern of names below the folder")
+    if not names.parts or names.is_absolute() or any("**" in name and name != "**" for name in names.parts):
+        hint = "give a pattern relative to the folder, such as '**/*.txt', with ** only between slashes"
+        raise UserError(f"{field}.glob", pattern, hint)
+    return sorted(set(_below(root, "", names.parts)))
+
+
+def _below(root: Path, folder: str, pattern: Sequence[str]) -> Iterator[str]:
+    """Files in a folder of `root` that match, by their paths in `root`; one may come several times.
+
+    Unlike `Path.glob` this tells that it gets further with each entry, not only with those that match. Folders that may
+    not be looked into are passed over, and `**` follows no links, as there.
+    """
+    first, *rest = pattern
+    if first == "**" and rest:
+        yield from _below(root, folder, rest)
     try:
-        found = [path for path in root.glob(pattern) if path.is_file()]
-    except (ValueError, NotImplementedError) as error:
-        hint = f"{error}: give a pattern relative to the folder, such as '**/*.txt'"
-        raise UserError(f"{field}.glob", pattern, hint) from error
-    return sorted(path.relative_to(root).as_posix() for path in found)
+        entries = os.scandir(root / folder)
+    except PermissionError:
+        return
+    with entries:
+        for entry in entries:
+            moved()
+            path = f"{folder}{entry.name}"
+            if first == "**":
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _below(root, f"{path}/", pattern)
+            elif fnmatchcase(entry.name, first):
+                if rest and entry.is_dir():
+                    yield from _below(root, f"{path}/", rest)
+                elif not rest and entry.is_file():
+                    yield path
+
+
+def _moving(place: Inside) -> Inside:
+    moved()
+    return place
 
 
 def _nothing_found(root: Path, pattern: str, field: str) -> UnfitError:
@@ -93,6 +126,7 @@ def _nothing_found(root: Path, pattern: str, field: str) -> UnfitError:
 def _examined(place: Inside, name: str, field: str) -> DataFile:
     content, size = hashlib.sha256(), 0
     with readable(f"{field}.path", place.path), place.open() as file:
+        moved()
         while chunk := file.read(_CHUNK_BYTES):
             content.update(chunk)
             size += len(chunk)
