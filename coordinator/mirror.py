@@ -1,5 +1,8 @@
 """Where a run log ended, kept beside it: so that a log which lost its end cannot pass for a whole one.
 
+Beside it lies the key, too, that positions told to workers are signed with: in a file of its own and in the mirror, so
+that one of them may be lost.
+
 Rules of this file
 - The mirror may be behind the log, never ahead of what is durable: it is written after appends, now and then.
 - It is replaced whole, by a rename, so it is never half written. A mirror that cannot be read proves nothing.
@@ -7,8 +10,10 @@ Rules of this file
 
 import json
 import os
+import secrets
 import sqlite3
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.logfile import FIELD, Tail, digest_before, sync_directory
@@ -16,6 +21,8 @@ from skein.errors import UserError
 from skein.types import Epoch
 
 MIRROR_FILE = "run.position"
+KEY_FILE = "run.key"
+KEY_BYTES = 32
 ACCEPT = "--accept-lost-log"
 
 
@@ -27,31 +34,76 @@ class LogLost(UserError):
         super().__init__(FIELD, str(path), f"{what}; {cure}")
 
 
-def write_mirror(directory: Path, tail: Tail) -> None:
-    """Remember that the log of `directory` ends at `tail` or later.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirror:
+    """What is remembered of a log: where it ended, and its key; b"" in what a release before this one wrote."""
+
+    tail: Tail
+    key: bytes
+
+
+def write_mirror(directory: Path, mirror: Mirror) -> None:
+    """Remember that the log of `directory` ends at the tail of `mirror` or later.
 
     Raises:
         OSError: the disk takes nothing; the mirror is as it was.
     """
-    text = json.dumps({"entry": tail.entry, "epoch": tail.epoch, "digest": (tail.digest or b"").hex()})
-    path = directory / MIRROR_FILE
-    new = path.with_name(f".{MIRROR_FILE}-{os.getpid()}")
+    tail, key = mirror.tail, mirror.key.hex()
+    position = {"entry": tail.entry, "epoch": tail.epoch, "digest": (tail.digest or b"").hex(), "key": key}
+    _write(directory / MIRROR_FILE, json.dumps(position))
+
+
+def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
+    """The key of the log in `directory`, from then on in its file; a new one if none is left, and whether it is.
+
+    Raises:
+        UserError: its file cannot be read.
+        OSError: the disk takes nothing.
+    """
+    path = directory / KEY_FILE
+    try:
+        kept = _key_of(path.read_text())
+    except FileNotFoundError:
+        kept = b""
+    except OSError as error:
+        raise UserError(FIELD, str(path), f"{error.strerror}; let the coordinator read it") from error
+    if kept:
+        return kept, False
+    mirrored = b"" if mirror is None else mirror.key
+    key = mirrored or secrets.token_bytes(KEY_BYTES)
+    _write(path, key.hex())
+    return key, not mirrored
+
+
+def _key_of(text: str) -> bytes:
+    """The key that a file has; b"" if it is damaged, which is as if it were lost."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        return b""
+    return key if len(key) == KEY_BYTES else b""
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file whole and durably, readable by its owner alone."""
+    new = path.with_name(f".{path.name}-{os.getpid()}")
     with open(new, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    sync_directory(directory)
+    sync_directory(path.parent)
 
 
 def clear_unfinished(directory: Path) -> None:
     """Remove what owners left that were killed while they wrote."""
-    for left in directory.glob(f".{MIRROR_FILE}-*"):
-        with suppress(OSError):
-            left.unlink()
+    for name in (MIRROR_FILE, KEY_FILE):
+        for left in directory.glob(f".{name}-*"):
+            with suppress(OSError):
+                left.unlink()
 
 
-def read_mirror(directory: Path) -> Tail | None:
+def read_mirror(directory: Path) -> Mirror | None:
     """What is remembered; None where nothing is.
 
     Raises:
@@ -63,7 +115,8 @@ def read_mirror(directory: Path) -> Tail | None:
         return None
     match found:
         case {"entry": int(entry), "epoch": int(epoch), "digest": str(digest)}:
-            return Tail(entry=entry, epoch=Epoch(epoch), digest=bytes.fromhex(digest) or None)
+            tail = Tail(entry=entry, epoch=Epoch(epoch), digest=bytes.fromhex(digest) or None)
+            return Mirror(tail=tail, key=_key_of(str(found.get("key", ""))))
         case _:
             raise ValueError("it has other fields")
 

@@ -206,6 +206,7 @@ class Serving:
             undo.push_async_callback(doors.close)
             rest = await asyncio.to_thread(list, log.read(after=memory.num_records))
             memory.replay(rest)
+            memory.machine.sign_with(log.key)
             _refuse_crash_loop(memory.openings, now=clock())
             patient = PatientLog(wrap(log))
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)

@@ -46,7 +46,16 @@ from coordinator.logfile import (
     take_epoch,
     transaction,
 )
-from coordinator.mirror import LogLost, clear_unfinished, read_mirror, what_is_lost, write_mirror
+from coordinator.mirror import (
+    KEY_FILE,
+    LogLost,
+    Mirror,
+    clear_unfinished,
+    read_mirror,
+    take_key,
+    what_is_lost,
+    write_mirror,
+)
 from skein.errors import LocalError, SkeinError, UserError
 from skein.protocol.records import Record
 from skein.storage.outside import is_full
@@ -55,6 +64,10 @@ from skein.types import Epoch
 LOCK_FILE = "lock"
 SOMEBODY = Holder(name="somebody", address="")
 """For whoever opens a log and does not serve."""
+_NEW_KEY = (
+    "made anew, as none was left, or the log is of a release without: workers cannot prove any more what they heard of "
+    "it. If one is refused below for knowing a newer entry, stop, and look whether the log has lost its end"
+)
 _BLOCKED_MS = 1000
 """How long a standby waits for a writer that may be frozen: hundreds of times what a write takes."""
 
@@ -92,6 +105,7 @@ class RunLog:
         self._warnings = opening.warnings
         self._lock = lock
         self._tail = opening.tail
+        self._key = opening.key
         self._mirrored: Tail | None = None
         # Renewals have a connection of their own: they come from another thread, and need not outlive a power cut.
         self._renewing = connect(path)
@@ -153,6 +167,11 @@ class RunLog:
         return self._lease.epoch
 
     @property
+    def key(self) -> bytes:
+        """Random, and as old as the log: whoever shows what was signed with it has heard of this log."""
+        return self._key
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What was wrong with the log when it was opened and could be mended or borne, a line each."""
         return self._warnings
@@ -198,7 +217,7 @@ class RunLog:
         """
         tail = self._tail
         if tail != self._mirrored:
-            write_mirror(self._path.parent, tail)
+            write_mirror(self._path.parent, Mirror(tail=tail, key=self._key))
             self._mirrored = tail
 
     def read(self, *, after: int = 0) -> Iterator[Record]:
@@ -360,10 +379,11 @@ def state_path(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opening:
-    """A log that has just been taken: by what lease, where it ends, and what was wrong with it."""
+    """A log that has just been taken: by what lease, where it ends, its key, and what was wrong with it."""
 
     lease: Lease
     tail: Tail
+    key: bytes
     warnings: tuple[str, ...]
 
 
@@ -386,17 +406,20 @@ def _begin(
         unread = (
             f"{path.parent}: what the log should end with cannot be read ({error}), so it is not compared"
         )
-    lost = None if mirror is None else what_is_lost(connection, read_tail(connection), mirror)
+    ended = read_tail(connection)
+    lost = None if mirror is None else what_is_lost(connection, ended, mirror.tail)
     if lost is not None and not accepts_loss:
         raise LogLost(path, lost)
     # A restart by the launcher that was told to accept the loss has nothing more to accept.
     is_again = lost is None and before.holder is not None and before.holder.name == holder.name
     accepts = accepts_loss and not is_again
-    least = Epoch(0) if mirror is None else mirror.epoch
+    least = Epoch(0) if mirror is None else mirror.tail.epoch
+    key, is_new = take_key(path.parent, mirror)
+    keyless = f"{path.parent / KEY_FILE}: {_NEW_KEY}" if is_new and ended.entry else None
     lease, tail = take_epoch(connection, wall_s, holder, has_lock=has_lock, least=least, accepts=accepts)
     gone_on = None if lost is None else f"{path}: {lost}; going on without, as asked"
-    warnings = tuple(line for line in (torn, unread, gone_on) if line is not None)
-    return _Opening(lease=lease, tail=tail, warnings=warnings)
+    warnings = tuple(line for line in (torn, unread, keyless, gone_on) if line is not None)
+    return _Opening(lease=lease, tail=tail, key=key, warnings=warnings)
 
 
 def _patient(path: Path) -> sqlite3.Connection:

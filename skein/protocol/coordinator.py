@@ -59,6 +59,7 @@ from skein.protocol.membership import (
     StreamBroke,
 )
 from skein.protocol.messages import Directive, Dismiss, LogPosition, Measure, Probe, Refused, Welcome
+from skein.protocol.positions import is_signed
 from skein.protocol.records import Drained, EpochOpened, JobSubmitted, Record
 from skein.protocol.remeasuring import Pace, Remeasuring
 from skein.protocol.reports import (
@@ -122,6 +123,10 @@ class Coordinator:
         self._pace_then = Pace(busy=None, parted=None)
         self._num_refused: Counter[Incarnation] = Counter()
         self._story = Story()
+
+    def sign_with(self, log_key: bytes) -> None:
+        """Before the first event: the key that positions of the run log are signed with."""
+        self._outbox.log_key = log_key
 
     def replay(self, records: Iterable[Record]) -> None:
         """Take the run log, before the first event. The last record opens this coordinator's own epoch."""
@@ -401,6 +406,11 @@ class Coordinator:
         if here is None or here.origin_s != known.origin_s or self.history.has_decided:
             self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
             return
+        if not is_signed(known, self._outbox.log_key):
+            # Whoever has the token could say so; what is true and cannot be proved is for people to look at.
+            unproved = f"{knows}, as it says without a signature of this run log, which has no such entry"
+            self._refuse_other_log(worker, incarnation, unproved)
+            return
         reason = (
             f"{self._ending()}, but {knows}: restore it from a backup; or give --accept-lost-log, "
             "which goes on without what was lost"
@@ -460,7 +470,7 @@ class Coordinator:
             epoch=self.history.epoch,
             lease_s=self.membership.lease_s,
             beat_s=self.membership.beat_s,
-            position=self.history.position,
+            position=self._outbox.position,
         )
         self._send(worker, incarnation, welcome)
         if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.history import History
-from skein.protocol.messages import Beginning, Directive, Member
+from skein.protocol.messages import Beginning, Directive, LogPosition, Member
+from skein.protocol.positions import signed
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet
@@ -231,6 +232,15 @@ class Outbox:
     num_plans_asked: int = 0
     key: bytes = field(default=b"", repr=False)
     """Random, of this coordinator's process: secrets of its generations are made of it, and none is ever stored."""
+
+    log_key: bytes = field(default=b"", repr=False)
+    """Random, and kept beside the run log: positions of that are signed with it."""
+
+    @property
+    def position(self) -> LogPosition | None:
+        """How far the log is, signed; None before its first epoch."""
+        position = self.history.position
+        return None if position is None else signed(position, self.log_key)
 
     def next_request(self) -> int:
         """A number for a MakePlan that no other has."""

@@ -243,6 +243,8 @@ class LogPosition:
     epoch: Epoch
     opened_s: float
     entry: int
+    signature: str = ""
+    """Of the coordinator that told it, in hexadecimal; "" of releases before."""
 
 
 # --- directives: coordinator to worker ---
@@ -274,8 +276,8 @@ class NewGeneration:
     job: JobId
     members: tuple[Member, ...]
     last_commit: StepRecord | None
-    log_entry: int = 0
-    """The newest of the run log."""
+    position: LogPosition | None = None
+    """Where the run log is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,8 +373,8 @@ class Commit:
     record: StepRecord
     goes_on: bool
     keeps_late: bool = False
-    log_entry: int = 0
-    """The newest of the run log."""
+    position: LogPosition | None = None
+    """Where the run log is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,6 @@ RANGES: Mapping[str, Range] = {
     "since_line": COUNT,
     "line": COUNT,
     "entry": COUNT,
-    "log_entry": COUNT,
     "tensor": COUNT,
     "num_tokens": COUNT,
     "tokens": COUNT,

@@ -344,7 +344,7 @@ class Worker:
             case Start() | Evaluate() | Prepare() | Commit() | Save():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     if isinstance(directive, Commit):
-                        self._standing.heard_of(directive.log_entry)
+                        self._standing.heard_of(directive.position)
                     self._steps.take(directive)
             case _:
                 assert_never(directive)
@@ -357,7 +357,7 @@ class Worker:
             self._forget()
         standing.epoch = directive.epoch
         standing.generation = directive.generation
-        standing.heard_of(directive.log_entry)
+        standing.heard_of(directive.position)
         standing.job = directive.job
         standing.members = {member.worker: member for member in directive.members}
         self._steps.stop()

@@ -19,9 +19,8 @@ SHARE = 0.4
 _INTEGERS = (0, -1, MAX_INTEGER, MAX_INTEGER + 1)
 _FLOATS = (nan, inf, -inf, -1.0, 0.0, 1e-300, 1e30, 1e308)
 _NAMES = ("", "w0000", "w0001", "s0", "sim-1", "nobody")
-_KEPT = frozenset({"worker", "incarnation", "secret", "position"})
-"""Of a Hello: who says another's name there has no place in the world, and a longer run log than the coordinator's is
-believed whoever tells of it: that one ends, with this as the reason."""
+_KEPT = frozenset({"worker", "incarnation", "secret"})
+"""Of a Hello: who says another's name there has no place in the world."""
 
 Place = tuple[str | int, ...]
 T = TypeVar("T")

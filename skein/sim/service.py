@@ -63,6 +63,8 @@ class Service(ABC):
     def __init__(self) -> None:
         self.clock = Clock()
         self.log: list[Record] = []
+        self.log_key = b"key"
+        """What positions of the log are signed with; whoever loses it has another one."""
         self.lines: list[str] = []
         self.coordinator: Coordinator | None = None
         self.planner: Planner = make_plan
@@ -119,6 +121,7 @@ class Service(ABC):
         self.halted, self.accepts_loss = None, False
         self._hold(opened)
         self.coordinator = Coordinator()
+        self.coordinator.sign_with(self.log_key)
         self.coordinator.replay(self.log)
         self._wakes_at = None
         self._coordinator_is_up()
@@ -146,9 +149,13 @@ class Service(ABC):
         self._coordinator_is_down()
         self.clock.after(restarts_after_s, self.start_coordinator)
 
-    def lose_tail(self, num_records: int, *, restarts_after_s: float = RESTART_S) -> None:
-        """Kill the coordinator; when it starts again its disk has forgotten the newest records."""
+    def lose_tail(
+        self, num_records: int, *, restarts_after_s: float = RESTART_S, loses_key: bool = False
+    ) -> None:
+        """Kill the coordinator; when it starts again its disk has forgotten the newest records, and perhaps the key."""
         self.crash_coordinator(restarts_after_s=restarts_after_s)
+        if loses_key:
+            self.log_key += b"'"
         del self.log[len(self.log) - num_records :]
         self.invariants.forget_all_but(self.log)
 

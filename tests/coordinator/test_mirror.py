@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.logfile import LOG_FILE, Holder, Tail, checksum, read_tail
-from coordinator.mirror import MIRROR_FILE, LogLost, read_mirror, write_mirror
+from coordinator.mirror import KEY_FILE, MIRROR_FILE, LogLost, Mirror, read_mirror, write_mirror
 from coordinator.store import Lookout, RunLog
 from skein.errors import UserError
 from skein.protocol.records import EpochOpened
@@ -94,7 +94,7 @@ def test_a_log_that_lost_its_end_is_refused_until_that_is_accepted(
 
 
 def test_a_whole_log_is_taken_whatever_the_mirror_has_not_seen_yet(known: Path) -> None:
-    write_mirror(known, Tail(entry=1, epoch=Epoch(1), digest=None))
+    write_mirror(known, Mirror(tail=Tail(entry=1, epoch=Epoch(1), digest=None), key=b""))
     with RunLog.open(known, wall_s=3.0) as log:
         assert len(list(log.read())) == 9
 
@@ -179,6 +179,42 @@ def test_a_log_of_the_release_before_goes_on_with_digests(tmp_path: Path) -> Non
         RunLog.open(tmp_path, wall_s=3.0)
 
 
+def key_of(directory: Path) -> tuple[bytes, tuple[str, ...]]:
+    """The key of a log, and what its opening warns of."""
+    with RunLog.open(directory, wall_s=9.0) as log:
+        return log.key, log.warnings
+
+
+def test_a_log_keeps_its_key_as_long_as_one_of_two_files_has_it(known: Path) -> None:
+    key, warnings = key_of(known)
+    assert (len(key), warnings) == (32, ())
+    assert (known / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    (known / MIRROR_FILE).unlink()
+    assert key_of(known) == (key, ())
+    (known / KEY_FILE).write_text("damaged")
+    assert key_of(known) == (key, ())
+    (known / KEY_FILE).unlink()
+    assert key_of(known) == (key, ())
+    assert bytes.fromhex((known / KEY_FILE).read_text()) == key
+
+
+def test_a_log_without_a_key_gets_one_and_says_so_once(known: Path) -> None:
+    key, _ = key_of(known)
+    (known / MIRROR_FILE).unlink()
+    (known / KEY_FILE).unlink()
+    new, [line] = key_of(known)
+    assert new != key
+    assert "run.key: made anew" in line
+    assert key_of(known) == (new, ())
+
+
+def test_a_key_that_may_not_be_read_is_not_replaced(known: Path) -> None:
+    (known / KEY_FILE).unlink()
+    (known / KEY_FILE).mkdir()
+    with pytest.raises(UserError, match=r"run\.key.*let the coordinator read it"):
+        RunLog.open(known, wall_s=3.0)
+
+
 @settings(max_examples=15)  # each opens a log twice, with fsyncs
 @given(appends=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), num_lost=st.integers(0, 4))
 def test_the_mirror_is_never_ahead_and_finds_every_loss_that_it_can_know_of(
@@ -196,7 +232,7 @@ def test_the_mirror_is_never_ahead_and_finds_every_loss_that_it_can_know_of(
                 num_mirrored = num_entries
         crashed = as_after_a_crash(directory, tmp_path_factory.mktemp("crashed"))
     mirror = read_mirror(crashed)
-    assert (0 if mirror is None else mirror.entry) == num_mirrored
+    assert (0 if mirror is None else mirror.tail.entry) == num_mirrored
     change(crashed, "DELETE FROM entries WHERE number > ?", num_entries - num_lost)
     if max(0, num_entries - num_lost) < num_mirrored:
         with pytest.raises(LogLost, match=f"knows entry {num_mirrored} "):

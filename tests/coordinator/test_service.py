@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator import serving
 from coordinator.logfile import Holder, LogFull
 from coordinator.metrics import Metrics
+from coordinator.mirror import KEY_FILE
 from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
@@ -35,6 +36,7 @@ from skein.protocol.messages import (
     Refused,
     Welcome,
 )
+from skein.protocol.positions import signed
 from skein.protocol.records import JobEnded, Record
 from skein.protocol.reports import Beat
 from skein.storage.places import Places
@@ -746,8 +748,15 @@ async def test_another_owner_of_the_log_ends_a_coordinator(tmp_path: Path) -> No
 
 async def test_a_worker_that_knows_more_than_the_log_ends_the_coordinator_in_one_line(tmp_path: Path) -> None:
     write_log(tmp_path, [submitted("j")])
-    known = LogPosition(origin_s=1.0, epoch=Epoch(1), opened_s=1.0, entry=7)
+    claimed = LogPosition(origin_s=1.0, epoch=Epoch(1), opened_s=1.0, entry=7)
+    known = signed(claimed, bytes.fromhex((tmp_path / KEY_FILE).read_text()))
     async with coordinator(tmp_path) as running, connected(running) as channel:
+        # Whoever has the token can say so.
+        stranger = ScriptedWorker(channel)
+        await stranger.say(replace(hello("w9", "w9-1"), epoch=Epoch(1), position=claimed))
+        refused = await stranger.hear()
+        assert isinstance(refused, Refused)
+        assert "without a signature" in refused.reason
         worker = ScriptedWorker(channel)
         await worker.say(replace(hello(), epoch=Epoch(1), position=known))
         assert await running.ended() == (

@@ -4,17 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from skein.protocol.coordinator_io import Halt
+from skein.protocol.coordinator_io import Halt, Log
 from skein.protocol.history import History
 from skein.protocol.messages import Commit, LogPosition, NewGeneration, Refused, Welcome
+from skein.protocol.positions import is_signed, signed
 from skein.protocol.records import EpochOpened, JobSubmitted, Record
 from skein.protocol.reports import Hello
 from skein.protocol.worker_io import StreamLost, StreamOpened
 from skein.types import Epoch, Generation, JobId
-from tests.support.desk import Desk
+from tests.support.desk import DESK_KEY, Desk
 from tests.support.hands import Hand, record
 from tests.support.jobs import small_job
 from tests.support.reports import hello
+from tests.support.runs import PLAN, began
 from tests.support.stages import only
 
 SPEC = small_job().canonical_json()
@@ -66,9 +68,13 @@ def join_knowing(desk: Desk, known: LogPosition) -> None:
     desk.report("w2", replace(hello("w2", "w2-1"), epoch=known.epoch, position=known))
 
 
+def sign(known: LogPosition) -> LogPosition:
+    return signed(known, DESK_KEY)
+
+
 def test_a_worker_that_knows_a_lost_entry_ends_the_coordinator_with_both_positions() -> None:
     desk = Desk([opened(1, 1.0), submitted("a"), opened(2, 2.0), submitted("b")])
-    join_knowing(desk, knows(2, 2.0, 7))
+    join_knowing(desk, sign(knows(2, 2.0, 7)))
     [halt] = desk.found(Halt)
     assert halt.reason.startswith(
         "the run log ended at entry 4 of epoch 2, but worker w2 knows entry 7 of epoch 2: restore"
@@ -78,7 +84,7 @@ def test_a_worker_that_knows_a_lost_entry_ends_the_coordinator_with_both_positio
 
 def test_a_lost_epoch_is_noticed_though_the_next_one_has_its_number() -> None:
     desk = Desk([opened(1, 1.0), submitted("a")])
-    join_knowing(desk, knows(2, 2.0, 3))
+    join_knowing(desk, sign(knows(2, 2.0, 3)))
     [halt] = desk.found(Halt)
     assert "ended at entry 2 of epoch 1, but worker w2 knows entry 3 of epoch 2" in halt.reason
 
@@ -89,7 +95,7 @@ def test_once_a_loss_is_accepted_or_in_another_log_the_worker_is_refused_instead
     if origin_s == 1.0:
         log.append(opened(2, 9.0, accepts_loss=True))
     desk = Desk(log)
-    join_knowing(desk, knows(3, 2.0, 7))
+    join_knowing(desk, sign(knows(3, 2.0, 7)))
     assert desk.found(Halt) == []
     assert "knows entry 7 of epoch 3, which is not in the run log" in desk.told(Refused)["w2"].reason
 
@@ -103,14 +109,56 @@ def test_a_worker_that_followed_this_log_from_before_the_accepted_loss_is_welcom
 def test_a_worker_says_the_newest_position_that_it_has_heard_of() -> None:
     hand = Hand()
     hand.give(StreamOpened())
-    hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0, position=knows(1, 1.0, 2)))
+    hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0, position=sign(knows(1, 1.0, 2))))
     fence = NewGeneration(
-        epoch=Epoch(1), generation=Generation(1), job=JobId("j"), members=(), last_commit=None, log_entry=5
+        epoch=Epoch(1),
+        generation=Generation(1),
+        job=JobId("j"),
+        members=(),
+        last_commit=None,
+        position=sign(knows(1, 1.0, 5)),
     )
     hand.hear(fence)
-    hand.hear(Commit(epoch=Epoch(1), generation=Generation(1), record=record(0), goes_on=False, log_entry=8))
+    newest = sign(knows(1, 1.0, 8))
+    hand.hear(
+        Commit(epoch=Epoch(1), generation=Generation(1), record=record(0), goes_on=False, position=newest)
+    )
     # An older generation's commit is not acted on, and its number is of no more use.
-    hand.hear(replace(fence, log_entry=6))
+    hand.hear(replace(fence, position=sign(knows(1, 1.0, 6))))
     hand.give(StreamLost(reason="reset"))
     hand.give(StreamOpened())
-    assert only(hand.said(), Hello).position == knows(1, 1.0, 8)
+    assert only(hand.said(), Hello).position == newest
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        knows(2, 2.0, 7),
+        signed(knows(2, 2.0, 7), b"made up"),
+        replace(signed(knows(2, 2.0, 4), DESK_KEY), entry=7),
+        replace(knows(2, 2.0, 7), signature="\u2028" * 64),
+    ],
+    ids=["unsigned", "another key", "another entry's", "no digits"],
+)
+def test_a_claim_to_know_more_that_no_coordinator_signed_ends_nobody(claim: LogPosition) -> None:
+    desk = Desk([opened(1, 1.0), submitted("a"), opened(2, 2.0), submitted("b")])
+    join_knowing(desk, claim)
+    assert desk.found(Halt) == []
+    assert "knows entry 7 of epoch 2, as it says without a signature" in desk.told(Refused)["w2"].reason
+    assert any(line.line.startswith("worker=w2 refused: ") for line in desk.found(Log))
+    # What the log has needs no proof: a worker of a release before has none.
+    join_knowing(desk, knows(2, 2.0, 4))
+    assert desk.told(Welcome).keys() == {"w2"}
+
+
+def test_every_position_that_is_told_is_signed() -> None:
+    desk = began()
+    first = PLAN.workers[0]
+    told: list[LogPosition | None] = [desk.told(NewGeneration)[first].position]
+    desk.settle(PLAN)
+    desk.step(PLAN)
+    told.append(desk.told(Commit)[first].position)
+    desk.join("w9")
+    told.append(desk.told(Welcome)["w9"].position)
+    assert all(position is not None and is_signed(position, DESK_KEY) for position in told)
+    assert len({position.entry for position in told if position is not None}) > 1

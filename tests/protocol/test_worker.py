@@ -411,9 +411,7 @@ def fenced_with_secrets() -> Hand:
         for w in SECRETIVE
     )
     hand.hear(
-        NewGeneration(
-            epoch=Epoch(1), generation=Generation(1), job=JOB, members=members, last_commit=None, log_entry=0
-        )
+        NewGeneration(epoch=Epoch(1), generation=Generation(1), job=JOB, members=members, last_commit=None)
     )
     return hand
 

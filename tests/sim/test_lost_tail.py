@@ -13,14 +13,14 @@ from tests.support.worlds import finish, fleet_of, of_kind, run_until, undisturb
 JOB = small_job(steps=4, save_every=2)
 
 
-def world_that_lost(num_records: int, *, seed: int) -> World:
+def world_that_lost(num_records: int, *, seed: int, loses_key: bool = False) -> World:
     """A job on four workers, three of its steps done, whose log then loses its end and is opened again."""
     world = make_world(JOB, fleet_of(4), seed=seed)
     run_until(world, lambda w: len(of_kind(w.log, StepCommitted)) == 3)
     # Until everybody has heard of it.
     until_s = world.clock.now + 0.5
     run_until(world, lambda w: w.clock.now > until_s and not w.is_appending)
-    world.lose_tail(num_records, restarts_after_s=0.5)
+    world.lose_tail(num_records, restarts_after_s=0.5, loses_key=loses_key)
     return world
 
 
@@ -41,6 +41,14 @@ def test_another_start_on_the_same_log_is_ended_too() -> None:
         run_until(world, lambda w: w.halted is not None)
         world.start_coordinator()
     run_until(world, lambda w: w.halted is not None)
+
+
+def test_workers_that_cannot_prove_what_they_know_are_turned_away_and_end_nobody() -> None:
+    world = world_that_lost(2, seed=1, loses_key=True)
+    run_until(world, lambda w: not w.workers)
+    assert world.halted is None
+    assert world.is_up
+    assert any("as it says without a signature of this run log" in line for line in world.lines)
 
 
 def test_an_accepted_loss_costs_the_lost_steps_and_the_workers_that_know_them() -> None:

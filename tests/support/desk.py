@@ -44,6 +44,7 @@ from tests.support.reports import attempt, hello, spread
 D = TypeVar("D")
 R = TypeVar("R")
 
+DESK_KEY = b"of the run log"
 LEASE_S, GRACE_S = 3.0, 0.5
 """Whatever the defaults are, a beat a second keeps everybody."""
 
@@ -64,6 +65,7 @@ class Desk:
         epoch = Epoch(1 + sum(isinstance(record, EpochOpened) for record in log))
         self.log.append(EpochOpened(epoch=epoch, wall_s=self.now))
         self.machine = Coordinator(lease_s=LEASE_S, grace_s=GRACE_S)
+        self.machine.sign_with(DESK_KEY)
         self.machine.replay(self.log)
         self.commands: list[CoordinatorCommand] = []
         self.incarnations: dict[WorkerId, Incarnation] = {}

@@ -95,7 +95,7 @@ class Members:
             job=self._job.job,
             members=members,
             last_commit=self._job.last_commit,
-            log_entry=history.num_records,
+            position=self._out.position,
         )
         for worker in self._entries:
             self.send(worker, fence)

@@ -666,7 +666,7 @@ class Run:
                 record=record,
                 goes_on=goes_on,
                 keeps_late=self._stepping.keeps_late,
-                log_entry=self._out.history.num_records,
+                position=self._out.position,
             )
         )
         if self._savings.is_due(now=now) and self.plan is not None:

@@ -1,6 +1,5 @@
 """Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
 
-from dataclasses import replace
 from hmac import compare_digest
 
 from skein.protocol.messages import LogPosition, Member
@@ -34,10 +33,10 @@ class Standing:
         commands, self.commands = self.commands, []
         return commands
 
-    def heard_of(self, entry: int) -> None:
-        """The coordinator that welcomed this worker has written so many entries."""
-        if self.position is not None and entry > self.position.entry:
-            self.position = replace(self.position, entry=entry)
+    def heard_of(self, position: LogPosition | None) -> None:
+        """The coordinator that welcomed this worker has written so much; kept as it was said, with its signature."""
+        if position is not None and (self.position is None or position.entry > self.position.entry):
+            self.position = position
 
     def tell(self, report: Report) -> None:
         """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""

@@ -723,12 +723,15 @@ class LogPosition(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     OPENED_S_FIELD_NUMBER: _builtins.int
     ENTRY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     origin_s: _builtins.float
     """When the log was begun, or its loss accepted last."""
     epoch: _builtins.int
     opened_s: _builtins.float
     """When the epoch was opened."""
     entry: _builtins.int
+    signature: _builtins.str
+    """Of the coordinator that told it: HMAC-SHA256, 64 hexadecimal digits. Workers say it as they heard it."""
     def __init__(
         self,
         *,
@@ -736,10 +739,11 @@ class LogPosition(_message.Message):
         epoch: _builtins.int = ...,
         opened_s: _builtins.float = ...,
         entry: _builtins.int = ...,
+        signature: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "epoch", b"epoch", "opened_s", b"opened_s", "origin_s", b"origin_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "epoch", b"epoch", "opened_s", b"opened_s", "origin_s", b"origin_s", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1355,16 +1359,18 @@ class NewGeneration(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LAST_COMMIT_FIELD_NUMBER: _builtins.int
-    LOG_ENTRY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
-    log_entry: _builtins.int
-    """The newest of the run log."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
     def last_commit(self) -> _ids_pb2.StepRecord: ...
+    @_builtins.property
+    def position(self) -> Global___LogPosition:
+        """Where the run log is."""
+
     def __init__(
         self,
         *,
@@ -1373,15 +1379,20 @@ class NewGeneration(_message.Message):
         job: _builtins.str = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
         last_commit: _ids_pb2.StepRecord | None = ...,
-        log_entry: _builtins.int = ...,
+        position: Global___LogPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "last_commit", b"last_commit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "_position", b"_position", "last_commit", b"last_commit", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "epoch", b"epoch", "generation", b"generation", "job", b"job", "last_commit", b"last_commit", "log_entry", b"log_entry", "members", b"members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "_position", b"_position", "epoch", b"epoch", "generation", b"generation", "job", b"job", "last_commit", b"last_commit", "members", b"members", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_commit: _TypeAlias = _typing.Literal["last_commit"]  # noqa: Y015
     _WhichOneofArgType__last_commit: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit"]  # noqa: Y015
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_commit) -> _WhichOneofReturnType__last_commit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
 
 Global___NewGeneration: _TypeAlias = NewGeneration  # noqa: Y015
 
@@ -1614,16 +1625,18 @@ class Commit(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
     KEEPS_LATE_FIELD_NUMBER: _builtins.int
-    LOG_ENTRY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     goes_on: _builtins.bool
     keeps_late: _builtins.bool
     """Whoever the record leaves out goes on with the local step that it is in."""
-    log_entry: _builtins.int
-    """The newest of the run log."""
     @_builtins.property
     def record(self) -> _ids_pb2.StepRecord: ...
+    @_builtins.property
+    def position(self) -> Global___LogPosition:
+        """Where the run log is."""
+
     def __init__(
         self,
         *,
@@ -1632,13 +1645,15 @@ class Commit(_message.Message):
         record: _ids_pb2.StepRecord | None = ...,
         goes_on: _builtins.bool = ...,
         keeps_late: _builtins.bool = ...,
-        log_entry: _builtins.int = ...,
+        position: Global___LogPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "keeps_late", b"keeps_late", "log_entry", b"log_entry", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "epoch", b"epoch", "generation", b"generation", "goes_on", b"goes_on", "keeps_late", b"keeps_late", "position", b"position", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
