@@ -15,7 +15,7 @@ from skein.protocol.coordinator_io import CancelAsked, Outbox, PauseAsked, Resum
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Beginning
 from skein.protocol.records import HaltAsked, JobEnded, JobHeld, JobResumed
-from skein.protocol.runs.keeping import newest_sound
+from skein.protocol.runs.keeping import newest_good
 from skein.protocol.runs.run import Run
 from skein.types import JobState, Step
 
@@ -100,7 +100,7 @@ def beginning(other: JobHistory, spec: JobSpec, version: Step | None) -> Beginni
         UserError: it has no such checkpoint, or is another model.
     """
     versions = [saved.version for saved in other.checkpoints]
-    wanted = newest_sound(other) if version is None else version
+    wanted = newest_good(other) if version is None else version
     found = next((saved for saved in other.checkpoints if saved.version == wanted), None)
     if found is None:
         has = f"it has {', '.join(map(str, versions))}" if versions else "it has none yet"

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from math import nan
 
+import pytest
+
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Decision
 from skein.protocol.records import CheckpointCommitted, Evaluated, JobSubmitted, Record, StepCommitted
-from skein.protocol.runs.keeping import kept_with, newest_sound
+from skein.protocol.runs.keeping import kept_with, newest_good, newest_sound
 from skein.types import JobId, Step
 from tests.protocol.test_history import JOB, history_of
 from tests.support.desk import checkpoint
@@ -56,6 +58,25 @@ def test_without_evaluations_the_newest_with_a_good_loss_is_kept() -> None:
     job = job_of(*steps(3.0, 3.0, 3.0, nan, nan, nan), saved(1, 1), saved(2, 1, 2), saved(4, 2, 4))
     assert kept_with(job, Step(5)) == (2, 4, 5)
     assert kept_with(job, Step(6)) == (2, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "score", "begins_at"),
+    [
+        ((3.0, 3.0, 3.0), None, 3),  # as a job ends
+        ((3.0, 3.0, 3.0), 2.5, 3),
+        ((3.0, 3.0, 3.0), nan, 1),
+        ((3.0, 3.0, nan), None, 1),
+        ((3.0,) * 16 + (1.0,) * 15, 9.0, 1),  # far above what was learned
+    ],
+)
+def test_another_job_begins_with_the_last_version_if_nothing_speaks_against_it(
+    losses: tuple[float, ...], score: float | None, begins_at: int
+) -> None:
+    last = len(losses)
+    scores = [] if score is None else [evaluated(last, score)]
+    job = job_of(*steps(*losses), saved(1, 1), *scores, saved(last, 1, last))
+    assert newest_good(job) == begins_at
 
 
 def test_a_checkpoint_says_what_is_kept_with_it() -> None:

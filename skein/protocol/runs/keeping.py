@@ -18,6 +18,19 @@ def newest_sound(job: JobHistory) -> Step:
     return max((x.version for x in job.whole_checkpoints if is_sound(job, x.version)), default=Step(0))
 
 
+def newest_good(job: JobHistory) -> Step:
+    """The newest checkpoint to begin another job with: sound, or the end of a row of good steps; 0 for none."""
+    versions = [x.version for x in job.whole_checkpoints]
+    return max((x for x in versions if is_sound(job, x) or _is_last_of_good(job, x)), default=Step(0))
+
+
+def _is_last_of_good(job: JobHistory, version: Step) -> bool:
+    """Whether nothing speaks against a version that no step has begun with: of a job that is done, the last one."""
+    score = job.scores.get(version, 0.0)
+    was_good = version == job.version == job.losses.good + 1 and job.diverged is None
+    return was_good and score < inf and score <= job.losses.far
+
+
 def begun_from(job: JobId, others: Iterable[JobHistory]) -> frozenset[Step]:
     """Versions of a job with whose parameters others begin, or begin again if all that they have is lost."""
     begins = (other.begins for other in others if other.end is None and other.begins is not None)
