@@ -1,9 +1,10 @@
-"""What users get wrong, through the real command and real services: one line with cause and cure, and nothing left."""
+"""The real command on real services: wishes are carried out, mistakes are one line with cause and cure."""
 
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from client.local import free_port
 from skein.config.job import JobSpec
 from skein.config.load import apply_overrides, job_from_document
 from skein.types import JobState
+from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -45,12 +47,12 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def submit(
-    cluster: Cluster, job: JobSpec, folder: Path, *overrides: str
+    cluster: Cluster, job: JobSpec, folder: Path, *overrides: str, more: tuple[str, ...] = ()
 ) -> "subprocess.CompletedProcess[str]":
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
     settings = [part for override in overrides for part in ("--set", override)]
-    return skein("submit", str(path), "--wait", "--coordinator", cluster.target, *settings)
+    return skein("submit", str(path), "--wait", "--coordinator", cluster.target, *settings, *more)
 
 
 def only_error(ran: "subprocess.CompletedProcess[str]", code: int) -> str:
@@ -60,6 +62,67 @@ def only_error(ran: "subprocess.CompletedProcess[str]", code: int) -> str:
     errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ran.stderr
     return errors[0]
+
+
+# --- wishes ---
+
+
+def curve(cluster: Cluster, job: str) -> list[float]:
+    """Losses by step; every step is there once."""
+    with cluster.client() as client:
+        steps = client.job(job).metrics().steps
+    assert [step.record.step for step in steps] == list(range(len(steps)))
+    return [step.record.loss for step in steps]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, job: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A job of thirty steps that nobody minds."""
+    ran = submit(cluster, job, tmp_path_factory.mktemp("undisturbed"), "name=undisturbed", "budget.steps=30")
+    assert ran.returncode == DONE, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_a_paused_job_goes_on_as_if_nothing_had_been(
+    cluster: Cluster, job: JobSpec, undisturbed: str
+) -> None:
+    document = apply_overrides(job.model_dump(mode="json"), ["name=paused", "budget.steps=30"])
+    with cluster.client() as client:
+        paused = client.submit(job_from_document(document))
+        with closing(paused.events()) as events:
+            _ = next(event for event in events if isinstance(event.body, StepFinished))
+        _ = paused.pause("lunch")
+        ran = skein("pause", paused.id, "--coordinator", cluster.target)
+        assert (ran.returncode, ran.stdout) == (DONE, f"{paused.id} held: lunch\n")
+        held = paused.status()
+        assert 0 < held.step < 30
+        assert held.checkpoint_version == held.step
+        assert {worker.state for worker in client.workers()} == {WorkerState.IDLE}
+    ran = skein("resume", paused.id, "--wait", "--coordinator", cluster.target)
+    assert ran.returncode == DONE, ran.stderr
+    assert curve(cluster, paused.id) == curve(cluster, undisturbed)
+
+
+def test_a_job_begins_with_the_parameters_of_another(
+    cluster: Cluster, job: JobSpec, undisturbed: str, tmp_path: Path
+) -> None:
+    ran = submit(cluster, job, tmp_path, "name=begun", more=("--from", undisturbed))
+    assert ran.returncode == DONE, ran.stderr
+    before = curve(cluster, undisturbed)
+    # The same samples as the first step of the other job had, after thirty steps of learning.
+    assert curve(cluster, ran.stdout.strip())[0] < before[0] - 0.5
+
+
+def test_a_job_that_diverges_fails_and_says_what_is_still_good(
+    cluster: Cluster, job: JobSpec, tmp_path: Path
+) -> None:
+    wild = "optimizer={name: sgd, learning_rate: 10, warmup_steps: 0, clip_norm: null}"
+    error = only_error(submit(cluster, job, tmp_path, "name=wild", wild, "budget.steps=100"), FAILED)
+    assert "diverged at step" in error
+    assert "last good version" in error
+
+
+# --- mistakes ---
 
 
 @pytest.mark.parametrize(
