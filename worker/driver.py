@@ -162,6 +162,18 @@ class WorkerInbox:
         is_early = envelope.header.step > machine.version
         return Refusal.NOT_YET if is_early and self.store.num_bytes > self._memory_bytes else None
 
+    def may_fetch(self, door: str) -> bool:
+        """Whether a peer that shows this may have state; one line in each generation where one may not."""
+        machine = self._machine
+        if machine.may_fetch(door):
+            return True
+        about = WorkerId(""), machine.generation
+        if about not in self._forged and len(self._forged) < _MAX_FORGED:
+            self._forged.add(about)
+            line = "incident: state is asked for and refused, generation=%d: %s"
+            _log.error(line, machine.generation, "who asks has the token, and was not told to fetch it")
+        return False
+
     def _tell_forged(self, envelope: Envelope) -> None:
         """One line for each name and generation, in the log of the job as well: somebody meddles."""
         about = envelope.sender, envelope.generation

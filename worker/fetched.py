@@ -177,6 +177,8 @@ class FetchedCopy:
 
     async def _fetch_some(self, donor: Member, names: frozenset[str]) -> Mapping[str, WireTensor]:
         prefetch = self.prefetch
+        # Asked again, a donor may want to be shown something else by now.
+        donor = next((now for now in prefetch.donors if now == donor), donor)
         return await self._givers.fetch_state(
             donor, prefetch.job, prefetch.stage.index, prefetch.version, names
         )

@@ -114,6 +114,8 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
             on_tensor=inbox.on_tensor,
             state_of=partial(_give, copies, setting.watch),
             statistics=statistics,
+            may_fetch=inbox.may_fetch,
+            may_probe=machine.may_probe,
         )
         service.attach(server)
         await server.start()

@@ -33,6 +33,7 @@ GIVES_WAY = 4.0
 down, and they take longer."""
 _LEAST_WAIT_S = 0.01
 _LOOK_S = 0.002
+_NOT_TOLD = "state is for whom the coordinator has told to fetch it, in this generation or the one before"
 _REFUSED = (RemoteError, CrowdedError, SilentError)
 
 
@@ -60,8 +61,18 @@ class _RawDeliver(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no gener
         return self._handler if handler_call_details.method == DELIVER else None
 
 
+def welcome(_door: str) -> bool:
+    """Anybody may, where no coordinator says who."""
+    return True
+
+
 class PeerService(peer_pb2_grpc.PeerServicer):
-    """The receiving half of a worker's data plane."""
+    """The receiving half of a worker's data plane.
+
+    Args:
+        may_fetch: whether whoever shows this was told to fetch state here.
+        may_probe: whether whoever shows this was told to measure the link to here.
+    """
 
     def __init__(
         self,
@@ -71,7 +82,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         state_of: StateOf,
         statistics: Statistics,
         limits: Limits | None = None,
+        may_fetch: Callable[[str], bool] = welcome,
+        may_probe: Callable[[str], bool] = welcome,
     ) -> None:
+        self._may_fetch = may_fetch
+        self._may_probe = may_probe
         self._limits = limits or Limits()
         self._statistics = statistics
         self._intake = Intake(
@@ -137,8 +152,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         """Streams a copy of a chunk's state, or of a step's result; see the proto."""
         loop = asyncio.get_running_loop()
         try:
+            wanted = FETCH_STATE.decode(request)
+            if not self._may_fetch(wanted.door):
+                # Before a place is taken: it is for those who are told to fetch.
+                self._statistics.refusals["forged"] += 1
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, _NOT_TOLD)
             with self._transfers.take(peer_of(context.peer())):
-                wanted = FETCH_STATE.decode(request)
                 tensors = await self._state_of(wanted)
                 if tensors is None or not tensors.keys() >= set(wanted.names):
                     held = f"{wanted.kind} of stage {wanted.stage} at version {wanted.version}"
@@ -167,7 +186,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         """Answers measurements; see the proto."""
         try:
             with self._probes.take(peer_of(context.peer())) as slot:
-                async for reply in answer_probe(slot.each(aiter(request_iterator))):
+                async for reply in answer_probe(slot.each(aiter(request_iterator)), self._may_probe):
                     yield reply
         except _REFUSED as error:
             await self._refuse(context, error)

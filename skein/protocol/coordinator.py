@@ -471,6 +471,7 @@ class Coordinator:
             lease_s=self.membership.lease_s,
             beat_s=self.membership.beat_s,
             position=self._outbox.position,
+            door=self._outbox.to_probe(entry.member).door,
         )
         self._send(worker, incarnation, welcome)
         if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):
@@ -479,9 +480,10 @@ class Coordinator:
             return
         self._outbox.log(f"worker={worker} joined")
         self._remeasuring.joined(worker, now=now)
-        others = [self.membership.live[w].member for w in sorted(self.membership.live) if w != worker]
-        if others:
-            self._send(worker, incarnation, Probe(peers=tuple(others[:NUM_PROBED_PEERS])))
+        others = [w for w in sorted(self.membership.live) if w != worker][:NUM_PROBED_PEERS]
+        peers = tuple(self._outbox.to_probe(self.membership.live[other].member) for other in others)
+        if peers:
+            self._send(worker, incarnation, Probe(peers=peers))
 
     def _drain(self, worker: WorkerId, *, now: float) -> None:
         """Record it: the worker would not tell the next coordinator."""

@@ -1,7 +1,7 @@
 """What goes into a Coordinator machine and what comes out of it: the border between deciding and acting."""
 
 import hmac
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
@@ -247,9 +247,25 @@ class Outbox:
         self.num_plans_asked += 1
         return self.num_plans_asked
 
-    def secret(self, member: Member, generation: Generation) -> str:
-        """What a member's tensors carry under a generation; no two have the same."""
-        about = f"{self.history.epoch}/{generation}/{member.worker}/{member.incarnation}"
+    def in_generation(self, member: Member, generation: Generation) -> Member:
+        """A member with what its tensors carry under a generation, and what whoever fetches its state shows."""
+        return replace(
+            member,
+            secret=self._secret(member, generation, "tensors"),
+            door=self._secret(member, generation, "state"),
+        )
+
+    def as_donor(self, member: Member) -> Member:
+        """A member of the newest generation as those may know it who are to fetch its state, members or not."""
+        return replace(member, door=self._secret(member, self.history.generation, "state"))
+
+    def to_probe(self, member: Member) -> Member:
+        """A worker as those may know it who are to measure the link to it."""
+        return replace(member, door=self._secret(member, Generation(0), "probe"))
+
+    def _secret(self, member: Member, generation: Generation, purpose: str) -> str:
+        """No two are the same, whatever is in a name."""
+        about = repr((self.history.epoch, generation, member.worker, member.incarnation, purpose))
         return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
 
     def record(self, record: Record) -> None:

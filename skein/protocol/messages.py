@@ -52,13 +52,16 @@ class SourceKind(StrEnum):
 class Member:
     """One worker of a generation and where peers reach it (host:port).
 
-    `secret` is what its tensors carry under the generation that is told with it; empty elsewhere.
+    `secret` is what its tensors carry under the generation that is told with it; empty elsewhere. `door` is what it
+    wants to be shown: by peers that fetch state, where a directive tells of members or donors, and by peers that
+    measure the link, where it tells whom to probe.
     """
 
     worker: WorkerId
     incarnation: Incarnation
     address: str
     secret: str = field(default="", repr=False, compare=False)
+    door: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,12 +255,16 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`. The log is at `position`."""
+    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`. The log is at `position`.
+
+    `door` is what those show who are told to probe this worker.
+    """
 
     epoch: Epoch
     lease_s: float
     beat_s: float
     position: LogPosition | None = None
+    door: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,6 +219,14 @@ class Worker:
         """Whether a tensor of the present generation was sent by the member that it names."""
         return self._standing.is_authentic(envelope)
 
+    def may_fetch(self, door: str) -> bool:
+        """Whether who shows this may have state that is here."""
+        return self._standing.may_fetch(door)
+
+    def may_probe(self, door: str) -> bool:
+        """Whether who shows this may measure the link to this worker."""
+        return self._standing.may_probe(door)
+
     @property
     def version(self) -> Step:
         """Of all chunks that are held."""
@@ -319,6 +327,7 @@ class Worker:
                 if directive.epoch >= self.epoch:
                     self._standing.epoch = directive.epoch
                     self._standing.position = directive.position
+                    self._standing.probe_door = directive.door
                     self._beat_s = directive.beat_s
                     self._next_beat = now + directive.beat_s
             case Refused():
@@ -359,7 +368,7 @@ class Worker:
         standing.generation = directive.generation
         standing.heard_of(directive.position)
         standing.job = directive.job
-        standing.members = {member.worker: member for member in directive.members}
+        standing.adopt(directive.members)
         self._steps.stop()
         self._copies.stop()
         if directive.last_commit is not None:

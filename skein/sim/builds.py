@@ -72,7 +72,7 @@ class Builds:
         """Start a build; a newer one, or `cancel`, makes it void."""
         worker.build += 1
         seconds = max((self._fetch_s(worker, c) for c in command.assign.chunks), default=0.0)
-        built = partial(self._built, worker, command.assign, worker.build)
+        built = partial(self._built, worker, command, worker.build)
         self._clock.after(BUILD_S + seconds, partial(worker.when_running, built))
 
     def times_of(self, stage: StageSpec) -> StageTimes:
@@ -99,9 +99,10 @@ class Builds:
         link = self._network.link(neighbour.peer, here)
         return link.latency_s + self.times_of(neighbour.stage).parameter_bytes / link.bytes_per_s
 
-    def _built(self, worker: SimWorker, assign: Assign, build: int) -> None:
+    def _built(self, worker: SimWorker, command: Build, build: int) -> None:
         if build != worker.build:
             return
+        assign = command.assign
         if any(chunk.source.kind is SourceKind.CHECKPOINT for chunk in assign.chunks):
             reason = self.store.trouble(self._checkpoint_of(assign.version))
             if reason:
@@ -118,7 +119,7 @@ class Builds:
             return
         given: dict[StageIndex, str] = {}
         for chunk in assign.chunks:
-            lineage = self._state_from(worker, assign, chunk)
+            lineage = self._state_from(worker, command, chunk)
             if lineage is None and chunk.source.kind is SourceKind.CHECKPOINT:
                 self._unread(worker, assign, build, f"no file has all of stage {chunk.stage.index}")
                 return
@@ -160,8 +161,8 @@ class Builds:
         )
         self._give(worker, failed)
 
-    def _state_from(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> str | None:
-        source, stage = chunk.source, chunk.stage
+    def _state_from(self, worker: SimWorker, command: Build, chunk: ChunkAssignment) -> str | None:
+        source, stage, assign = chunk.source, chunk.stage, command.assign
         match source.kind:
             case SourceKind.INITIAL:
                 return INITIAL
@@ -179,21 +180,26 @@ class Builds:
                 if not source.was_averaged:
                     followed = self.copies.caught_up(worker, stage, assign.version)
                 donor = None if source.peer is None else self._workers.get(source.peer)
-                if followed is not None or donor is None:
+                if followed is not None or donor is None or not _is_let_in(command, donor):
                     return followed
                 return self.copies.fixed(donor, stage, assign.version)
             case SourceKind.NEIGHBOURS:
-                return self._averaged(assign, source.neighbours)
+                return self._averaged(command, source.neighbours)
 
-    def _averaged(self, assign: Assign, neighbours: tuple[Neighbour, ...]) -> str | None:
+    def _averaged(self, command: Build, neighbours: tuple[Neighbour, ...]) -> str | None:
         """The lineage of an average is that of what it is made of, for the model has another since."""
         found: set[str] = set()
         for neighbour in neighbours:
             donor = self._workers.get(neighbour.peer)
-            held = None if donor is None else self.copies.fixed(donor, neighbour.stage, assign.version)
+            is_open = donor is not None and _is_let_in(command, donor)
+            held = (
+                self.copies.fixed(donor, neighbour.stage, command.assign.version)
+                if donor and is_open
+                else None
+            )
             if held is None:
                 return None
-            found.add(self._invariants.lineage_now(assign.job, neighbour.stage, held))
+            found.add(self._invariants.lineage_now(command.assign.job, neighbour.stage, held))
         return " and ".join(sorted(found))
 
     # --- the disk ---
@@ -246,3 +252,9 @@ class Builds:
         here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
         worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))
+
+
+def _is_let_in(command: Build, donor: SimWorker) -> bool:
+    """Whether a donor gives its state to whoever builds, which shows what it was told of the donor."""
+    name = donor.machine.identity.worker
+    return any(donor.machine.may_fetch(member.door) for member in command.members if member.worker == name)

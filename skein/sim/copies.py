@@ -256,12 +256,13 @@ class SimCopies:
 
     def _donors(self, copy: _Copy) -> list[SimWorker]:
         """Those that live and run, by the incarnation that was named."""
-        named = {member.worker: member.incarnation for member in copy.prefetch.donors}
+        named = {member.worker: member for member in copy.prefetch.donors}
         found = [self._workers[name] for name in sorted(named) if name in self._workers]
         return [
             donor
             for donor in found
-            if donor.machine.identity.incarnation == named[donor.machine.identity.worker]
+            if donor.machine.identity.incarnation == named[donor.machine.identity.worker].incarnation
+            and donor.machine.may_fetch(named[donor.machine.identity.worker].door)
             and not donor.is_frozen
         ]
 

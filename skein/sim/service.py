@@ -120,7 +120,7 @@ class Service(ABC):
         opened = EpochOpened(epoch=Epoch(num_before + 1), wall_s=self._wall_s, accepts_loss=self.accepts_loss)
         self.halted, self.accepts_loss = None, False
         self._hold(opened)
-        self.coordinator = Coordinator()
+        self.coordinator = Coordinator(key=f"of term {self._term}".encode())
         self.coordinator.sign_with(self.log_key)
         self.coordinator.replay(self.log)
         self._wakes_at = None

@@ -3,7 +3,7 @@
 The machines know none of these. Field names are those of protos/skein/wire/v1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.protocol.records import StageFiles
@@ -174,6 +174,8 @@ class FetchStateRequest:
     version: Step
     names: tuple[str, ...]
     kind: StateKind
+    door: str = field(default="", repr=False)
+    """The giver's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,8 @@ class ProbePart:
     sequence: int
     data: bytes
     reply_bytes: int
+    door: str = field(default="", repr=False)
+    """The receiver's, in the first part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -451,6 +451,30 @@ def test_a_tensor_is_its_senders_only_with_that_ones_secret(said: Envelope, is_a
     assert fenced_with_secrets().machine.is_authentic(said) is is_authentic
 
 
+def test_state_is_for_those_who_show_what_this_generation_or_the_one_before_was_told() -> None:
+    hand = Hand("w0a")
+    hand.connect()
+    shown = ["", "1", "2", "3"]
+    assert not any(map(hand.machine.may_fetch, shown))
+    allowed = []
+    for number in (1, 2, 3):
+        me = Member(worker=WorkerId("w0a"), incarnation=Incarnation("w0a-1"), address="", door=str(number))
+        fence = NewGeneration(
+            epoch=Epoch(1), generation=Generation(number), job=JOB, members=(me,), last_commit=None
+        )
+        hand.hear(fence)
+        allowed.append([door for door in shown if hand.machine.may_fetch(door)])
+    assert allowed == [["1"], ["1", "2"], ["2", "3"]]
+
+
+def test_links_are_for_those_to_measure_who_show_what_the_welcome_said() -> None:
+    hand = Hand("w0a")
+    assert not hand.machine.may_probe("")
+    hand.give(StreamOpened())
+    hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0, door="told"))
+    assert [hand.machine.may_probe(door) for door in ("", "ü", "told")] == [False, False, True]
+
+
 def test_secrets_are_in_no_line_and_no_comparison_of_members() -> None:
     member = Member(worker=WorkerId("a"), incarnation=Incarnation("a-1"), address="a:1", secret="told to few")
     assert "told to few" not in f"{member!r} {TRUE!r}"

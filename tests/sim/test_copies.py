@@ -61,11 +61,14 @@ class Scene:
             )
             self.tell(name, asked)
 
-    def prefetch(self, version: int, *, is_backup: bool = False) -> None:
-        donors = tuple(
+    def prefetch(self, version: int, *, is_backup: bool = False, is_told: bool = True) -> None:
+        named = (
             Member(worker=name, incarnation=self.world.workers[name].machine.identity.incarnation, address="")
             for name in self.holders
         )
+        assert self.world.coordinator is not None
+        outbox = self.world.coordinator._outbox
+        donors = tuple(outbox.as_donor(donor) if is_told else donor for donor in named)
         asked = Prefetch(
             epoch=Epoch(1),
             job=self.job,
@@ -142,6 +145,14 @@ def test_what_a_lost_donor_did_not_give_comes_from_the_other(strike: Callable[[S
     assert scene.run_until_ended(1) == [1]
     assert scene.ended[0].kind is CopyKind.BACKUP
     assert isinstance(scene.ended[0], PrefetchEnded)
+
+
+def test_donors_give_nothing_to_a_newcomer_that_was_not_told_what_to_show() -> None:
+    scene = Scene()
+    scene.snapshot(2)
+    scene.prefetch(2, is_told=False)
+    scene.run_until_ended(1)
+    assert isinstance(scene.ended[0], PrefetchFailed)
 
 
 def test_a_snapshot_that_never_comes_is_given_up() -> None:

@@ -5,14 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 
 from skein.protocol.messages import Member
 from skein.protocol.records import Incident, StepCommitted
 from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
-from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, WorkerId
+from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane, open_channel
-from skein.wire.codec import PART_REPLY, TENSOR_PART
-from skein.wire.extra import CreditGranted, DType, Refusal, TensorData, TensorRefused
+from skein.wire.codec import FETCH_STATE, PART_REPLY, TENSOR_PART
+from skein.wire.extra import (
+    CreditGranted,
+    DType,
+    FetchStateRequest,
+    Refusal,
+    StateKind,
+    TensorData,
+    TensorRefused,
+)
 from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.cluster import Cluster, Disk, cluster
 from tests.worker.lab import tiny_job, write_text
@@ -97,10 +107,27 @@ async def test_tensors_in_another_workers_name_are_refused_and_change_nothing(
             for index, victim in enumerate(workers):
                 found = await attack(here, victim, names[(index + 1) % 4])
                 assert found <= {Refusal.FORGED, Refusal.STALE, Refusal.UNKNOWN_JOB, Refusal.NOT_YET}
+            machine = victim.inbox._machine
+            for door in ("", machine._standing.members[WorkerId("w0")].secret):
+                assert await asked_for_state(here, "w3", door) is StatusCode.PERMISSION_DENIED
         assert await here.finished() == JobState.FINISHED
         assert_same_curve(here.steps, steps)
         assert not here.all(Incident)
+    assert any("incident: state is asked for and refused" in line for line in caplog.messages)
     assert any("incident: tensors in the name of worker=w1 are forged" in line for line in caplog.messages)
+
+
+async def asked_for_state(here: Cluster, worker: str, door: str) -> StatusCode:
+    """What a holder of the token gets that nobody has told to fetch."""
+    job = next(iter(here._machine.history.jobs))
+    request = FetchStateRequest(
+        job=job, stage=StageIndex(1), version=Step(1), names=(), kind=StateKind.STATE, door=door
+    )
+    async with open_channel(member_of(here, worker).address, Lane.STATE, token=None) as channel:
+        call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
+        with pytest.raises(AioRpcError) as caught:
+            await anext(aiter(call))
+    return caught.value.code()
 
 
 async def spoil(here: Cluster, victim: Running, name: str) -> None:

@@ -1,7 +1,7 @@
 """Measures the link to a peer, both directions, and answers those who measure."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Protocol
 
@@ -27,6 +27,9 @@ _GROWTH = 1.25
 """While twice the bytes make the rate grow by more, the connection is still finding its pace."""
 _MAX_STREAM_BYTES = 64 << 20
 """A probe that asks for more, in both directions together, is refused."""
+_STRANGER_PARTS, _STRANGER_BYTES = 16, 4 << 10
+"""The same of whoever cannot show that it was told to probe: enough for a look, and for the time of a round trip. That
+much is answered unseen, too, while the coordinator's word is still on its way to here."""
 
 ProbeCall = aio.StreamStreamCall[peer_pb2.ProbePart, peer_pb2.ProbeReply]
 
@@ -43,7 +46,7 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
     """
     channel = dial(peer.address, Lane.STATE)
     try:
-        prober = _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s)
+        prober = _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s, door=peer.door)
         round_trip_s = min([await prober.exchange(1, b"", 0) for _ in range(_NUM_ROUND_TRIPS)])
         up = await bytes_per_s(prober, round_trip_s, is_up=True)
         down = await bytes_per_s(prober, round_trip_s, is_up=False)
@@ -72,7 +75,8 @@ async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
     """Whether a process answers, or its machine says that nobody listens there; anything else is silence."""
     channel = dial(peer.address, Lane.STATE)
     try:
-        await _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s).exchange(1, b"", 0)
+        probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
+        await _Prober(probe, patience_s, door="").exchange(1, b"", 0)
     except aio.AioRpcError as error:
         is_refused = (
             error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
@@ -110,7 +114,8 @@ async def bytes_per_s(prober: Exchanges, round_trip_s: float, *, is_up: bool) ->
 class _Prober:
     """One Probe stream."""
 
-    def __init__(self, call: ProbeCall, patience_s: float) -> None:
+    def __init__(self, call: ProbeCall, patience_s: float, *, door: str) -> None:
+        self._door = door
         self._call = call
         self._replies = aiter(call)
         self._patience_s = patience_s
@@ -122,7 +127,9 @@ class _Prober:
         began_s = loop.time()
         async with asyncio.timeout(self._patience_s):
             for i in range(num_parts):
-                part = ProbePart(sequence=self._sequence + i, data=data, reply_bytes=reply_bytes)
+                number = self._sequence + i
+                door = "" if number else self._door
+                part = ProbePart(sequence=number, data=data, reply_bytes=reply_bytes, door=door)
                 await self._call.write(PROBE_PART.encode(part))
             for _ in range(num_parts):
                 await self._take_reply(reply_bytes)
@@ -140,24 +147,35 @@ class _Prober:
         self._sequence += 1
 
 
-async def answer_probe(requests: AsyncIterator[peer_pb2.ProbePart]) -> AsyncIterator[peer_pb2.ProbeReply]:
-    """A reply to each part, at once.
+async def answer_probe(
+    requests: AsyncIterator[peer_pb2.ProbePart], may_probe: Callable[[str], bool]
+) -> AsyncIterator[peer_pb2.ProbeReply]:
+    """A reply to each part, at once. `may_probe`: whether the coordinator has told whoever shows this to measure.
 
     Raises:
         RemoteError: the prober asks for more than a measurement needs.
     """
     loop = asyncio.get_running_loop()
     began_s: float | None = None
-    num_bytes = num_reply_bytes = 0
+    num_parts = num_bytes = num_reply_bytes = 0
+    door, is_known = "", False
     async for request in requests:
         now = loop.time()
         began_s = now if began_s is None else began_s
         part = PROBE_PART.decode(request)
+        door = door or part.door
+        num_parts += 1
         num_bytes += len(part.data)
         num_reply_bytes += part.reply_bytes
         is_large = max(len(part.data), part.reply_bytes) > MAX_PART_BYTES
         if is_large or num_bytes + num_reply_bytes > _MAX_STREAM_BYTES:
             raise RemoteError(f"a probe of {num_bytes + num_reply_bytes} bytes is too large")
+        if num_parts > _STRANGER_PARTS or num_bytes + num_reply_bytes > _STRANGER_BYTES:
+            is_known = is_known or may_probe(door)
+            if not is_known:
+                raise RemoteError(
+                    "a probe that long is for whom the coordinator has told to measure this link"
+                )
         reply = ProbeReply(
             sequence=part.sequence,
             num_bytes=num_bytes,

@@ -126,7 +126,12 @@ class Peers:
         if wanted == ():
             return {}
         request = FetchStateRequest(
-            job=job, stage=stage, version=version, names=wanted or (), kind=StateKind.STATE
+            job=job,
+            stage=stage,
+            version=version,
+            names=wanted or (),
+            kind=StateKind.STATE,
+            door=member.door,
         )
         return await self._fetcher.state(member, request)
 
@@ -139,7 +144,9 @@ class Peers:
             AbsentError: the peer does not have it, or not yet.
             RemoteError: the peer cannot be reached, or sends something else.
         """
-        request = FetchStateRequest(job=job, stage=stage, version=step, names=(), kind=StateKind.RESULT)
+        request = FetchStateRequest(
+            job=job, stage=stage, version=step, names=(), kind=StateKind.RESULT, door=member.door
+        )
         return await self._fetcher.state(member, request)
 
     async def measure_link(self, member: Member) -> tuple[Link, Link]:

@@ -101,7 +101,7 @@ class Backups:
                 job_spec=self._job.spec.canonical_json(),
                 stage=stage,
                 version=version,
-                donors=tuple(self._members.member(donor) for donor in donors[:1]),
+                donors=tuple(self._members.donor(donor) for donor in donors[:1]),
                 is_backup=True,
                 drops_before=self._whole,
             )

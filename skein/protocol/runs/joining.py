@@ -125,7 +125,7 @@ class Joining:
             self._members.send(donor, snapshot)
 
     def _ask(self, worker: WorkerId, stage: StageSpec, version: Step, present: Plan) -> None:
-        donors = tuple(self._members.member(donor) for donor in present.holders(stage.index))
+        donors = tuple(self._members.donor(donor) for donor in present.holders(stage.index))
         prefetch = Prefetch(
             epoch=self._out.history.epoch,
             job=self._job.job,

@@ -1,7 +1,6 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from skein.protocol.coordinator_io import Outbox, Send
 from skein.protocol.history import JobHistory
@@ -76,10 +75,7 @@ class Members:
         self.acks.clear()
         self.ready.clear()
         generation = Generation(history.generation + 1)
-        members = tuple(
-            replace(entry.member, secret=self._out.secret(entry.member, generation))
-            for entry in self._entries.values()
-        )
+        members = tuple(self._out.in_generation(entry.member, generation) for entry in self._entries.values())
         opened = GenerationOpened(
             job=self._job.job,
             generation=generation,
@@ -147,9 +143,9 @@ class Members:
 
     # --- speaking ---
 
-    def member(self, worker: WorkerId) -> Member:
-        """Where peers reach a member."""
-        return self._entries[worker].member
+    def donor(self, worker: WorkerId) -> Member:
+        """Where a member is reached by those who are to fetch from it, and what they show."""
+        return self._out.as_donor(self._entries[worker].member)
 
     def tell(self, worker: WorkerId, directive: Directive) -> None:
         """To anybody who is live, member or not."""

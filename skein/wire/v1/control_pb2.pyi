@@ -313,11 +313,14 @@ class Member(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
     secret: _builtins.str
     """In a NewGeneration: what its tensors carry under it; else empty."""
+    door: _builtins.str
+    """What it wants to be shown: in FetchState, where members or donors are told; in Probe, where peers to probe are."""
     def __init__(
         self,
         *,
@@ -325,10 +328,11 @@ class Member(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         secret: _builtins.str = ...,
+        door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "secret", b"secret", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "door", b"door", "incarnation", b"incarnation", "secret", b"secret", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1308,9 +1312,12 @@ class Welcome(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     BEAT_S_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_s: _builtins.float
     beat_s: _builtins.float
+    door: _builtins.str
+    """What those show who are told to probe this worker."""
     @_builtins.property
     def position(self) -> Global___LogPosition: ...
     def __init__(
@@ -1320,10 +1327,11 @@ class Welcome(_message.Message):
         lease_s: _builtins.float = ...,
         beat_s: _builtins.float = ...,
         position: Global___LogPosition | None = ...,
+        door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "beat_s", b"beat_s", "epoch", b"epoch", "lease_s", b"lease_s", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "beat_s", b"beat_s", "door", b"door", "epoch", b"epoch", "lease_s", b"lease_s", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
     _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015

@@ -25,21 +25,21 @@ _sym_db = _symbol_database.Default()
 from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/peer.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\xb3\x01\n\x0bShardTensor\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.skein.wire.v1.ShardKind\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\t\x12\'\n\x07\x61ttempt\x18\x04 \x01(\x0b\x32\x16.skein.wire.v1.Attempt\x12\r\n\x05shard\x18\x05 \x01(\r\x12\'\n\x06member\x18\x06 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\"\xdd\x01\n\x08\x45nvelope\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12.\n\nhop_tensor\x18\x06 \x01(\x0b\x32\x18.skein.wire.v1.HopTensorH\x00\x12\x32\n\x0cshard_tensor\x18\x07 \x01(\x0b\x32\x1a.skein.wire.v1.ShardTensorH\x00\x12\x0e\n\x06secret\x18\x08 \x01(\tB\x08\n\x06header\"N\n\nTensorMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x05\x64type\x18\x02 \x01(\x0e\x32\x14.skein.wire.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x04\"z\n\nTensorPart\x12\x32\n\x0ctensor_start\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.TensorStartH\x00\x12\x30\n\x0btensor_data\x18\x02 \x01(\x0b\x32\x19.skein.wire.v1.TensorDataH\x00\x42\x06\n\x04\x62ody\"\x87\x01\n\x0bTensorStart\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12)\n\x08\x65nvelope\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.Envelope\x12*\n\x07tensors\x18\x03 \x03(\x0b\x32\x19.skein.wire.v1.TensorMeta\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"R\n\nTensorData\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"\xbd\x01\n\tPartReply\x12\x36\n\x0e\x63redit_granted\x18\x01 \x01(\x0b\x32\x1c.skein.wire.v1.CreditGrantedH\x00\x12\x38\n\x0ftensor_accepted\x18\x02 \x01(\x0b\x32\x1d.skein.wire.v1.TensorAcceptedH\x00\x12\x36\n\x0etensor_refused\x18\x03 \x01(\x0b\x32\x1c.skein.wire.v1.TensorRefusedH\x00\x42\x06\n\x04\x62ody\"\"\n\rCreditGranted\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\" \n\x0eTensorAccepted\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\"U\n\rTensorRefused\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.skein.wire.v1.Refusal\x12\x0c\n\x04text\x18\x03 \x01(\t\"w\n\x11\x46\x65tchStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x03(\t\x12&\n\x04kind\x18\x05 \x01(\x0e\x32\x18.skein.wire.v1.StateKind\"\xe0\x01\n\tStatePart\x12\x32\n\x0cstate_tensor\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.StateTensorH\x00\x12.\n\nstate_data\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.StateDataH\x00\x12\x39\n\x10state_tensor_end\x18\x03 \x01(\x0b\x32\x1d.skein.wire.v1.StateTensorEndH\x00\x12,\n\tstate_end\x18\x04 \x01(\x0b\x32\x17.skein.wire.v1.StateEndH\x00\x42\x06\n\x04\x62ody\"I\n\x0bStateTensor\x12\'\n\x04meta\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.TensorMeta\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\x19\n\tStateData\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\" \n\x0eStateTensorEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"\x1f\n\x08StateEnd\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\"@\n\tProbePart\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0breply_bytes\x18\x03 \x01(\r\"R\n\nProbeReply\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\telapsed_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c*g\n\tShardKind\x12\x1a\n\x16SHARD_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fSHARD_KIND_PART\x10\x01\x12\x15\n\x11SHARD_KIND_RESULT\x10\x02\x12\x12\n\x0eSHARD_KIND_SUM\x10\x03*T\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_KIND_STATE\x10\x01\x12\x15\n\x11STATE_KIND_RESULT\x10\x02*\xbe\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT64\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0e\n\nDTYPE_INT8\x10\x07\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x08\x12\x0e\n\nDTYPE_BOOL\x10\t*\xbb\x01\n\x07Refusal\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x11\n\rREFUSAL_STALE\x10\x01\x12\x13\n\x0fREFUSAL_NOT_YET\x10\x02\x12\x13\n\x0fREFUSAL_CORRUPT\x10\x03\x12\x15\n\x11REFUSAL_TOO_LARGE\x10\x04\x12\x17\n\x13REFUSAL_UNKNOWN_JOB\x10\x05\x12\x16\n\x12REFUSAL_UNEXPECTED\x10\x06\x12\x12\n\x0eREFUSAL_FORGED\x10\x07\x32\xd8\x01\n\x04Peer\x12\x42\n\x07\x44\x65liver\x12\x19.skein.wire.v1.TensorPart\x1a\x18.skein.wire.v1.PartReply(\x01\x30\x01\x12J\n\nFetchState\x12 .skein.wire.v1.FetchStateRequest\x1a\x18.skein.wire.v1.StatePart0\x01\x12@\n\x05Probe\x12\x18.skein.wire.v1.ProbePart\x1a\x19.skein.wire.v1.ProbeReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/peer.proto\x12\rskein.wire.v1\x1a\x17skein/wire/v1/ids.proto\"\xb3\x01\n\x0bShardTensor\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.skein.wire.v1.ShardKind\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\t\x12\'\n\x07\x61ttempt\x18\x04 \x01(\x0b\x32\x16.skein.wire.v1.Attempt\x12\r\n\x05shard\x18\x05 \x01(\r\x12\'\n\x06member\x18\x06 \x01(\x0b\x32\x17.skein.wire.v1.ChunkRef\"\xdd\x01\n\x08\x45nvelope\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12.\n\nhop_tensor\x18\x06 \x01(\x0b\x32\x18.skein.wire.v1.HopTensorH\x00\x12\x32\n\x0cshard_tensor\x18\x07 \x01(\x0b\x32\x1a.skein.wire.v1.ShardTensorH\x00\x12\x0e\n\x06secret\x18\x08 \x01(\tB\x08\n\x06header\"N\n\nTensorMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x05\x64type\x18\x02 \x01(\x0e\x32\x14.skein.wire.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x04\"z\n\nTensorPart\x12\x32\n\x0ctensor_start\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.TensorStartH\x00\x12\x30\n\x0btensor_data\x18\x02 \x01(\x0b\x32\x19.skein.wire.v1.TensorDataH\x00\x42\x06\n\x04\x62ody\"\x87\x01\n\x0bTensorStart\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12)\n\x08\x65nvelope\x18\x02 \x01(\x0b\x32\x17.skein.wire.v1.Envelope\x12*\n\x07tensors\x18\x03 \x03(\x0b\x32\x19.skein.wire.v1.TensorMeta\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"R\n\nTensorData\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\rJ\x04\x08\x04\x10\x05\"\xbd\x01\n\tPartReply\x12\x36\n\x0e\x63redit_granted\x18\x01 \x01(\x0b\x32\x1c.skein.wire.v1.CreditGrantedH\x00\x12\x38\n\x0ftensor_accepted\x18\x02 \x01(\x0b\x32\x1d.skein.wire.v1.TensorAcceptedH\x00\x12\x36\n\x0etensor_refused\x18\x03 \x01(\x0b\x32\x1c.skein.wire.v1.TensorRefusedH\x00\x42\x06\n\x04\x62ody\"\"\n\rCreditGranted\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\" \n\x0eTensorAccepted\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\"U\n\rTensorRefused\x12\x0e\n\x06tensor\x18\x01 \x01(\x04\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.skein.wire.v1.Refusal\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x85\x01\n\x11\x46\x65tchStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05names\x18\x04 \x03(\t\x12&\n\x04kind\x18\x05 \x01(\x0e\x32\x18.skein.wire.v1.StateKind\x12\x0c\n\x04\x64oor\x18\x06 \x01(\t\"\xe0\x01\n\tStatePart\x12\x32\n\x0cstate_tensor\x18\x01 \x01(\x0b\x32\x1a.skein.wire.v1.StateTensorH\x00\x12.\n\nstate_data\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.StateDataH\x00\x12\x39\n\x10state_tensor_end\x18\x03 \x01(\x0b\x32\x1d.skein.wire.v1.StateTensorEndH\x00\x12,\n\tstate_end\x18\x04 \x01(\x0b\x32\x17.skein.wire.v1.StateEndH\x00\x42\x06\n\x04\x62ody\"I\n\x0bStateTensor\x12\'\n\x04meta\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.TensorMeta\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\x19\n\tStateData\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\" \n\x0eStateTensorEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"\x1f\n\x08StateEnd\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\"N\n\tProbePart\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0breply_bytes\x18\x03 \x01(\r\x12\x0c\n\x04\x64oor\x18\x04 \x01(\t\"R\n\nProbeReply\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\telapsed_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c*g\n\tShardKind\x12\x1a\n\x16SHARD_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fSHARD_KIND_PART\x10\x01\x12\x15\n\x11SHARD_KIND_RESULT\x10\x02\x12\x12\n\x0eSHARD_KIND_SUM\x10\x03*T\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_KIND_STATE\x10\x01\x12\x15\n\x11STATE_KIND_RESULT\x10\x02*\xbe\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT64\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0e\n\nDTYPE_INT8\x10\x07\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x08\x12\x0e\n\nDTYPE_BOOL\x10\t*\xbb\x01\n\x07Refusal\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x11\n\rREFUSAL_STALE\x10\x01\x12\x13\n\x0fREFUSAL_NOT_YET\x10\x02\x12\x13\n\x0fREFUSAL_CORRUPT\x10\x03\x12\x15\n\x11REFUSAL_TOO_LARGE\x10\x04\x12\x17\n\x13REFUSAL_UNKNOWN_JOB\x10\x05\x12\x16\n\x12REFUSAL_UNEXPECTED\x10\x06\x12\x12\n\x0eREFUSAL_FORGED\x10\x07\x32\xd8\x01\n\x04Peer\x12\x42\n\x07\x44\x65liver\x12\x19.skein.wire.v1.TensorPart\x1a\x18.skein.wire.v1.PartReply(\x01\x30\x01\x12J\n\nFetchState\x12 .skein.wire.v1.FetchStateRequest\x1a\x18.skein.wire.v1.StatePart0\x01\x12@\n\x05Probe\x12\x18.skein.wire.v1.ProbePart\x1a\x19.skein.wire.v1.ProbeReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SHARDKIND']._serialized_start=1916
-  _globals['_SHARDKIND']._serialized_end=2019
-  _globals['_STATEKIND']._serialized_start=2021
-  _globals['_STATEKIND']._serialized_end=2105
-  _globals['_DTYPE']._serialized_start=2108
-  _globals['_DTYPE']._serialized_end=2298
-  _globals['_REFUSAL']._serialized_start=2301
-  _globals['_REFUSAL']._serialized_end=2488
+  _globals['_SHARDKIND']._serialized_start=1945
+  _globals['_SHARDKIND']._serialized_end=2048
+  _globals['_STATEKIND']._serialized_start=2050
+  _globals['_STATEKIND']._serialized_end=2134
+  _globals['_DTYPE']._serialized_start=2137
+  _globals['_DTYPE']._serialized_end=2327
+  _globals['_REFUSAL']._serialized_start=2330
+  _globals['_REFUSAL']._serialized_end=2517
   _globals['_SHARDTENSOR']._serialized_start=69
   _globals['_SHARDTENSOR']._serialized_end=248
   _globals['_ENVELOPE']._serialized_start=251
@@ -60,22 +60,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORACCEPTED']._serialized_end=1160
   _globals['_TENSORREFUSED']._serialized_start=1162
   _globals['_TENSORREFUSED']._serialized_end=1247
-  _globals['_FETCHSTATEREQUEST']._serialized_start=1249
-  _globals['_FETCHSTATEREQUEST']._serialized_end=1368
-  _globals['_STATEPART']._serialized_start=1371
-  _globals['_STATEPART']._serialized_end=1595
-  _globals['_STATETENSOR']._serialized_start=1597
-  _globals['_STATETENSOR']._serialized_end=1670
-  _globals['_STATEDATA']._serialized_start=1672
-  _globals['_STATEDATA']._serialized_end=1697
-  _globals['_STATETENSOREND']._serialized_start=1699
-  _globals['_STATETENSOREND']._serialized_end=1731
-  _globals['_STATEEND']._serialized_start=1733
-  _globals['_STATEEND']._serialized_end=1764
-  _globals['_PROBEPART']._serialized_start=1766
-  _globals['_PROBEPART']._serialized_end=1830
-  _globals['_PROBEREPLY']._serialized_start=1832
-  _globals['_PROBEREPLY']._serialized_end=1914
-  _globals['_PEER']._serialized_start=2491
-  _globals['_PEER']._serialized_end=2707
+  _globals['_FETCHSTATEREQUEST']._serialized_start=1250
+  _globals['_FETCHSTATEREQUEST']._serialized_end=1383
+  _globals['_STATEPART']._serialized_start=1386
+  _globals['_STATEPART']._serialized_end=1610
+  _globals['_STATETENSOR']._serialized_start=1612
+  _globals['_STATETENSOR']._serialized_end=1685
+  _globals['_STATEDATA']._serialized_start=1687
+  _globals['_STATEDATA']._serialized_end=1712
+  _globals['_STATETENSOREND']._serialized_start=1714
+  _globals['_STATETENSOREND']._serialized_end=1746
+  _globals['_STATEEND']._serialized_start=1748
+  _globals['_STATEEND']._serialized_end=1779
+  _globals['_PROBEPART']._serialized_start=1781
+  _globals['_PROBEPART']._serialized_end=1859
+  _globals['_PROBEREPLY']._serialized_start=1861
+  _globals['_PROBEREPLY']._serialized_end=1943
+  _globals['_PEER']._serialized_start=2520
+  _globals['_PEER']._serialized_end=2736
 # @@protoc_insertion_point(module_scope)

@@ -482,10 +482,13 @@ class FetchStateRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stage: _builtins.int
     version: _builtins.int
     kind: Global___StateKind.ValueType
+    door: _builtins.str
+    """The giver's, as the coordinator has told it."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Only these tensors; none named: all."""
@@ -498,10 +501,11 @@ class FetchStateRequest(_message.Message):
         version: _builtins.int = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         kind: Global___StateKind.ValueType = ...,
+        door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind", "names", b"names", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["door", b"door", "job", b"job", "kind", b"kind", "names", b"names", "stage", b"stage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,20 +639,24 @@ class ProbePart(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     REPLY_BYTES_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     data: _builtins.bytes
     reply_bytes: _builtins.int
     """The reply carries so many bytes of zeros; 0 measures latency."""
+    door: _builtins.str
+    """In the first part: the receiver's, as the coordinator has told it."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         data: _builtins.bytes = ...,
         reply_bytes: _builtins.int = ...,
+        door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "reply_bytes", b"reply_bytes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "door", b"door", "reply_bytes", b"reply_bytes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

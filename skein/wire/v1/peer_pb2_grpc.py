@@ -64,14 +64,15 @@ class PeerServicer:
 
     def FetchState(self, request, context):
         """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
-        applied to it. NOT_FOUND: not here, or not yet.
+        applied to it. NOT_FOUND: not here, or not yet. PERMISSION_DENIED: whoever asks has not been told what to show.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request_iterator, context):
-        """Latency and bandwidth, both directions.
+        """Latency and bandwidth, both directions. A few small parts for everybody, more for whoever shows what the coordinator
+        has told it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

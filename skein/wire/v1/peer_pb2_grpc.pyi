@@ -39,10 +39,12 @@ class PeerStub:
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_peer_pb2.FetchStateRequest, _peer_pb2.StatePart]
     """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
-    applied to it. NOT_FOUND: not here, or not yet.
+    applied to it. NOT_FOUND: not here, or not yet. PERMISSION_DENIED: whoever asks has not been told what to show.
     """
     Probe: _grpc.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]
-    """Latency and bandwidth, both directions."""
+    """Latency and bandwidth, both directions. A few small parts for everybody, more for whoever shows what the coordinator
+    has told it.
+    """
 
 @_typing.type_check_only
 class PeerAsyncStub(PeerStub):
@@ -53,10 +55,12 @@ class PeerAsyncStub(PeerStub):
     """
     FetchState: _aio.UnaryStreamMultiCallable[_peer_pb2.FetchStateRequest, _peer_pb2.StatePart]  # type: ignore[assignment]
     """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
-    applied to it. NOT_FOUND: not here, or not yet.
+    applied to it. NOT_FOUND: not here, or not yet. PERMISSION_DENIED: whoever asks has not been told what to show.
     """
     Probe: _aio.StreamStreamMultiCallable[_peer_pb2.ProbePart, _peer_pb2.ProbeReply]  # type: ignore[assignment]
-    """Latency and bandwidth, both directions."""
+    """Latency and bandwidth, both directions. A few small parts for everybody, more for whoever shows what the coordinator
+    has told it.
+    """
 
 class PeerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -76,7 +80,7 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.StatePart], _abc.AsyncIterator[_peer_pb2.StatePart]]:
         """A chunk's parameters and optimizer state at one version, from a holder or from who keeps a copy of it; or what a step
-        applied to it. NOT_FOUND: not here, or not yet.
+        applied to it. NOT_FOUND: not here, or not yet. PERMISSION_DENIED: whoever asks has not been told what to show.
         """
 
     @_abc_1.abstractmethod
@@ -85,6 +89,8 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_peer_pb2.ProbePart],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.ProbeReply], _abc.AsyncIterator[_peer_pb2.ProbeReply]]:
-        """Latency and bandwidth, both directions."""
+        """Latency and bandwidth, both directions. A few small parts for everybody, more for whoever shows what the coordinator
+        has told it.
+        """
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

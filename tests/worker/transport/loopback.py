@@ -96,6 +96,8 @@ class Receiver:
     refusal_of: Callable[[Envelope], Refusal | None] = lambda _: None
     state: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
     result: Callable[[StageIndex, Step], Mapping[str, WireTensor] | None] = lambda *_: None
+    may: Callable[[str], bool] = lambda _: True
+    """Whether whoever shows this may fetch and probe."""
 
     def service(self) -> PeerService:
         return self.service_of(PeerService)
@@ -107,6 +109,8 @@ class Receiver:
             state_of=self._state_of,
             statistics=self.statistics,
             limits=self.limits,
+            may_fetch=self.may,
+            may_probe=self.may,
         )
 
     async def _state_of(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:

@@ -1,6 +1,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -112,6 +113,17 @@ async def test_state_that_is_not_there_is_a_remote_error(version: int, names: li
     async with serving(holder().service()) as member, sending() as sender:
         with pytest.raises(RemoteError, match="is not here"):
             await sender.peers.fetch_state(member, JOB, STAGE, Step(version), names)
+
+
+async def test_state_goes_to_those_alone_who_show_what_they_were_told() -> None:
+    donor = holder()
+    donor.may = "told".__eq__
+    async with serving(donor.service()) as member, sending() as sender:
+        assert await sender.peers.fetch_state(replace(member, door="told"), JOB, STAGE, VERSION)
+        for door in ("", "made up"):
+            with pytest.raises(RemoteError, match="for whom the coordinator has told to fetch it"):
+                await sender.peers.fetch_state(replace(member, door=door), JOB, STAGE, VERSION)
+    assert donor.statistics.refusals == {"forged": 2}
 
 
 async def test_state_larger_than_the_limit_is_refused() -> None:

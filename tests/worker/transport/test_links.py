@@ -1,6 +1,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -37,6 +38,33 @@ async def test_a_peer_that_is_gone_cannot_be_measured() -> None:
     async with sending() as sender:
         with pytest.raises(RemoteError, match="nothing listens there"):
             await sender.peers.measure_link(member)
+
+
+async def test_a_stranger_is_seen_and_may_not_load_a_link() -> None:
+    receiver = Receiver(may="told".__eq__)
+    async with serving(receiver.service()) as member, sending() as sender:
+        there, _ = await sender.peers.measure_link(replace(member, door="told"))
+        assert there.bytes_per_s > 0
+        assert await look_at(member, dial=partial(open_channel, token=None), patience_s=5.0) is Sight.REACHED
+        for door in ("", "made up"):
+            with pytest.raises(RemoteError, match="whom the coordinator has told to measure this link"):
+                await sender.peers.measure_link(replace(member, door=door))
+
+
+async def test_a_probe_that_comes_before_the_word_of_the_coordinator_is_no_stranger_later() -> None:
+    heard: list[str] = []
+    receiver = Receiver(may=lambda door: door in heard)
+    async with serving(receiver.service()) as member, sending() as sender:
+        channel = open_channel(member.address, Lane.STATE, token=None)
+        call = peer_pb2_grpc.PeerStub(channel).Probe(None)
+        replies = aiter(call)
+        for number, data in enumerate((b"", bytes(1 << 20))):
+            part = ProbePart(sequence=number, data=data, reply_bytes=0, door="" if number else "told")
+            await call.write(PROBE_PART.encode(part))
+            await anext(replies)
+            heard.append("told")
+        await channel.close(None)
+        assert sender.failed.empty()
 
 
 class Mute(PeerService):
