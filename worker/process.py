@@ -28,8 +28,9 @@ from worker.bundle import WireTensor
 from worker.compute.ops import Compute
 from worker.copies import Copies
 from worker.data.opening import Datasets
-from worker.driver import Driver, WorkerInbox
+from worker.driver import Driver
 from worker.executor import Executor
+from worker.inbox import WorkerInbox
 from worker.metrics import Metrics
 from worker.moments import unwatched
 from worker.probe import measure_device

@@ -18,7 +18,7 @@ from skein.wire.channel import bind, open_server
 from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.v1 import control_pb2, control_pb2_grpc
-from worker.driver import WorkerInbox
+from worker.inbox import WorkerInbox
 from worker.process import Setting, work
 
 Context: TypeAlias = "aio.ServicerContext[object, object]"
