@@ -47,7 +47,6 @@ from skein.protocol.ops import (
 from skein.protocol.reports import (
     Ack,
     Beat,
-    CheckpointUnread,
     CheckpointUnwritten,
     CheckpointWritten,
     ChunksReady,
@@ -61,17 +60,16 @@ from skein.protocol.reports import (
 )
 from skein.protocol.story import Story
 from skein.protocol.tensors import Envelope
+from skein.protocol.work.building import Building
 from skein.protocol.work.copies import Copies
 from skein.protocol.work.pipeline import Pipeline
 from skein.protocol.work.standing import Standing
 from skein.protocol.work.steps import Steps
 from skein.protocol.work.timing import Timing
 from skein.protocol.worker_io import (
-    Build,
     BuildFailed,
     Built,
     BytesMoved,
-    CancelBuild,
     CheckpointSaved,
     DeviceMeasured,
     DirectiveArrived,
@@ -113,12 +111,9 @@ class Worker:
         self._standing = Standing(identity)
         self._steps = Steps(self._standing)
         self._copies = Copies(self._standing)
+        self._building = Building(self._standing)
         self._timing = Timing(identity.worker)
         self._adopting: NewGeneration | None = None
-        self._to_build: Assign | None = None
-        self._building: Assign | None = None
-        self._is_build_cancelled = False
-        self._is_build_void = False
         self._running: Op | None = None
         self._is_running_void = False
         self._is_to_acknowledge = False
@@ -150,7 +145,7 @@ class Worker:
             case Built():
                 self._built(event)
             case BuildFailed():
-                self._build_failed(event)
+                self._building.failed(event)
             case CheckpointSaved():
                 self._saved(event)
             case SaveFailed():
@@ -349,7 +344,7 @@ class Worker:
                 self._new_generation(directive, now=now)
             case Assign():
                 if (directive.epoch, directive.generation) == self._standing.place:
-                    self._to_build = directive
+                    self._building.want(directive)
             case Start() | Evaluate() | Prepare() | Commit() | Save():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     if isinstance(directive, Commit):
@@ -375,8 +370,7 @@ class Worker:
             self._copies.hear(directive.last_commit)
         self._timing.clear()
         self._adopting = directive
-        self._to_build = None
-        self._cancel_build()
+        self._building.cancel()
         self._story.tell("generation", f"adopted {directive.generation}", now=now)
 
     def _dismiss(self, directive: Dismiss) -> None:
@@ -391,35 +385,16 @@ class Worker:
         self._standing.job = None
         self._steps.forget()
         self._copies.forget()
-        self._adopting = self._to_build = None
+        self._adopting = None
         self._is_to_acknowledge = False
         self._is_running_void = self._running is not None
-        self._is_build_void = self._building is not None
-        self._cancel_build()
+        self._building.forget()
         self._standing.commands.append(ForgetJob())
 
     # --- building chunks ---
 
-    def _start_build(self, assign: Assign) -> None:
-        self._to_build = None
-        self._building = assign
-        members = tuple(self._standing.members.values())
-        self._standing.commands.append(Build(assign=assign, members=members))
-
-    def _cancel_build(self) -> None:
-        if self._building is not None and not self._is_build_cancelled:
-            self._is_build_cancelled = True
-            self._standing.commands.append(CancelBuild())
-
-    def _end_build(self) -> Assign | None:
-        """A build is over; gives what was built, unless it was forgotten meanwhile."""
-        assign = None if self._is_build_void else self._building
-        self._building = None
-        self._is_build_cancelled = self._is_build_void = False
-        return assign
-
     def _built(self, event: Built) -> None:
-        assign = self._end_build()
+        assign = self._building.end()
         if assign is None:
             return
         self._steps.hold(assign)
@@ -437,25 +412,11 @@ class Worker:
         )
         self._steps.unpark()
 
-    def _build_failed(self, event: BuildFailed) -> None:
-        if self._end_build() is None or event.generation != self.generation:
-            return
-        generation, reason = event.generation, event.reason
-        if event.unread is not None:
-            self._standing.tell(CheckpointUnread(generation=generation, version=event.unread, reason=reason))
-        elif event.peer is not None:
-            self._standing.tell(Suspected(generation=generation, peer=event.peer, reason=reason))
-        else:
-            trouble = Trouble(
-                generation=generation, is_fatal=event.is_fatal, reason=reason, is_unfit=event.is_unfit
-            )
-            self._standing.tell(trouble)
-
     # --- ops ---
 
     def _dispatch(self, *, now: float) -> None:
         """Adopt, acknowledge, build or run an op, if nothing is under way."""
-        if self._running is not None or self._building is not None:
+        if self._running is not None or self._building.is_going_on:
             return
         if self._adopting is not None:
             self._steps.adopt(self._adopting.last_commit)
@@ -463,8 +424,8 @@ class Worker:
             self._is_to_acknowledge = True
         if self._is_to_acknowledge and not self._steps.has_queue:
             self._acknowledge()
-        if not self._steps.has_queue and self._to_build is not None:
-            self._start_build(self._to_build)
+        if not self._steps.has_queue and self._building.is_wanted:
+            self._building.begin()
             return
         # A snapshot comes before what is queued: that may be the update that it must not see.
         snapshot = self._copies.next_op(self.version, self._steps.chunks)
