@@ -5,18 +5,15 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 "replicas are equal" can be checked at every update, independently of what the machines believe.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.plan.exchange import Broadcast, Neighbours
-from skein.plan.plan import Group
-from skein.plan.rounds import exchanged_stage, local_group
-from skein.protocol.messages import Assign, Decision, GroupResult, ResumedChunk
+from skein.protocol.messages import Assign, Decision, ResumedChunk
 from skein.protocol.ops import (
     ApplyOp,
     BackwardOp,
@@ -36,6 +33,7 @@ from skein.protocol.ops import (
 )
 from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor
 from skein.sim.invariants import Violated, Visits, lineage_after
+from skein.sim.judge import Contributions, Judge, Kept, SimChunk, is_late, is_ledger, taken_by
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -53,7 +51,6 @@ REDUCE_BYTES_PER_S = 2e9
 OP_OVERHEAD_S = 0.0005
 RELEASE_BYTES = 64
 
-Contributions = dict[tuple[Step, int, StageIndex], int]
 NO_GENERATION = Generation(0)
 SPOILT = (Step(-1), -1, StageIndex(-1))
 """What a failed op leaves in a chunk's sums."""
@@ -66,37 +63,6 @@ class Payload:
     num_bytes: int
     contributions: Contributions | None = None
     values: NDArray[np.float64] | None = None
-
-
-@dataclass(slots=True)
-class SimChunk:
-    """A stage as the cost model holds it: `lineage` stands for parameters and optimizer state.
-
-    `begun_at` is the step in which it began to add up: an older one where steps were decided without it, and it kept
-    what it had.
-    """
-
-    stage: StageSpec
-    lineage: str
-    version: Step
-    begun_at: Step
-    accumulated: Contributions = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What was joined, as the coordinator asked for it, until the record of `step` applies it."""
-
-    step: Step
-    group: Group
-    contributions: Contributions
-    taken_at: Step | None = None
-    """Of an exchange that goes on beside steps: contributions are whole members then, as in `taken_by`."""
-
-
-def taken_by(place: int, taken_at: Step, stage: StageIndex) -> Contributions:
-    """A member, by its place in the group, as it is at a version."""
-    return {(taken_at, -1 - place, stage): 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +161,8 @@ class SimExecutor:
         if not resumed.ledger:
             return {}
         chunk = before[resumed.stage]
-        is_ledger = _is_ledger(chunk, assign.version, resumed.ledger)
-        if not is_ledger or set(chunk.accumulated.values()) != {1}:
+        is_same = is_ledger(chunk, assign.version, resumed.ledger)
+        if not is_same or set(chunk.accumulated.values()) != {1}:
             raise Violated(f"{self.worker} is to go on with {resumed.ledger}, and has {chunk.accumulated}")
         return chunk.accumulated
 
@@ -385,92 +351,33 @@ class SimExecutor:
     def _apply(self, op: ApplyOp) -> None:
         record = op.record
         results = {result.group: result for result in record.results}
+        judge = self._judge()
         for chunk in self.chunks.values():
             if chunk.version != record.step:
                 raise Violated(f"{self.worker} applies step {record.step} to {chunk}")
             me = ChunkRef(stage=chunk.stage.index, worker=self.worker)
-            if op.keeps_step and not _is_late(me, results):
+            if op.keeps_step and not is_late(me, results):
                 raise Violated(f"{self.worker} is to keep step {record.step}, which has its part")
             if record.decision is Decision.APPLY and not op.keeps_step:
-                if not self._is_resumed and not _is_late(me, results):
-                    self._check_order(chunk, record.step)
-                self._check_results(me, record.step, results)
+                if not self._is_resumed and not is_late(me, results):
+                    judge.check_order(chunk, record.step)
+                judge.check_results(me, record.step, results)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         if not op.keeps_step:
             self._is_resumed = False
             self._clear(Step(record.step + 1))
 
-    def _check_order(self, chunk: SimChunk, step: Step) -> None:
-        """The chunk has added up what visits it, in the order of its worker's schedule."""
-        stage = chunk.stage.index
-        planned = self._visits.by_chunk[ChunkRef(stage=stage, worker=self.worker)]
-        if not _is_ledger(chunk, step, planned):
-            raise Violated(
-                f"{self.worker} adds {list(chunk.accumulated)} at step {step}, planned was {planned}"
-            )
-
-    def _check_results(self, chunk: ChunkRef, step: Step, results: Mapping[GroupId, GroupResult]) -> None:
-        """What a chunk is updated with: its groups' sums, or its own, and what is exchanged for these."""
-        alone = local_group(chunk).group
-        if alone in results:
-            self._check_own(results[alone], step, chunk)
-        elif not _is_late(chunk, results):
-            for group, members in self._members.items():
-                if chunk in members:
-                    self._check(results[group], step, members)
-        for result in results.values():
-            if exchanged_stage(result.group) == chunk.stage:
-                self._check_exchange(result, step, chunk)
-
-    def _check_own(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
-        """All that the chunk itself has accumulated."""
-        found = self._joined[result.group, result.attempt].contributions
-        if found != self.chunks[chunk.stage].accumulated or bool(result.weight) != bool(found):
-            raise Violated(f"{result.group} at step {step} takes {sorted(found)}, weight {result.weight}")
-
-    def _check_exchange(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
-        """Of each shard that came back, the contributions of those members whose parts make it, each once."""
-        kept = self._joined.get((result.group, result.attempt))
-        if kept is None and "." not in result.group:
-            raise Violated(f"{chunk} takes part in {result.group} at step {step}, and has no result")
-        if kept is None or (self._is_resumed and kept.taken_at is None):
-            return  # Another leader's; or who has added up what is not the plan's any more.
-        group, found = kept.group, kept.contributions
-        shard = group.workers.index(self.worker) if isinstance(group.pattern, Neighbours) else 0
-        makers = group.contributors(shard)
-        weights = group.weights[shard].weights if group.weights else (1.0,) * len(makers)
-        # Who counts for nothing may have come to anything.
-        planned: dict[tuple[int, StageIndex], bool] = {}
-        for maker, weight in zip(makers, weights, strict=True):
-            planned |= dict.fromkeys(self._given_by(maker, kept), bool(weight))
-        needed = {contribution for contribution, counts in planned.items() if counts}
-        told = {(microbatch, stage) for _, microbatch, stage in found}
-        is_wrong = not needed <= told <= planned.keys() or len(told) < len(found)
-        if is_wrong or set(found.values()) > {1} or not self._are_of(found, step, kept):
-            raise Violated(f"{result.group} at step {step} is made of {sorted(found)}, not of {planned}")
-
-    def _given_by(self, maker: ChunkRef, kept: Kept) -> Iterable[tuple[int, StageIndex]]:
-        if kept.taken_at is None:
-            return [(microbatch, maker.stage) for microbatch in self._visits.by_chunk[maker]]
-        return [(-1 - kept.group.members.index(maker), maker.stage)]
-
-    def _are_of(self, found: Contributions, step: Step, kept: Kept) -> bool:
-        """Whether contributions are of the step; a leader may have begun its own before others ended some."""
-        if isinstance(kept.group.pattern, Broadcast):
-            return all(at <= step for at, _, _ in found)
-        return all(at == (step if kept.taken_at is None else kept.taken_at) for at, _, _ in found)
-
-    def _check(self, result: GroupResult, step: Step, members: tuple[ChunkRef, ...]) -> None:
-        """Each visit to a stage of the group once, nothing else, and weighted by the visitors' tokens: one each."""
-        found = self._joined[result.group, result.attempt].contributions
-        stages = {member.stage for member in members}
-        visitors = {stage: self._visits.by_stage[stage] for stage in stages}
-        if found != {(step, m, stage): 1 for stage in stages for m in visitors[stage]}:
-            raise Violated(f"{result.group} at step {step} sums {sorted(found.items())}")
-        num_tokens = len(frozenset().union(*visitors.values()))
-        if self.is_told_true and result.weight != (1 / num_tokens if num_tokens else 0.0):
-            raise Violated(f"{result.group} at step {step} weighs {result.weight} for {num_tokens} tokens")
+    def _judge(self) -> Judge:
+        return Judge(
+            worker=self.worker,
+            visits=self._visits,
+            members=self._members,
+            chunks=self.chunks,
+            joined=self._joined,
+            is_resumed=self._is_resumed,
+            is_told_true=self.is_told_true,
+        )
 
     def _clear(self, version: Step) -> None:
         self._shards = {tensor: x for tensor, x in self._shards.items() if tensor.step >= version}
@@ -482,19 +389,6 @@ class SimExecutor:
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
             chunk.begun_at = version
-
-
-def _is_ledger(chunk: SimChunk, step: Step, microbatches: Sequence[MicrobatchId]) -> bool:
-    """Whether a chunk has added up these in this order, in `step` or since it began before."""
-    at = [step for step, _, _ in chunk.accumulated]
-    told = [(microbatch, stage) for _, microbatch, stage in chunk.accumulated]
-    is_told = told == [(microbatch, chunk.stage.index) for microbatch in microbatches]
-    return is_told and at == sorted(at) and all(chunk.begun_at <= x <= step for x in at)
-
-
-def _is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:
-    """Whether a step was closed without a chunk's part, where each chunk has its own."""
-    return local_group(chunk).group not in results and any("@" in group for group in results)
 
 
 def _digest(result: Contributions) -> str:
