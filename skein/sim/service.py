@@ -76,7 +76,8 @@ class Service(ABC):
         self.accepts_loss = False
         """Whether the next coordinator is told to go on with a log that has lost its end."""
         self.invariants = Invariants()
-        self._term = 0
+        self.term = 0
+        """Counts coordinators."""
         self._wakes_at: float | None = None
         self._inbox: deque[CoordinatorEvent] = deque()
         self._appending: list[CoordinatorCommand] = []
@@ -114,13 +115,13 @@ class Service(ABC):
             return
         if self.coordinator is not None:
             return
-        self._term += 1
+        self.term += 1
         self._wall_ahead_s = self.skew_s
         num_before = sum(isinstance(record, EpochOpened) for record in self.log)
         opened = EpochOpened(epoch=Epoch(num_before + 1), wall_s=self._wall_s, accepts_loss=self.accepts_loss)
         self.halted, self.accepts_loss = None, False
         self._hold(opened)
-        self.coordinator = Coordinator(key=f"of term {self._term}".encode())
+        self.coordinator = Coordinator(key=f"of term {self.term}".encode())
         self.coordinator.sign_with(self.log_key)
         self.coordinator.replay(self.log)
         self._wakes_at = None
@@ -187,8 +188,9 @@ class Service(ABC):
             self._inbox.append(event)
             self._turn()
 
-    def _tell_term(self, term: int, event: CoordinatorEvent) -> None:
-        if term == self._term:
+    def tell_term(self, term: int, event: CoordinatorEvent) -> None:
+        """Give the coordinator an event that was under way, unless that was to another one."""
+        if term == self.term:
             self.tell(event)
 
     def _turn(self) -> None:
@@ -205,14 +207,14 @@ class Service(ABC):
         deadline = self._deadline()
         if deadline is not None and (self._wakes_at is None or deadline < self._wakes_at):
             self._wakes_at = deadline
-            self.clock.at(deadline, partial(self._due, self._term, deadline))
+            self.clock.at(deadline, partial(self._due, self.term, deadline))
 
     def _deadline(self) -> float | None:
         wall_s = None if self.coordinator is None else self.coordinator.deadline()
         return None if wall_s is None else wall_s - self._wall_ahead_s + _LATE_S
 
     def _due(self, term: int, deadline: float) -> None:
-        if term != self._term or self.coordinator is None:
+        if term != self.term or self.coordinator is None:
             return
         if self._wakes_at == deadline:
             self._wakes_at = None
@@ -232,13 +234,13 @@ class Service(ABC):
                 tear, self._tear = self._tear, None
                 if tear is not None:
                     self.clock.after(APPEND_S / 2, tear)
-                self.clock.after(APPEND_S, partial(self._durable, self._term))
+                self.clock.after(APPEND_S, partial(self._durable, self.term))
                 return
             self._act(command)
 
     def _durable(self, term: int) -> None:
         """A turn's records are on the disk, if there was room: carry out what follows."""
-        if term != self._term or self.coordinator is None:
+        if term != self.term or self.coordinator is None:
             return
         if self.clock.now < self._room_at:
             self.clock.at(self._room_at, partial(self._durable, term))
@@ -247,7 +249,7 @@ class Service(ABC):
         for command in commands:
             if isinstance(command, Append):
                 self._append(command.record)
-                if term != self._term or not self.is_up:
+                if term != self.term or not self.is_up:
                     return
         self.invariants.replays(self.coordinator.history)
         for command in commands:
@@ -272,11 +274,11 @@ class Service(ABC):
             case Send():
                 self._send_directive(command)
             case MakePlan():
-                self.clock.after(PLAN_S, partial(self._tell_term, self._term, self._plan(command)))
+                self.clock.after(PLAN_S, partial(self.tell_term, self.term, self._plan(command)))
             case WriteManifest():
-                self.clock.after(READ_S, partial(self._complete, self._term, command.checkpoint))
+                self.clock.after(READ_S, partial(self._complete, self.term, command.checkpoint))
             case VerifyCheckpoint():
-                self.clock.after(READ_S, partial(self._verify, self._term, command.checkpoint))
+                self.clock.after(READ_S, partial(self._verify, self.term, command.checkpoint))
             case Halt():
                 self.halted = command.reason
                 self.coordinator = None
@@ -288,11 +290,11 @@ class Service(ABC):
 
     def _complete(self, term: int, checkpoint: CheckpointCommitted) -> None:
         error = self._look_at(checkpoint)[1] or self._refusal()
-        self._tell_term(term, ManifestWritten(checkpoint=checkpoint, error=error or None))
+        self.tell_term(term, ManifestWritten(checkpoint=checkpoint, error=error or None))
 
     def _verify(self, term: int, checkpoint: CheckpointCommitted) -> None:
         condition, reason = self._look_at(checkpoint)
-        self._tell_term(term, CheckpointVerified(checkpoint=checkpoint, condition=condition, reason=reason))
+        self.tell_term(term, CheckpointVerified(checkpoint=checkpoint, condition=condition, reason=reason))
 
     def _plan(self, asked: MakePlan) -> PlanMade:
         job, fleet, before = asked.job, asked.fleet, asked.previous

@@ -4,18 +4,16 @@ It carries out commands as the real drivers do: records are durable before what 
 lose what was in flight when they break, tensors travel over modelled links, ops take modelled time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from numpy.random import Generator as Draw
 
 from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
-from skein.errors import OutOfRangeError
-from skein.protocol.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
+from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
 from skein.protocol.messages import Member
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
-from skein.protocol.ranges import check_numbers
 from skein.protocol.records import CheckpointCommitted, Record, RolledBack
 from skein.protocol.reports import Hello, Report
 from skein.protocol.worker import Worker
@@ -43,34 +41,24 @@ from skein.protocol.worker_io import (
     SendTensor,
     StartOpening,
     StartPrefetch,
-    StreamLost,
-    StreamOpened,
     TimePassed,
     WorkerCommand,
     WorkerEvent,
 )
 from skein.sim.builds import Builds
 from skein.sim.executor import SimExecutor
-from skein.sim.invariants import Found
-from skein.sim.lies import mutated
 from skein.sim.network import COORDINATOR, Network
 from skein.sim.process import SimWorker
-from skein.sim.reach import Reach
 from skein.sim.service import Service
+from skein.sim.streams import Streams
 from skein.sim.transport import Transport
 from skein.topology.fleet import Profile
 from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
-CONTROL_S = 0.01
-"""A message on a control stream, one way."""
 LOOK_S = 0.05
 """From a look at a peer to what is found."""
-DIAL_S = 0.05
-"""From a broken stream to the next try."""
 BACK_S = 5.0
 """From the end of a process by an error of its own until somebody has started it again."""
-DIAL_AGAIN_S = 0.5
-"""To the one after that, where nobody answers."""
 
 
 def _measured(worker: SimWorker) -> DeviceMeasured:
@@ -111,10 +99,10 @@ class World(Service):
         self.copies = self._builds.copies
         self.store = self._builds.store
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
-        self.network.on_changed = self._pass_on
+        self._streams = Streams(self, self.network, self.workers, take=self._take_directive, give=self._give)
+        self.network.on_changed = self._streams.pass_on
         self.times_as_long: Callable[[], float] = lambda: 1.0
         """Drawn for each op: what else goes on at its worker's machine."""
-        self._reach = Reach()
         self._new_executor = new_executor
         self._num_incarnations = 0
         self.has_liars = False
@@ -124,48 +112,24 @@ class World(Service):
 
     def _hold(self, record: Record) -> None:
         if isinstance(record, RolledBack):
-            self.invariants.gives_up(record, self._within_reach())
+            self.invariants.gives_up(record, self._streams.within_reach())
         super()._hold(record)
 
-    def _within_reach(self) -> Iterator[Found]:
-        """What processes hold that hear the coordinator, or may do so again in time."""
-        for name, worker in self.workers.items():
-            incarnation = worker.machine.identity.incarnation
-            is_refused = self.coordinator is not None and self.coordinator.membership.is_refused(incarnation)
-            if is_refused or not self._reach.counts(incarnation, now=self.clock.now):
-                continue
-            for chunk in worker.executor.chunks.values():
-                yield Found(worker=name, stage=chunk.stage, version=chunk.version, lineage=chunk.lineage)
-
     def _coordinator_is_up(self) -> None:
-        self._reach.serves(now=self.clock.now)
-        for name in sorted(self.workers):
-            incarnation = self.workers[name].machine.identity.incarnation
-            self.clock.after(DIAL_S, partial(self._dial, name, incarnation))
+        self._streams.coordinator_is_up()
 
     def _coordinator_is_down(self) -> None:
-        for name in sorted(self.workers):
-            self._disconnect(self.workers[name], "the coordinator died")
+        self._streams.coordinator_is_down()
 
     def _send_directive(self, command: Send) -> None:
-        worker = self.workers.get(command.worker)
-        if worker is None or not worker.is_connected:
-            return
-        if worker.machine.identity.incarnation == command.incarnation:
-            event = DirectiveArrived(directive=command.directive)
-            self.clock.after(CONTROL_S, partial(self._hear, worker, self._term, event))
-
-    def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
-        if term != self._term or not worker.is_connected:
-            return
-        if self.network.is_cut(COORDINATOR, worker.machine.identity.worker):
-            worker.down.append(partial(self._take_directive, worker, event))
-        else:
-            self._take_directive(worker, event)
+        self._streams.send(command)
 
     def _take_directive(self, worker: SimWorker, event: DirectiveArrived) -> None:
         self.invariants.announced(event.directive)
         self._give(worker, event)
+
+    def _send_report(self, worker: SimWorker, report: Report) -> None:
+        self._streams.report(worker, report)
 
     # --- workers ---
 
@@ -189,7 +153,7 @@ class World(Service):
         executor = self._new_executor(name, flops_per_s)
         executor.is_told_true = not self.has_liars
         self.workers[name] = SimWorker(Worker(identity), executor)
-        self.clock.after(DIAL_S, partial(self._dial, name, identity.incarnation))
+        self._streams.dial_soon(name, identity.incarnation)
 
     def add_impostor(self, name: WorkerId, seconds: float) -> None:
         """Have another machine's process say Hello under the name of a worker that is here, and be gone later."""
@@ -210,9 +174,9 @@ class World(Service):
             host="elsewhere",
             secret="another",  # noqa: S106 - as good as any
         )
-        self._tell_term(self._term, ReportArrived(worker=name, incarnation=incarnation, report=hello))
+        self.tell_term(self.term, ReportArrived(worker=name, incarnation=incarnation, report=hello))
         broken = StreamBroken(worker=name, incarnation=incarnation, reason="gone")
-        self.clock.after(seconds, partial(self._tell_term, self._term, broken))
+        self.clock.after(seconds, partial(self.tell_term, self.term, broken))
 
     def kill_worker(self, name: WorkerId) -> None:
         """End a worker process at once; its stream breaks."""
@@ -220,7 +184,7 @@ class World(Service):
         if worker is None:
             return
         worker.is_alive = False
-        self._disconnect(worker, "killed")
+        self._streams.disconnect(worker, "killed")
 
     def restart_worker(self, name: WorkerId) -> None:
         """A new process under the same name."""
@@ -234,7 +198,7 @@ class World(Service):
         worker = self.workers.get(name)
         if worker is not None:
             worker.is_frozen = True
-            self._note_reach(worker)
+            self._streams.note_reach(worker)
             self.clock.after(seconds, partial(self._thaw, worker))
 
     def thaw_worker(self, name: WorkerId) -> None:
@@ -245,7 +209,7 @@ class World(Service):
 
     def _thaw(self, worker: SimWorker) -> None:
         worker.thaw()
-        self._note_reach(worker)
+        self._streams.note_reach(worker)
         self._give(worker, TimePassed())
 
     def mute_worker(
@@ -256,23 +220,6 @@ class World(Service):
             if not is_open:
                 self.network.cut(sender, receiver)
                 self.clock.after(seconds, partial(self.network.mend, sender, receiver))
-
-    def _pass_on(self) -> None:
-        """Links are cut or healed: control streams pass on what was said meanwhile, in order."""
-        for worker in self.workers.values():
-            self._note_reach(worker)
-        for name in sorted(self.workers):
-            worker = self.workers[name]
-            while worker.up and not self.network.is_cut(name, COORDINATOR):
-                worker.up.popleft()()
-            while worker.down and not self.network.is_cut(COORDINATOR, name):
-                worker.down.popleft()()
-
-    def _note_reach(self, worker: SimWorker) -> None:
-        name, incarnation = worker.machine.identity.worker, worker.machine.identity.incarnation
-        is_cut = self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name)
-        is_reached = worker.is_connected and not worker.is_frozen and not is_cut
-        self._reach.note(incarnation, is_reached=is_reached, now=self.clock.now)
 
     def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
         """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good."""
@@ -352,35 +299,9 @@ class World(Service):
         worker.wakes_at = None
         self._give(worker, TimePassed())
 
-    def _dial(self, name: WorkerId, incarnation: Incarnation) -> None:
-        worker = self.workers.get(name)
-        if worker is None or worker.machine.identity.incarnation != incarnation or worker.is_connected:
-            return
-        if self.coordinator is None:
-            return
-        if self.network.is_cut(name, COORDINATOR) or self.network.is_cut(COORDINATOR, name):
-            self.clock.after(DIAL_AGAIN_S, partial(self._dial, name, incarnation))
-            return
-        worker.is_connected = True
-        self._note_reach(worker)
-        self._give(worker, StreamOpened())
-
-    def _disconnect(self, worker: SimWorker, reason: str) -> None:
-        if not worker.is_connected:
-            return
-        worker.disconnect()
-        self._note_reach(worker)
-        identity = worker.machine.identity
-        broken = StreamBroken(worker=identity.worker, incarnation=identity.incarnation, reason=reason)
-        self.clock.after(CONTROL_S, partial(self._tell_term, self._term, broken))
-        self._give(worker, StreamLost(reason=reason))
-
     def break_stream(self, name: WorkerId) -> None:
         """Break a worker's control stream; it dials again."""
-        worker = self.workers.get(name)
-        if worker is not None:
-            self._disconnect(worker, "broken")
-            self.clock.after(DIAL_S, partial(self._dial, name, worker.machine.identity.incarnation))
+        self._streams.breaks(name)
 
     def _do(self, worker: SimWorker, command: WorkerCommand) -> None:
         name = worker.machine.identity.worker
@@ -448,25 +369,6 @@ class World(Service):
                 reached.append(peer.incarnation)
         return PeersLookedAt(reached=tuple(reached), gone=tuple(gone))
 
-    def _send_report(self, worker: SimWorker, report: Report) -> None:
-        if not worker.is_connected:
-            return
-        said = (report,) if worker.lies is None else mutated(report, worker.lies)
-        for one in said:
-            event = arrived(worker, one)
-            if isinstance(one, Hello) and isinstance(event, ReportRefused):
-                self.clock.after(CONTROL_S, partial(self.break_stream, worker.machine.identity.worker))
-            else:
-                self.clock.after(CONTROL_S, partial(self._say, worker, self._term, event))
-
-    def _say(self, worker: SimWorker, term: int, event: ReportArrived | ReportRefused) -> None:
-        if not worker.is_connected:
-            return
-        if self.network.is_cut(worker.machine.identity.worker, COORDINATOR):
-            worker.up.append(partial(self._tell_term, term, event))
-        else:
-            self._tell_term(term, event)
-
     def _end_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
         if not worker.is_stuck:
             worker.when_running(partial(self._finish_op, worker, command, seconds))
@@ -530,13 +432,3 @@ class World(Service):
     def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
         """The last one of this version."""
         return [r for r in self.log if isinstance(r, CheckpointCommitted) and r.version == version][-1]
-
-
-def arrived(worker: SimWorker, report: Report) -> ReportArrived | ReportRefused:
-    """What the coordinator's edge makes of a report: numbers that cannot be do not get to the machine."""
-    identity = worker.machine.identity
-    try:
-        check_numbers(report)
-    except OutOfRangeError as error:
-        return ReportRefused(worker=identity.worker, incarnation=identity.incarnation, reason=str(error))
-    return ReportArrived(worker=identity.worker, incarnation=identity.incarnation, report=report)
