@@ -12,6 +12,13 @@ from coordinator.store import state_path
 from skein.errors import UserError
 from skein.protocol.membership import LEASE_S
 from skein.wire.logs import LogFormat
+from skein.wire.options import (
+    checkpoint_root_option,
+    data_root_option,
+    insecure_option,
+    log_format_option,
+    metrics_host_option,
+)
 from skein.wire.state_dir import default_state_dir
 
 
@@ -44,29 +51,18 @@ from skein.wire.state_dir import default_state_dir
     envvar="SKEIN_TOKEN_FILE",
     help="Calls need the token in this file.",
 )
-@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
+@insecure_option
 @click.option("--ray", "ray_address", help="Head of an existing Ray cluster, host:port; else one is started.")
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
-@click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
+@metrics_host_option
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
-@click.option(
-    "--data-root",
-    "data_roots",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    show_default="left to the workers",
-    help="Refuse jobs that name data elsewhere. May be given again.",
+@data_root_option(
+    shown="left to the workers",
+    meaning="Refuse jobs that name data elsewhere.",
 )
-@click.option(
-    "--checkpoint-root",
-    "checkpoint_roots",
-    multiple=True,
-    metavar="FOLDER|URL",
-    show_default="~/.local/share/skein/checkpoints",
-    help="Where a checkpoint.url may lead. May be given again.",
-)
+@checkpoint_root_option
 @click.option("--lease", "lease_s", default=LEASE_S, help="Seconds of silence after which a worker is lost.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
+@log_format_option
 def main(
     *,
     host: str,

@@ -10,6 +10,13 @@ import click
 from skein.errors import UserError
 from skein.units import parse_bytes
 from skein.wire.logs import LogFormat
+from skein.wire.options import (
+    checkpoint_root_option,
+    data_root_option,
+    insecure_option,
+    log_format_option,
+    metrics_host_option,
+)
 from worker import daemon
 
 _PORT = click.IntRange(0, 2**16 - 1)
@@ -53,28 +60,17 @@ def _memory(text: str | None) -> int | None:
     show_default="~/.local/state/skein",
     help="Holds what proves, under a --name, that a worker started again is the same one.",
 )
-@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
-@click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
+@insecure_option
+@metrics_host_option
 @click.option(
     "--metrics-port", type=_PORT, show_default="none", help="Port of /metrics; beats carry the same numbers."
 )
-@click.option(
-    "--data-root",
-    "data_roots",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    show_default="~/.local/share/skein/data",
-    help="Folder of data, tokenizers and weights; jobs read nothing else. May be given again.",
+@data_root_option(
+    shown="~/.local/share/skein/data",
+    meaning="Folder of data, tokenizers and weights; jobs read nothing else.",
 )
-@click.option(
-    "--checkpoint-root",
-    "checkpoint_roots",
-    multiple=True,
-    metavar="FOLDER|URL",
-    show_default="~/.local/share/skein/checkpoints",
-    help="Where a checkpoint.url may lead. May be given again.",
-)
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines.")
+@checkpoint_root_option
+@log_format_option
 def up(
     *,
     join: str,

@@ -17,6 +17,7 @@ from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode, default_folder
 from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
+from skein.wire.options import data_root_option
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -49,13 +50,9 @@ _one_way_option = click.option("--one-way", "is_one_way", is_flag=True, help="On
 )
 @click.option("--seed", default=0, show_default=True, help="Of jitter and loss.")
 @click.option("--no-services", is_flag=True, help="The network alone, without a coordinator and workers.")
-@click.option(
-    "--data-root",
-    "data_roots",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    show_default="the working directory",
-    help="Folder that workers read data from. May be given again.",
+@data_root_option(
+    shown="the working directory",
+    meaning="Folder that workers read data from.",
 )
 @click.option("--closed-homes", is_flag=True, help="Behind NAT no port is forwarded: nobody can dial in.")
 @_directory_option

@@ -15,7 +15,6 @@ from skein.config.agreement import check_aggregation
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import UserError
-from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
@@ -287,8 +286,8 @@ class JobSpec(Spec):
         """Steps after which the budget is spent, if its hours last."""
         by_tokens = MOST_STEPS
         if self.budget.tokens is not None:
-            tokens_in_sample = 1 if isinstance(self.model, DigitsCnnModel) else self.data.sequence_tokens
-            by_tokens = min(by_tokens, -(-self.budget.tokens // (self.batch.samples * tokens_in_sample)))
+            step_tokens = self.batch.samples * self.model.sample_tokens(self.data.sequence_tokens)
+            by_tokens = min(by_tokens, -(-self.budget.tokens // step_tokens))
         return min(by_tokens, self.budget.steps or MOST_STEPS)
 
     @property

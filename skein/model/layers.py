@@ -71,6 +71,10 @@ class AnyModel(Spec):
     def vocab_size(self) -> int | None:
         """How many tokens the model knows; None: its samples are images."""
 
+    def sample_tokens(self, sequence_tokens: int) -> int:
+        """What a sample counts for, in tokens, where one of text has so many."""
+        return sequence_tokens
+
     @abstractmethod
     def layer_parameters(self) -> tuple[Shapes, ...]:
         """The tensors of each layer: what takes raw samples first, then the blocks, the head and its loss last."""

@@ -121,7 +121,8 @@ def _begun(read: Callable[[], Batch]) -> Future[Batch]:
 def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:
     """Validation positions of one evaluation microbatch; the last one may be short.
 
-    >>> from skein.config.job import BudgetSpec, DataSpec, DigitsCnnModel, DigitsSource, EvaluationSpec
+    >>> from skein.config.job import BudgetSpec, DataSpec, DigitsSource, EvaluationSpec
+    >>> from skein.model.families.digits_cnn import DigitsCnnModel
     >>> job = JobSpec(name="j", model=DigitsCnnModel(family="digits_cnn"), budget=BudgetSpec(steps=1),
     ...               data=DataSpec(sources=(DigitsSource(format="digits"),)), evaluation=EvaluationSpec(samples=6))
     >>> evaluation_positions(job, MicrobatchId(1))

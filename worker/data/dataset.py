@@ -147,7 +147,7 @@ def open_dataset(
         selection=selection,
         fingerprint=_fingerprint(sources, selection),
         separator=None if tokenizer is None else tokenizer.separator,
-        sample_tokens=1 if size is None else data.sequence_tokens,
+        sample_tokens=model.sample_tokens(data.sequence_tokens),
     )
 
 

@@ -32,6 +32,10 @@ class DigitsCnnModel(AnyModel):
     def vocab_size(self) -> None:
         return None
 
+    def sample_tokens(self, sequence_tokens: int) -> int:
+        """An image counts as one token."""
+        return 1
+
     def layer_parameters(self) -> tuple[Shapes, ...]:
         channels = self.channels
         norm = {"norm.weight": (channels,), "norm.bias": (channels,)}

@@ -33,22 +33,25 @@ PRESETS: Mapping[str, Qwen2Shape] = MappingProxyType(
 )
 
 
+DIALECT = Dialect(
+    architecture="Qwen2ForCausalLM",
+    defaults={
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
+    required={},
+    windowed={"use_sliding_window": True, "max_window_layers": 0},
+)
+
+
 class Qwen2Model(DecoderModel):
     """A Qwen 2 or 2.5 language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
     sizes: ClassVar[type[DecoderShape]] = Qwen2Shape
-    dialect: ClassVar[Dialect] = Dialect(
-        architecture="Qwen2ForCausalLM",
-        defaults={
-            "vocab_size": 151_936,
-            "intermediate_size": 22_016,
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-        },
-        required={},
-        windowed={"use_sliding_window": True, "max_window_layers": 0},
-    )
+    dialect: ClassVar[Dialect] = DIALECT
     presets: ClassVar[Mapping[str, DecoderShape]] = PRESETS
 
     family: Literal["qwen2"] = "qwen2"

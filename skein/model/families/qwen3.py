@@ -1,10 +1,12 @@
 """Qwen 3: each head's queries and keys are normalised; no biases; heads as wide as head_dim says."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from skein.model.decoder import DecoderModel
+from skein.model.families import qwen2
 from skein.model.huggingface import Dialect
 from skein.model.shape import DecoderShape, WindowedShape
 
@@ -38,18 +40,11 @@ class Qwen3Model(DecoderModel):
     """A Qwen 3 language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
     sizes: ClassVar[type[DecoderShape]] = Qwen3Shape
-    dialect: ClassVar[Dialect] = Dialect(
+    dialect: ClassVar[Dialect] = replace(
+        qwen2.DIALECT,
         architecture="Qwen3ForCausalLM",
-        defaults={
-            "vocab_size": 151_936,
-            "intermediate_size": 22_016,
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "sliding_window": 4096,
-        },
+        defaults={**qwen2.DIALECT.defaults, "head_dim": 128},
         required={"attention_bias": False},
-        windowed={"use_sliding_window": True, "max_window_layers": 0},
     )
     presets: ClassVar[Mapping[str, DecoderShape]] = PRESETS
 
