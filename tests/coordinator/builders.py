@@ -15,7 +15,7 @@ from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator_io import CancelAsked, MakePlan, PlanMade
 from skein.protocol.messages import CheckpointFile, Decision, NewGeneration, StepRecord
 from skein.protocol.records import (
     CheckpointCommitted,
@@ -202,6 +202,10 @@ class Lab:
         self.streams.append(stream)
         await eventually(lambda: stream.num_waiting > 0)
         return stream
+
+    async def handled(self) -> None:
+        """All that was said so far is handled, and what it recorded is durable."""
+        _ = await self.driver.ask(CancelAsked(job=JobId("none")))
 
     async def acknowledge(self, stream: Stream) -> NewGeneration:
         """The worker takes what waits, up to a new generation, and acknowledges that."""

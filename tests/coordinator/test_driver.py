@@ -158,7 +158,8 @@ async def test_the_newest_stream_of_a_worker_is_the_one_that_counts() -> None:
         await it.driver.reported(older, Beat(progress=7, running_s=0.0, statistics=()))
         await it.driver.reported(newer, Beat(progress=1, running_s=0.0, statistics=()))
         entry = it.driver.machine.membership.live[WorkerId("w1")]
-        await eventually(lambda: entry.progress == 1)
+        await it.handled()
+        assert entry.progress == 1
         assert entry.is_connected
         assert it.driver.num_streams == 1
 
@@ -170,10 +171,10 @@ async def test_a_stranger_that_knows_an_incarnation_keeps_its_process_out_at_no_
         # The stream is open for as long as the stranger does not read what it is told.
         stranger = Stream(WorkerId("w1"), Incarnation("first"), secret="another")
         await it.driver.opened(stranger, hello(secret="another"))
-        await eventually(lambda: stranger.num_waiting == 1)
+        await it.handled()
+        assert stranger.num_waiting == 1
         back = Stream(WorkerId("w1"), Incarnation("first"), secret="known")
         await it.driver.opened(back, hello())
-        await eventually(lambda: back.num_waiting > 0)
         assert isinstance(await back.take(), Welcome)
         assert not await taken(stranger)
 
@@ -183,9 +184,10 @@ async def test_a_closed_stream_shortens_the_lease() -> None:
         stream = await it.join()
         await it.driver.closed(stream, "the connection broke")
         entry = it.driver.machine.membership.live[WorkerId("w1")]
-        await eventually(lambda: not entry.is_connected)
+        await it.handled()
+        assert not entry.is_connected
         it.clock.now += 1.0
-        await it.driver.ask(CancelAsked(job=JobId("none")))
+        await it.handled()
         assert not it.driver.machine.membership.live
 
 
@@ -199,11 +201,12 @@ async def test_a_stream_that_is_not_read_is_closed() -> None:
 
 async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
     asked: list[int] = []
-    held = asyncio.Event()
+    begun, held = asyncio.Event(), asyncio.Event()
 
     async def plan(question: MakePlan) -> PlanMade:
         asked.append(len(asked))
         if len(asked) == 1:
+            begun.set()
             await held.wait()
         return PlanMade(request=question.request, result=Infeasible(reason=f"answer {len(asked)}"))
 
@@ -211,7 +214,7 @@ async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
         stream = await it.join("w1")
         await it.driver.ask(submit("a"))
         await it.acknowledge(stream)
-        await eventually(lambda: len(asked) == 1)
+        await begun.wait()
         await it.driver.ask(CancelAsked(job=JobId("digits-1")))
         await it.driver.ask(submit("b"))
         await it.acknowledge(stream)
@@ -253,7 +256,7 @@ async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
     async with lab(log, plan=plan_at_once) as it:
         stream = await it.join()
         # The fence waits for its record, the welcome for nothing.
-        await eventually(lambda: stream.num_waiting == 2)
+        await it.handled()
         welcome, fence = await taken(stream)
         assert isinstance(welcome, Welcome)
         assert isinstance(fence, NewGeneration)

@@ -18,23 +18,22 @@ class Guests:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def come(self, address: str, seconds: float | None = None) -> None:
-        self.tasks.append(asyncio.create_task(self._stay(address, seconds)))
-        await settled()
+        """Be in, and whoever had to go for it out."""
+        is_in = asyncio.Event()
+        self.tasks.append(asyncio.create_task(self._stay(address, seconds, is_in)))
+        await is_in.wait()
+        while len(inside := [task for task in self.tasks if not task.done()]) > len(self.room):
+            await asyncio.wait(inside, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _stay(self, address: str, seconds: float | None) -> None:
+    async def _stay(self, address: str, seconds: float | None, is_in: asyncio.Event) -> None:
         async with self.room.enter(address, seconds):
+            is_in.set()
             await asyncio.Event().wait()
 
     async def go(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-async def settled() -> None:
-    """Whatever can happen at once has."""
-    for _ in range(8):
-        await asyncio.sleep(0)
 
 
 def put_out(guests: Guests) -> list[int]:
