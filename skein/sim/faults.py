@@ -8,7 +8,7 @@ from itertools import pairwise
 from skein import rng
 from skein.protocol.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
-from skein.protocol.records import JobSubmitted
+from skein.protocol.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.sim.network import FAIR, Weather
 from skein.sim.world import World
 from skein.topology.fleet import Profile
@@ -218,18 +218,19 @@ def _pause(world: World, fault: Fault) -> None:
 
 
 def _resume(world: World, job: JobId) -> None:
-    """Ask, and again as a client does that has no answer, until the job goes on.
-
-    At first in any case: while the disk is full, what was asked before waits too.
-    """
+    """Ask, and again whenever the log has it held: what was asked on a full disk may never have been written."""
     world.tell(ResumeAsked(job=job))
-    world.clock.after(ASK_AGAIN_S, partial(_resume_again, world, job))
+    world.clock.after(ASK_AGAIN_S, partial(_look_again, world, job))
 
 
-def _resume_again(world: World, job: JobId) -> None:
-    known = None if world.coordinator is None else world.coordinator.history.jobs[job]
-    if known is None or known.held is not None or known.halt is not None:
+def _look_again(world: World, job: JobId) -> None:
+    newest = next(
+        (r for r in reversed(world.log) if isinstance(r, HaltAsked | JobHeld | JobResumed | JobEnded)), None
+    )
+    if isinstance(newest, HaltAsked | JobHeld):
         _resume(world, job)
+    elif not isinstance(newest, JobEnded):
+        world.clock.after(ASK_AGAIN_S, partial(_look_again, world, job))
 
 
 # --- links ---
