@@ -255,6 +255,7 @@ class SkippingTraining:
         spec, expected = self.job.optimizer, plan.microbatches_by_chunk()
         terms = StepTerms(
             step=step,
+            num_steps=self.job.total_steps,
             learning_rate=learning_rate(spec, step, self.job.total_steps),
             clip_norm=spec.clip_norm,
             batch_samples=self.job.batch.samples,

@@ -38,13 +38,13 @@ def model_card(
     opening = _OPEN if is_text else ""
     if is_text and not has_tokenizer:
         opening += "\nThe tokenizer is not in this folder: copy its files here first.\n"
-    parts = ["---", *header, "---", "", f"# {job.name}", "", _first_line(job, manifest), opening]
+    parts = ["---", *header, "---", "", f"# {job.name}", "", _first_line(job, manifest, status), opening]
     return "\n".join([*parts, "| | |", "|---|---|", *rows, ""])
 
 
-def _first_line(job: JobSpec, manifest: ManifestReply) -> str:
+def _first_line(job: JobSpec, manifest: ManifestReply, status: JobStatus) -> str:
     begun = "" if job.model.begins_from is None else f", begun from {Path(job.model.begins_from).name}"
-    steps = f"{manifest.version} of {job.total_steps} steps"
+    steps = f"{manifest.version} of {status.total_steps} steps"
     return f"A {job.model.family} model after {steps}{begun}, trained by Skein {skein.__version__}."
 
 

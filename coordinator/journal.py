@@ -21,6 +21,7 @@ from skein.protocol.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    DataCounted,
     Diverged,
     Drained,
     EpochOpened,
@@ -42,6 +43,7 @@ from skein.wire.extra import LogLine
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
+    EpochsCounted,
     EvaluationFinished,
     GenerationBegun,
     IncidentEnded,
@@ -103,6 +105,10 @@ class Fold:
                 workers = tuple(member.worker for member in record.members)
                 begun = GenerationBegun(generation=record.generation, workers=workers, reason=record.reason)
                 return begun, record.wall_s
+            case DataCounted(num_train_samples=num_samples, num_steps=num_steps):
+                if num_steps is None:
+                    return None
+                return EpochsCounted(num_train_samples=num_samples, num_steps=num_steps), record.wall_s
             case StepCommitted():
                 self._step_ended(record)
                 step = StepFinished(record=record.record, tokens_per_s=self.tokens_per_s, step_s=self.step_s)

@@ -38,6 +38,7 @@ from skein.protocol.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    DataCounted,
     Diverged,
     Drained,
     EpochOpened,
@@ -366,7 +367,15 @@ class Metrics:
             case JobEnded() | JobHeld():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)
-            case EpochOpened() | JobSubmitted() | Drained() | Averaged() | HaltAsked() | JobResumed():
+            case (
+                EpochOpened()
+                | JobSubmitted()
+                | Drained()
+                | Averaged()
+                | HaltAsked()
+                | JobResumed()
+                | DataCounted()
+            ):
                 pass
 
     def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:

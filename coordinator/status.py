@@ -34,7 +34,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         state=machine.state_of(job),
         reason=machine.reason_of(job),
         step=history.version,
-        total_steps=history.spec.total_steps,
+        total_steps=history.total_steps,
         loss=None if last is None else last.loss,
         evaluation_loss=None if evaluation is None else evaluation.loss,
         num_tokens=history.num_tokens,
@@ -58,7 +58,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         else transfer_times(plan.plan, machine.measured.get(job), machine.links),
         predicted_spread=0.0 if plan is None else _spread(machine, job, plan.plan),
         shortfalls=_shortfalls(machine, run.plan, history.spec) if is_active and run is not None else (),
-        num_train_samples=run.num_train_samples if is_active and run is not None else 0,
+        num_train_samples=0 if history.counted is None else history.counted.num_train_samples,
     )
 
 

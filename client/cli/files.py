@@ -31,9 +31,16 @@ def outline(job: JobSpec) -> str:
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
-        f"{job.total_steps} steps of {batch.samples} samples, {job.precision}{ends}; "
+        f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}"
     )
+
+
+def _length(job: JobSpec) -> str:
+    epochs = "" if job.budget.epochs is None else f"{job.budget.epochs:g} epochs"
+    if job.budget.is_open:
+        return f"{epochs}, in steps"
+    return f"{job.total_steps} steps{', or ' + epochs + ' if they are fewer,' if epochs else ''}"
 
 
 @click.command()

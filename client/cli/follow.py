@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from client.cli.show import count, duration, eta_s, event_text, number
+from client.cli.show import count, duration, eta_s, event_text, number, steps_text
 from skein.types import JobState
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
+    EpochsCounted,
     EvaluationFinished,
     JobEvent,
     LineLogged,
@@ -51,6 +52,8 @@ class Progressed:
                 self.num_tokens += record.num_tokens
                 self.step, self.loss = record.step + 1, record.loss
                 self.tokens_per_s, self.step_s = event.body.tokens_per_s, event.body.step_s
+            case EpochsCounted(num_steps=num_steps):
+                self.total_steps = min(self.total_steps, num_steps)
             case EvaluationFinished(loss=loss):
                 self.evaluation_loss = loss
             case WentBack(to_version=version):
@@ -115,7 +118,7 @@ class LineView:
             now, is_last = self._now(), progress.step >= progress.total_steps
             if is_last or now - self._told_at >= LINE_S:
                 self._told_at = now
-                self._line(f"step {progress.step}/{progress.total_steps}  {progress.figures()}")
+                self._line(f"step {progress.step}/{steps_text(progress.total_steps)}  {progress.figures()}")
         elif _is_news(event):
             self._line(event_text(event))
 
@@ -150,7 +153,11 @@ class BarView:
         if self._bar is None:
             self._bar = self._progress.add_task(progress.state, total=progress.total_steps, figures="")
         self._progress.update(
-            self._bar, completed=progress.step, description=progress.state, figures=progress.brief()
+            self._bar,
+            total=progress.total_steps,
+            completed=progress.step,
+            description=progress.state,
+            figures=progress.brief(),
         )
         if _is_news(event) and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
             self._progress.console.print(Text(event_text(event)), soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import assert_never
 import click
 
 from client.documents import end_of_documents
-from skein.config.job import JobSpec
+from skein.config.job import MOST_STEPS, JobSpec
 from skein.errors import UserError
 from skein.plan.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
@@ -21,6 +21,7 @@ from skein.units import format_bytes
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
+    EpochsCounted,
     EvaluationFinished,
     GenerationBegun,
     IncidentEnded,
@@ -35,6 +36,7 @@ from skein.wire.views import (
 
 _WORD_OF_EVENT = {
     StateChanged: "state_changed",
+    EpochsCounted: "epochs_counted",
     StepFinished: "step_finished",
     EvaluationFinished: "evaluation_finished",
     CheckpointFinished: "checkpoint_finished",
@@ -118,7 +120,7 @@ def job_row(status: JobStatus) -> tuple[str, ...]:
         status.job,
         status.name,
         status.state,
-        f"{status.step}/{status.total_steps}",
+        f"{status.step}/{steps_text(status.total_steps)}",
         number(status.loss),
         number(status.evaluation_loss),
         count(status.tokens_per_s),
@@ -151,7 +153,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "name": status.name,
         "state": state,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_wall_s)),
-        "steps": f"{status.step} of {status.total_steps}",
+        "steps": f"{status.step} of {steps_text(status.total_steps)}",
         "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per token)",
         "tokens": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
         **({"left out": late_samples(status)} if status.num_late_samples else {}),
@@ -303,6 +305,8 @@ def event_text(event: JobEvent) -> str:
     match event.body:
         case StateChanged(state=state, reason=reason):
             return f"{state}: {reason}" if reason else str(state)
+        case EpochsCounted(num_train_samples=num_samples, num_steps=num_steps):
+            return f"{counted(num_samples, 'sample')} in an epoch, {counted(num_steps, 'step')} in all"
         case StepFinished(record=record, tokens_per_s=rate):
             skipped = "" if record.decision == "apply" else f"  skipped: {record.reason}"
             return (
@@ -334,7 +338,16 @@ def timed(event: JobEvent) -> str:
 
 def eta_s(step: int, total_steps: int, step_s: float) -> float:
     """Seconds that the steps to come take at this pace; infinite while nothing is known."""
-    return (total_steps - step) * step_s if step_s > 0 else math.inf
+    return (total_steps - step) * step_s if step_s > 0 and total_steps < MOST_STEPS else math.inf
+
+
+def steps_text(total_steps: int) -> str:
+    """How many steps a job has; `?` as long as its data are not counted.
+
+    >>> steps_text(300), steps_text(MOST_STEPS)
+    ('300', '?')
+    """
+    return "?" if total_steps >= MOST_STEPS else str(total_steps)
 
 
 def duration(seconds: float) -> str:

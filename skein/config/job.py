@@ -5,6 +5,7 @@ Everything is in SI base units inside; sizes and durations may be written with u
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -156,19 +157,40 @@ MOST_STEPS = 100_000_000
 
 
 class BudgetSpec(Spec):
-    """When the job is done: with the first of those that are given. One of `steps` and `tokens` must be."""
+    """When the job is done: with the first of those that are given. One must be, and not only `hours`."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     tokens: Annotated[int, Field(ge=1, le=10**18)] | None = None
     """To train on, to whole steps of `batch.samples` times `data.sequence_tokens`; a digit counts as one."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Times that all samples to train on are seen, to whole steps; counted when workers first open the data."""
     hours: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Of work, counted from step to step: what is paused, planned, recovered and evaluated in between is not."""
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetSpec":
-        if self.steps is None and self.tokens is None:
-            raise UserError("steps", Words("none"), "give steps or tokens, with hours beside them if wanted")
+        if self.steps is None and self.tokens is None and self.epochs is None:
+            raise UserError(
+                "steps", Words("none"), "give steps, tokens or epochs, with hours beside them if wanted"
+            )
         return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only the data can tell how many steps it is at most."""
+        return self.steps is None and self.tokens is None
+
+    def steps_of_epochs(self, num_samples: int, batch_samples: int) -> int | None:
+        """Steps of `batch_samples` that its epochs are on data of so many samples; None without epochs.
+
+        >>> BudgetSpec(epochs=1.5).steps_of_epochs(100, 8), BudgetSpec(steps=5).steps_of_epochs(100, 8)
+        (19, None)
+        """
+        if self.epochs is None:
+            return None
+        # Of 0.1 times 30 nothing is left over, whatever floats say.
+        num_steps = math.ceil(round(self.epochs * num_samples / batch_samples, 6))
+        return min(MOST_STEPS, max(1, num_steps))
 
 
 class EvaluationSpec(Spec):
@@ -283,7 +305,7 @@ class JobSpec(Spec):
 
     @property
     def total_steps(self) -> int:
-        """Steps after which the budget is spent, if its hours last."""
+        """Steps after which the budget is spent, if its hours last and its epochs are not fewer."""
         by_tokens = MOST_STEPS
         if self.budget.tokens is not None:
             step_tokens = self.batch.samples * self.model.sample_tokens(self.data.sequence_tokens)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
 
@@ -18,6 +18,7 @@ from skein.protocol.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    DataCounted,
     Diverged,
     Drained,
     EpochOpened,
@@ -96,6 +97,8 @@ class JobHistory:
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     begins: Beginning | None = None
     """Whose parameters it begins with, if they are another job's."""
+    counted: DataCounted | None = None
+    """What its data were when they were opened first."""
     halt: HaltAsked | None = None
     """What it is to come to once it is saved."""
     held: JobHeld | None = None
@@ -127,8 +130,10 @@ class JobHistory:
 
     @property
     def total_steps(self) -> int:
-        """Steps after which the budget is spent, as far as the pace so far tells of its hours."""
-        return self.clock.total_steps(self.spec, self.version)
+        """Steps after which the budget is spent, as far as data were counted and the pace tells of its hours."""
+        by_time = self.clock.total_steps(self.spec, self.version)
+        num_steps = None if self.counted is None else self.counted.num_steps
+        return by_time if num_steps is None else min(by_time, num_steps)
 
     @property
     def rewinds(self) -> list[RolledBack]:
@@ -209,6 +214,7 @@ class History:
         | Diverged
         | Averaged
         | Incident
+        | DataCounted
         | HaltAsked
         | JobHeld
         | JobResumed
@@ -294,6 +300,8 @@ class History:
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case Incident():
                 job.incidents.append(record)
+            case DataCounted():
+                job.counted = record
             case HaltAsked():
                 job.halt = record
             case JobHeld():
@@ -350,6 +358,7 @@ def _resume(job: JobHistory, record: JobResumed) -> None:
     if record.steps is not None:
         job.asked = job.asked or job.spec
         job.spec = with_steps(job.spec, record.steps)
+        job.counted = None if job.counted is None else replace(job.counted, num_steps=None)
 
 
 def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:

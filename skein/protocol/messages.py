@@ -345,12 +345,14 @@ class ExchangeTerms:
     that makes no local step. `due_step` is the step that the rule ends with this exchange. `taken_at` is None where
     that is the step whose record applies the result; else the version at which members send, to go on with steps until
     that record. `checkers` are followers that compute the leader's score again from what they have received.
+    `num_steps` are the whole job's: with the last all exchanges are due.
     """
 
     reach: Reach
     learning_rate: float
     scales: tuple[float, ...]
     due_step: Step
+    num_steps: int
     taken_at: Step | None = None
     checkers: tuple[WorkerId, ...] = ()
 

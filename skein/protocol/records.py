@@ -285,6 +285,18 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataCounted:
+    """What the job's data were when workers opened them first; `num_steps`: what its epochs are, if it has a budget of
+    those.
+    """
+
+    job: JobId
+    num_train_samples: int
+    num_steps: int | None
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HaltAsked:
     """Somebody wants a job to be held, or cancelled, once what it has come to is saved."""
 
@@ -335,6 +347,7 @@ Record = (
     | Diverged
     | Averaged
     | Incident
+    | DataCounted
     | HaltAsked
     | JobHeld
     | JobResumed

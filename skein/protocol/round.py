@@ -107,9 +107,13 @@ RoundCommand = AskReduction | StepDecided | Outvoted | RoundFailed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """What a decision needs beside the votes: learning rate, clipping norm (None: none), samples per step."""
+    """What a decision needs beside the votes: learning rate, clipping norm (None: none), samples per step.
+
+    `num_steps` are the whole job's.
+    """
 
     step: Step
+    num_steps: int
     learning_rate: float
     clip_norm: float | None
     batch_samples: int
@@ -271,6 +275,7 @@ class Round:
             learning_rate=self.terms.learning_rate,
             scales=tuple(weights.get(local_group(member).group, 0.0) for member in group.members),
             due_step=self.terms.step,
+            num_steps=self.terms.num_steps,
             checkers=self._checkers.get(group.group, ()),
         )
 

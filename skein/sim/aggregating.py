@@ -272,7 +272,7 @@ class AggregatingExecutor(NumericExecutor):
     def _sent(
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
     ) -> dict[int, Tensors]:
-        dues = dues_at(self._model.job.aggregation, exchange.due_step, num_steps=self._model.job.total_steps)
+        dues = dues_at(self._model.job.aggregation, exchange.due_step, num_steps=exchange.num_steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )

@@ -138,6 +138,14 @@ class StateChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochsCounted:
+    """What an epoch is, in a job whose budget has some: all of them are `num_steps`."""
+
+    num_train_samples: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished:
     """A step was committed; `tokens_per_s` is smoothed over the last steps."""
 
@@ -208,6 +216,7 @@ Key = tuple[int, int]
 
 JobHappening = (
     StateChanged
+    | EpochsCounted
     | StepFinished
     | EvaluationFinished
     | CheckpointFinished

@@ -3,7 +3,7 @@
 import pytest
 
 from skein.config.aggregation import Gossip
-from skein.config.job import BudgetSpec, DataSpec, DigitsSource, JobSpec, with_steps
+from skein.config.job import MOST_STEPS, BudgetSpec, DataSpec, DigitsSource, JobSpec, with_steps
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
@@ -41,8 +41,16 @@ def test_a_digit_counts_as_one_token() -> None:
 
 
 def test_hours_alone_are_no_budget() -> None:
-    with pytest.raises(ValueError, match="give steps or tokens"):
+    with pytest.raises(ValueError, match="give steps, tokens or epochs"):
         job_of(hours=2)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_samples", "steps"),
+    [(1, 80, 10), (1, 81, 11), (0.5, 80, 5), (3, 1, 1), (0.1, 240, 3), (1_000_000, 10**9, MOST_STEPS)],
+)
+def test_epochs_are_whole_steps_of_what_there_is(epochs: float, num_samples: int, steps: int) -> None:
+    assert job_of(epochs=epochs).budget.steps_of_epochs(num_samples, 8) == steps
 
 
 def test_walkers_must_know_their_last_step() -> None:

@@ -129,6 +129,7 @@ def test_an_exchange_of_a_version_to_come_is_taken_up_with_that_version(
         learning_rate=0.1,
         scales=(0.0, 1.0),
         due_step=Step(step),
+        num_steps=100,
         taken_at=None if taken_at is None else Step(taken_at),
     )
     hand.hear(

@@ -24,7 +24,7 @@ from skein.types import Epoch, Generation, GroupId, Step, WorkerId
 from tests.support.plans import chunk, grid_plan, path, plan_of
 from tests.support.reports import ledger, spread, stage_done, vote
 
-TERMS = StepTerms(step=Step(0), learning_rate=0.01, clip_norm=1.0, batch_samples=8)
+TERMS = StepTerms(step=Step(0), num_steps=100, learning_rate=0.01, clip_norm=1.0, batch_samples=8)
 
 
 def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
@@ -248,14 +248,18 @@ def test_a_norm_above_the_limit_is_clipped_to_it() -> None:
 
 def test_without_a_limit_nothing_is_clipped() -> None:
     plan = grid_plan(stages=1, replicas=1)
-    machine = round_of(plan, StepTerms(step=Step(0), learning_rate=0.1, clip_norm=None, batch_samples=8))
+    machine = round_of(
+        plan, StepTerms(step=Step(0), num_steps=100, learning_rate=0.1, clip_norm=None, batch_samples=8)
+    )
     hear_ledgers(machine, plan, num_tokens=1)
     assert decided(hear_votes(machine, plan, squared_norm=1e9)).clip == 1.0
 
 
 def test_a_later_step_counts_its_samples_from_the_first() -> None:
     plan = grid_plan(stages=1, replicas=1, num_microbatches=1)
-    machine = round_of(plan, StepTerms(step=Step(6), learning_rate=0.1, clip_norm=None, batch_samples=8))
+    machine = round_of(
+        plan, StepTerms(step=Step(6), num_steps=100, learning_rate=0.1, clip_norm=None, batch_samples=8)
+    )
     done = stage_done(ledger(0, "w0a", 0), step=6, tokens=(1,))
     machine.handle(LedgerHeard(worker=WorkerId("w0a"), done=done), now=0.0)
     cast = vote("s0", step=6)

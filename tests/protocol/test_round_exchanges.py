@@ -48,7 +48,7 @@ def round_of(plan: Plan, rule: AggregationSpec, *, step: int = 5, clip_norm: flo
         tree=lambda _, leader: (leader,),
     )
     return Round(
-        StepTerms(step=Step(step), learning_rate=0.1, clip_norm=clip_norm, batch_samples=4),
+        StepTerms(step=Step(step), num_steps=100, learning_rate=0.1, clip_norm=clip_norm, batch_samples=4),
         groups,
         [path.hops[-1] for path in plan.paths],
         expected=plan.microbatches_by_chunk(),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from skein.config.job import BudgetSpec
 from skein.config.optimizer import AdamWSpec
 from skein.plan.rounds import is_exchange
 from skein.protocol.messages import StepRecord
@@ -56,6 +57,21 @@ def test_a_job_runs_to_its_end_and_every_exchange_keeps_what_it_must(base: str, 
     named = {(x.group, x.attempt) for record in committed for x in record.results if is_exchange(x.group)}
     assert named
     assert model.checked == named
+
+
+@pytest.mark.parametrize("rule", ["diloco", "overlapped"])
+def test_walkers_meet_in_the_last_step_of_their_epochs(rule: str) -> None:
+    shape = shape_of(f"line 2x2 by {rule}")
+    job = shape.job(steps=STEPS)
+    budget = BudgetSpec(epochs=(STEPS - 1) * job.batch.samples / 10**6)
+    model = AggregatingModel(job.model_copy(update={"budget": budget}))
+    world = make_world(
+        model.job, small_fleet(shape), seed=0, new_world=partial(World, new_executor=model.executor)
+    )
+    run_to_end(world, limit_s=LIMIT_S)
+    committed = [record.record for record in of_kind(world.log, StepCommitted)]
+    assert [record.step for record in committed] == list(range(STEPS - 1))
+    assert any(is_exchange(result.group) for result in committed[-1].results)
 
 
 @pytest.mark.parametrize("rule", ["diloco", "decentlam", "qg_dmsgd", "lsgd", "int8", "one_bit_lamb"])

@@ -8,6 +8,7 @@ from skein.config.job import BudgetSpec, JobSpec
 from skein.protocol.coordinator_io import CancelAsked, CoordinatorEvent, PauseAsked, ResumeAsked, SubmitAsked
 from skein.protocol.records import (
     CheckpointCommitted,
+    DataCounted,
     HaltAsked,
     Incident,
     JobEnded,
@@ -180,3 +181,26 @@ def test_a_job_works_for_its_hours_however_long_it_is_held() -> None:
     run_until(world, lambda world: world.clock.now > 100)
     insist(world, ResumeAsked(job=SIM_1), goes_on)
     assert abs(len(finish(world, about="hours").curve) - len(calm)) <= 1
+
+
+EPOCHS = BudgetSpec(epochs=40 / 10**6)
+"""Five steps: simulated workers find a million samples."""
+
+
+def test_a_job_sees_its_data_so_often_and_a_restarted_coordinator_knows() -> None:
+    world = world_of(LONG.model_copy(update={"budget": EPOCHS}))
+    run_until(world, lambda world: version_of(world) == 2)
+    world.crash_coordinator()
+    assert len(finish(world, about="epochs").curve) == 5
+    (counted,) = of_kind(world.log, DataCounted)
+    assert (counted.num_train_samples, counted.num_steps) == (10**6, 5)
+
+
+def test_epochs_too_few_for_the_warm_up_end_the_job_before_its_first_step() -> None:
+    warm = LONG.optimizer.model_copy(update={"warmup_steps": 6})
+    world = world_of(LONG.model_copy(update={"budget": EPOCHS, "optimizer": warm}))
+    assert not finish(world, about="warm-up", state=JobState.FAILED).curve
+    (ended,) = of_kind(world.log, JobEnded)
+    assert ended.reason == (
+        "budget.epochs: 4e-05: optimizer.warmup_steps: 6: the job has 5 steps: give at most 5, or a larger budget"
+    )

@@ -20,7 +20,9 @@ MEMBERS = tuple(ChunkRef(stage=StageIndex(0), worker=WorkerId(name)) for name in
 GROUP = Group(
     group=GroupId("x0.f0"), members=MEMBERS, num_shards=1, weights=(Row(members=(0, 1), weights=(0.5, 0.5)),)
 )
-TERMS = ExchangeTerms(reach=Reach.ALL, learning_rate=0.0, scales=(), due_step=Step(3), taken_at=Step(4))
+TERMS = ExchangeTerms(
+    reach=Reach.ALL, learning_rate=0.0, scales=(), due_step=Step(3), num_steps=100, taken_at=Step(4)
+)
 PACK = PackOp(
     step=Step(5), group=GROUP, attempt=attempt(), stages=(StageIndex(0),), parcels=(), exchange=TERMS
 )

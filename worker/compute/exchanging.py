@@ -76,7 +76,7 @@ class Exchanging:
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
     ) -> dict[int, Tensors]:
         me = self._place(group)
-        dues = dues_at(self._job.aggregation, exchange.due_step, num_steps=self._job.total_steps)
+        dues = dues_at(self._job.aggregation, exchange.due_step, num_steps=exchange.num_steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )

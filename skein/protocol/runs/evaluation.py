@@ -16,25 +16,16 @@ class Evaluation:
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
         self.num_validation_samples = 0
-        self.num_train_samples = 0
         self._num_microbatches = 0
         self._job = job
         self._members = members
         self._out = outbox
         self._reports: dict[tuple[WorkerId, int], EvaluationDone] = {}
 
-    def found(self, num_validation_samples: int, num_train_samples: int) -> None:
-        """Every origin has so many samples; says what an epoch is, and if they are too few to evaluate anything."""
+    def found(self, num_validation_samples: int) -> None:
+        """Every origin has so many samples; says if they are too few to evaluate anything."""
         is_news = num_validation_samples != self.num_validation_samples or self._job.version == 0
-        self.num_validation_samples, self.num_train_samples = num_validation_samples, num_train_samples
-        if is_news:
-            spec = self._job.spec
-            num_tokens = num_train_samples * spec.data.sequence_tokens
-            tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
-            self._out.log(
-                f"job={self._job.job} data: an epoch is {num_train_samples} samples{tokens}, "
-                f"{-(-num_train_samples // spec.batch.samples)} steps"
-            )
+        self.num_validation_samples = num_validation_samples
         if is_news and not self._available():
             wanted = self._job.spec.batch.microbatch_samples
             self._out.log(

@@ -88,6 +88,7 @@ class Overlapping:
                 learning_rate=0.0,
                 scales=(),
                 due_step=due_step,
+                num_steps=self._job.total_steps,
                 taken_at=self._job.version,
             ),
         )

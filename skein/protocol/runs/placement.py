@@ -363,9 +363,9 @@ class Placement:
         return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
 
     def num_samples(self) -> tuple[int, int]:
-        """What every origin has to validate and to train on."""
-        ready = [self._members.ready[origin] for origin in self._origins()]
-        return min(x.num_validation_samples for x in ready), min(x.num_train_samples for x in ready)
+        """What every origin has to validate and to train on: who reads other data is none."""
+        ready = self._members.ready[self._origins()[0]]
+        return ready.num_validation_samples, ready.num_train_samples
 
     def _origins(self) -> list[WorkerId]:
         assert self.plan is not None

@@ -77,9 +77,13 @@ def who_reads_other_data(
 ) -> tuple[WorkerId, ...]:
     """Those of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
     believed = [o for o in origins if version > 0 and any(c.version == version for c in acks[o].chunks)]
-    prints = Counter(ready[origin].data_fingerprint for origin in believed or origins)
-    [(usual, _)] = prints.most_common(1)
-    return tuple(origin for origin in origins if ready[origin].data_fingerprint != usual)
+    found = {origin: _data_of(ready[origin]) for origin in origins}
+    [(usual, _)] = Counter(found[origin] for origin in believed or origins).most_common(1)
+    return tuple(origin for origin in origins if found[origin] != usual)
+
+
+def _data_of(report: ChunksReady) -> tuple[str, int, int]:
+    return report.data_fingerprint, report.num_train_samples, report.num_validation_samples
 
 
 def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
@@ -88,9 +92,9 @@ def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
 
 
 def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
-    """Of those that read data, one for each fingerprint of it."""
-    found: dict[str, WorkerId] = {}
+    """Of those that read data, one for each that is not the same."""
+    found: dict[tuple[str, int, int], WorkerId] = {}
     for worker in sorted(ready):
         if ready[worker].data_fingerprint:
-            found.setdefault(ready[worker].data_fingerprint, worker)
+            found.setdefault(_data_of(ready[worker]), worker)
     return tuple(found.values())

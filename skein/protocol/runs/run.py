@@ -45,6 +45,7 @@ from skein.protocol.reports import (
 from skein.protocol.round import GraceOver, LedgerHeard, Outvoted, Round, RoundEvent, StepDecided, VoteHeard
 from skein.protocol.runs.asking import Asking
 from skein.protocol.runs.blame import Blame
+from skein.protocol.runs.counting import count_data
 from skein.protocol.runs.ending import Ending, Rewind, Stop
 from skein.protocol.runs.evaluation import Evaluation
 from skein.protocol.runs.gathering import Gathering
@@ -338,11 +339,6 @@ class Run:
         """The plan that is in place, or was the last."""
         return self._placement.plan
 
-    @property
-    def num_train_samples(self) -> int:
-        """Of an epoch of the data; 0 until its readers have told."""
-        return self._evaluation.num_train_samples
-
     # --- who is here, and who is to blame ---
 
     def _candidates(self) -> list[Entry]:
@@ -534,7 +530,12 @@ class Run:
         if odd:
             self._other_data(odd, now=now)
             return
-        self._evaluation.found(*self._placement.num_samples())
+        num_validation_samples, num_train_samples = self._placement.num_samples()
+        doubt = count_data(self.job, num_train_samples, self._out, now=now)
+        if doubt is not None:
+            self.end(JobState.FAILED, doubt, now=now)
+            return
+        self._evaluation.found(num_validation_samples)
         self._members.free_unplaced()
         self._incidents.over(now=now)
         if self._placement.resumed is not None and self._placement.resumed.is_begun:

@@ -71,6 +71,7 @@ class Stepping:
         assert plan is not None
         terms = StepTerms(
             step=version,
+            num_steps=self._job.total_steps,
             learning_rate=learning_rate(spec.optimizer, version, self._job.total_steps)
             * self._job.learning_rate_ratio,
             clip_norm=spec.optimizer.clip_norm,

@@ -1590,12 +1590,15 @@ class ExchangeTerms(_message.Message):
     DUE_STEP_FIELD_NUMBER: _builtins.int
     CHECKERS_FIELD_NUMBER: _builtins.int
     TAKEN_AT_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     reach: Global___Reach.ValueType
     learning_rate: _builtins.float
     due_step: _builtins.int
     """The step that the rule ends with this exchange."""
     taken_at: _builtins.int
     """At which version members send, and go on with steps; none: at the end of the step."""
+    num_steps: _builtins.int
+    """Of the whole job."""
     @_builtins.property
     def scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """By member: the factor on its summed gradients."""
@@ -1613,10 +1616,11 @@ class ExchangeTerms(_message.Message):
         due_step: _builtins.int = ...,
         checkers: _abc.Iterable[_builtins.str] | None = ...,
         taken_at: _builtins.int | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "taken_at", b"taken_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "checkers", b"checkers", "due_step", b"due_step", "learning_rate", b"learning_rate", "reach", b"reach", "scales", b"scales", "taken_at", b"taken_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at", "checkers", b"checkers", "due_step", b"due_step", "learning_rate", b"learning_rate", "num_steps", b"num_steps", "reach", b"reach", "scales", b"scales", "taken_at", b"taken_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__taken_at: _TypeAlias = _typing.Literal["taken_at"]  # noqa: Y015
     _WhichOneofArgType__taken_at: _TypeAlias = _typing.Literal["_taken_at", b"_taken_at"]  # noqa: Y015

@@ -786,6 +786,7 @@ class JobEvent(_message.Message):
     LINE_LOGGED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     INCIDENT_ENDED_FIELD_NUMBER: _builtins.int
+    EPOCHS_COUNTED_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts what is recorded of a job, from 1; what passes has that of the record before."""
@@ -810,6 +811,8 @@ class JobEvent(_message.Message):
     def ended(self) -> Global___Ended: ...
     @_builtins.property
     def incident_ended(self) -> Global___IncidentEnded: ...
+    @_builtins.property
+    def epochs_counted(self) -> Global___EpochsCounted: ...
     def __init__(
         self,
         *,
@@ -824,13 +827,14 @@ class JobEvent(_message.Message):
         line_logged: Global___LineLogged | None = ...,
         ended: Global___Ended | None = ...,
         incident_ended: Global___IncidentEnded | None = ...,
+        epochs_counted: Global___EpochsCounted | None = ...,
         line: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "state_changed", b"state_changed", "step_finished", b"step_finished", "went_back", b"went_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "epochs_counted", b"epochs_counted", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line_logged", b"line_logged", "state_changed", b"state_changed", "step_finished", b"step_finished", "went_back", b"went_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line", b"line", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_finished", b"checkpoint_finished", "ended", b"ended", "epochs_counted", b"epochs_counted", "evaluation_finished", b"evaluation_finished", "generation_begun", b"generation_begun", "incident_ended", b"incident_ended", "line", b"line", "line_logged", b"line_logged", "sequence", b"sequence", "state_changed", b"state_changed", "step_finished", b"step_finished", "wall_s", b"wall_s", "went_back", b"went_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["state_changed", "step_finished", "evaluation_finished", "checkpoint_finished", "generation_begun", "went_back", "line_logged", "ended", "incident_ended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["state_changed", "step_finished", "evaluation_finished", "checkpoint_finished", "generation_begun", "went_back", "line_logged", "ended", "incident_ended", "epochs_counted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -857,6 +861,31 @@ class StateChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StateChanged: _TypeAlias = StateChanged  # noqa: Y015
+
+@_typing.final
+class EpochsCounted(_message.Message):
+    """What an epoch is, in a job whose budget has some."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TRAIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    num_train_samples: _builtins.int
+    num_steps: _builtins.int
+    """Of all its epochs."""
+    def __init__(
+        self,
+        *,
+        num_train_samples: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "num_train_samples", b"num_train_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochsCounted: _TypeAlias = EpochsCounted  # noqa: Y015
 
 @_typing.final
 class StepFinished(_message.Message):

@@ -123,6 +123,7 @@ class Record(_message.Message):
     HALT_ASKED_FIELD_NUMBER: _builtins.int
     JOB_HELD_FIELD_NUMBER: _builtins.int
     JOB_RESUMED_FIELD_NUMBER: _builtins.int
+    DATA_COUNTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -157,6 +158,8 @@ class Record(_message.Message):
     def job_held(self) -> Global___JobHeld: ...
     @_builtins.property
     def job_resumed(self) -> Global___JobResumed: ...
+    @_builtins.property
+    def data_counted(self) -> Global___DataCounted: ...
     def __init__(
         self,
         *,
@@ -177,12 +180,13 @@ class Record(_message.Message):
         halt_asked: Global___HaltAsked | None = ...,
         job_held: Global___JobHeld | None = ...,
         job_resumed: Global___JobResumed | None = ...,
+        data_counted: Global___DataCounted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed", "data_counted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -248,6 +252,37 @@ class JobSubmitted(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
 
 Global___JobSubmitted: _TypeAlias = JobSubmitted  # noqa: Y015
+
+@_typing.final
+class DataCounted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NUM_TRAIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    num_train_samples: _builtins.int
+    num_steps: _builtins.int
+    """What its epochs are; absent without a budget of those."""
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        num_train_samples: _builtins.int = ...,
+        num_steps: _builtins.int | None = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "num_steps", b"num_steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "job", b"job", "num_steps", b"num_steps", "num_train_samples", b"num_train_samples", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_steps: _TypeAlias = _typing.Literal["num_steps"]  # noqa: Y015
+    _WhichOneofArgType__num_steps: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_steps) -> _WhichOneofReturnType__num_steps | None: ...
+
+Global___DataCounted: _TypeAlias = DataCounted  # noqa: Y015
 
 @_typing.final
 class HaltAsked(_message.Message):

@@ -1,0 +1,44 @@
+"""What an epoch of a job's data is, once and for all: counted when workers open them first."""
+
+from skein.config.job import with_steps
+from skein.errors import UserError
+from skein.plan.admission import check_admissible
+from skein.protocol.coordinator_io import Outbox
+from skein.protocol.history import JobHistory
+from skein.protocol.records import DataCounted
+
+
+def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
+    """Record what workers have found, if nobody has before.
+
+    Args:
+        job: whose data they are.
+        num_train_samples: what every origin has to train on.
+        outbox: where the record goes.
+        now: seconds.
+
+    Returns:
+        Why the job cannot be: it does not agree with the steps that its epochs are. None if it can.
+    """
+    if job.counted is not None:
+        return None
+    spec = job.spec
+    num_steps = spec.budget.steps_of_epochs(num_train_samples, spec.batch.samples)
+    outbox.record(
+        DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
+    )
+    tokens = (
+        "" if spec.model.vocab_size is None else f", {num_train_samples * spec.data.sequence_tokens} tokens"
+    )
+    budget = "" if num_steps is None else f"; {spec.budget.epochs:g} of them are {num_steps} steps"
+    outbox.log(
+        f"job={job.job} data: an epoch is {num_train_samples} samples{tokens}, "
+        f"{-(-num_train_samples // spec.batch.samples)} steps{budget}"
+    )
+    if num_steps is None:
+        return None
+    try:
+        check_admissible(with_steps(spec, job.total_steps))
+    except UserError as error:
+        return f"budget.epochs: {spec.budget.epochs:g}: {error}"
+    return None

@@ -1,0 +1,42 @@
+"""What an epoch of a job's data is: told and recorded once, with the steps that its budget is."""
+
+from skein.config.job import BudgetSpec
+from skein.protocol.coordinator_io import Append, Log, Outbox
+from skein.protocol.history import History
+from skein.protocol.records import DataCounted, JobResumed, JobSubmitted
+from skein.protocol.runs.counting import count_data
+from skein.types import JobId
+from tests.support.jobs import small_job
+
+JOB = JobId("j-1")
+
+
+def counting(budget: BudgetSpec) -> tuple[History, Outbox]:
+    history = History()
+    spec = small_job().model_copy(update={"budget": budget})
+    history.apply(JobSubmitted(job=JOB, key="k", spec=spec.canonical_json(), wall_s=0.0))
+    return history, Outbox(history)
+
+
+def test_an_epoch_is_counted_once_whatever_is_found_later() -> None:
+    history, outbox = counting(BudgetSpec(epochs=2, steps=10_000))
+    job = history.jobs[JOB]
+    assert count_data(job, 804, outbox, now=1.0) is None
+    assert count_data(job, 5, outbox, now=2.0) is None
+    told = outbox.drain()
+    assert [x.record for x in told if isinstance(x, Append)] == [
+        DataCounted(job=JOB, num_train_samples=804, num_steps=201, wall_s=1.0)
+    ]
+    assert [x.line for x in told if isinstance(x, Log)] == [
+        "job=j-1 data: an epoch is 804 samples, 51456 tokens, 101 steps; 2 of them are 201 steps"
+    ]
+    assert job.total_steps == 201
+
+
+def test_more_steps_take_the_place_of_epochs() -> None:
+    history, outbox = counting(BudgetSpec(epochs=1))
+    job = history.jobs[JOB]
+    count_data(job, 80, outbox, now=1.0)
+    assert job.total_steps == 10
+    history.apply(JobResumed(job=JOB, steps=30, wall_s=2.0))
+    assert job.total_steps == 30
