@@ -1,0 +1,149 @@
+"""Jobs as they are now: lists and pages."""
+
+from dataclasses import replace
+
+import pytest
+
+from client.cli import run
+from client.cli.show import plain
+from skein.plan.redundancy import LeftOut, Shortfall
+from skein.types import StageIndex, WorkerId
+from tests.client.cli.said import Captured, lines
+from tests.client.conftest import Scripted
+from tests.client.scripted import status
+
+
+def test_status_names_stages_with_fewer_holders_than_asked(coordinator: Scripted, capsys: Captured) -> None:
+    short = Shortfall(
+        stage=StageIndex(1),
+        num_holders=1,
+        num_asked=2,
+        num_steps=20,
+        left_out=(LeftOut(worker=WorkerId("w2"), missing_bytes=3 * 2**20),),
+    )
+    [name] = coordinator.script.jobs
+    coordinator.script.jobs[name] = replace(coordinator.script.jobs[name], shortfalls=(short,))
+    assert run(["status", name]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("holders")]
+    assert told == (
+        "holders    stage 1 has 1 holder of 2 asked (w2 lacks 3.0 MiB of memory): a death costs up to 20 steps"
+    )
+    assert run(["status", name, "--json"]) == 0
+    assert lines(capsys.readouterr().out)[0]["shortfalls"] == [
+        {
+            "stage": 1,
+            "num_holders": 1,
+            "num_asked": 2,
+            "num_steps": 20,
+            "left_out": [{"worker": "w2", "missing_bytes": 3 * 2**20}],
+        }
+    ]
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_status_names_the_rule(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rule")]
+    # One replica, but its two stages share the embedding's matrix: 256 x 128 numbers, sent once by each.
+    assert told == "rule       all_reduce: each worker sends 128.0 KiB a step, as much as all-reduce in fp32"
+
+
+def test_jobs_are_a_table_or_lines_of_json(capsys: Captured) -> None:
+    assert run(["jobs"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "JOB",
+        "NAME",
+        "STATE",
+        "STEP",
+        "LOSS",
+        "VALIDATION",
+        "TOKENS/S",
+        "ETA",
+        "WORKERS",
+    ]
+    assert row.split() == ["first-job-1", "first-job", "running", "2/3", "2.5", "-", "1.23k", "0:00", "2"]
+    assert run(["jobs", "--json"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert (found["job"], found["state"], found["evaluation_loss"]) == ("first-job-1", "running", None)
+    assert isinstance(found["spec"], dict)
+
+
+def test_nothing_in_a_list_says_what_to_do(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.jobs.clear()
+    coordinator.script.workers.clear()
+    assert run(["jobs"]) == run(["workers"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no jobs yet: skein submit FILE",
+        "no workers yet: skein worker up --join HOST:PORT",
+    ]
+
+
+def test_status_is_complete(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    for part in ("running", "2 of 3", "two stages", "planned 0.4 s", "no plan below 0.3 s", "generation 1"):
+        assert part in out
+    assert run(["status", "first-job-1", "--json"]) == 0
+    assert lines(capsys.readouterr().out)[0]["total_steps"] == 3
+
+
+def test_status_points_to_incidents(coordinator: Scripted, capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    coordinator.script.jobs["first-job-1"] = replace(status(), num_incidents=3, num_steps_lost=1)
+    assert run(["status", "first-job-1"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("incidents")]
+    assert told == ["incidents  -", "incidents  3, 1 step lost: skein incidents first-job-1"]
+
+
+def test_status_tells_what_an_epoch_is_and_what_ends_documents(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    [name] = coordinator.script.jobs
+    for num_samples in (0, 1000):
+        coordinator.script.jobs[name] = replace(status(), num_train_samples=num_samples)
+        assert run(["status", name]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data")]
+    ends = "documents end with NUL (token 0)"
+    assert told == [f"data       {ends}", f"data       an epoch is 1,000 samples, 32 steps; {ends}"]
+
+
+def test_status_shows_planned_beside_measured(capsys: Captured) -> None:
+    assert run(["status", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    assert "median 0.6 s" in out
+    rows = [line.split() for line in out.partition("CHUNK OR LINK")[2].splitlines()[1:]]
+    assert rows == [
+        ["step", "400", "ms", "600", "ms", "+50%"],
+        ["stage", "0", "on", "w1", "forward", "100", "ms", "125", "ms", "+25%"],
+        ["stage", "0", "on", "w1", "backward", "200", "ms", "200", "ms", "+0%"],
+        ["stage", "1", "on", "w2", "forward", "100", "ms", "-", "-"],
+        ["stage", "1", "on", "w2", "backward", "100", "ms", "-", "-"],
+        ["w1", "->", "w2", "transfer", "2.50", "s", "5.00", "s", "+100%"],
+    ]
+    assert run(["status", "first-job-1", "--json"]) == 0
+    [told] = lines(capsys.readouterr().out)
+    assert told["measured_step_s"] == 0.6
+    assert told["chunk_times"] == plain(status().chunk_times)
+    assert told["transfer_times"] == plain(status().transfer_times)
+
+
+def test_a_job_without_a_step_has_no_speed(coordinator: Scripted, capsys: Captured) -> None:
+    [(name, now)] = coordinator.script.jobs.items()
+    coordinator.script.jobs[name] = replace(now, step_s=0.0, measured_step_s=None, predicted_step_s=0.0)
+    assert run(["status", name]) == 0
+    assert "s a step" not in capsys.readouterr().out
+
+
+def test_a_prediction_that_is_far_off_is_told_instead_of_how_good_the_plan_is(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    [(name, now)] = coordinator.script.jobs.items()
+    off = replace(now, predicted_step_s=2.42e-3, measured_step_s=1.59, predicted_spread=0.4)
+    coordinator.script.jobs[name] = off
+    assert run(["status", name]) == 0
+    out = capsys.readouterr().out
+    assert "planned 0.00242 s ± 40% by first measurements: off by 657 times" in out
+    assert "no plan below" not in out
+    [row] = [line for line in out.splitlines() if line.startswith("step ")]
+    assert row.split()[-2:] == ["657", "times"]
