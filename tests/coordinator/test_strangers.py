@@ -241,7 +241,8 @@ async def test_half_requests_for_metrics_make_no_threads_and_keep_no_scrape_out(
         async with half_open(target, 150, said=b"GET /metrics HTTP/1.1\r\nHost: x\r\n") as opened:
             for _ in range(5):
                 assert "skein_build_info" in await scraped(target)
-            assert threading.active_count() <= num_threads
+            # Others come and go meanwhile, but none for each of them.
+            assert threading.active_count() < num_threads + 10
             # The others of this address were let go for those who came after them.
             num_left = pages.MAX_CONNECTIONS_PER_ADDRESS
             assert all([await is_closed(connection) for connection in opened[:-num_left]])
