@@ -35,6 +35,7 @@ PARTS = (
     "consensus_topology",
     "all_reduce",
     "over_cities",
+    "late",
     "kills",
 )
 """In order of the table of docs/benchmarks-aggregation.md."""
