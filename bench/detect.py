@@ -101,7 +101,7 @@ def struck(cluster: DetectCluster, kind: Kind, one: str, other: str) -> Iterator
     """Strike; gives when that was, in Unix seconds. All is well again afterwards."""
     act: dict[str, Callable[[], None]] = {
         "kill": lambda: cluster.workers[one].send_signal(signal.SIGKILL),
-        "freeze": lambda: cluster.freeze(one),
+        "freeze": lambda: cluster.freeze_worker(one),
         "stuck": lambda: cluster.stick(one),
     }
     struck_s = time.time()

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.chaosing.cluster import running_behind_wires
 from bench.chaosing.meter import Meter
 from bench.recovering import boundary, deaths, joins, leader, reading, silences
 from bench.recovering.cluster import recovering
@@ -71,7 +72,7 @@ def _coordinator(folder: Path, args: argparse.Namespace) -> list[Row]:
 
 
 def _silence(folder: Path, args: argparse.Namespace) -> list[Row]:
-    with recovering(folder, silences.NUM_WORKERS) as (cluster, client):
+    with running_behind_wires(folder, silences.NUM_WORKERS) as cluster, cluster.client() as client:
         found = silences.together(cluster, client, count=args.silences, seed=args.seed)
     return silences.rows_of(found)
 

@@ -45,14 +45,6 @@ class ChaosCluster(Cluster):
         path.write_text(told.model_dump_json(), encoding="utf-8")
         self.workers[name] = self._start(self.module, [str(path)], log=name)
 
-    def freeze(self, name: str) -> None:
-        """SIGSTOP: it does nothing, and everything it had open stays open."""
-        self.workers[name].send_signal(signal.SIGSTOP)
-
-    def thaw(self, name: str) -> None:
-        """SIGCONT."""
-        self.workers[name].send_signal(signal.SIGCONT)
-
     def kill_actor(self) -> None:
         """SIGKILL to the process that owns the state directory; its launcher lives. Nothing if there is none."""
         with suppress(FileNotFoundError, ValueError, ProcessLookupError):

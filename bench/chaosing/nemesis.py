@@ -175,7 +175,7 @@ class Nemesis:
                 self._cluster.kill_worker(strike.targets[0])
                 self._holdings.pop(strike.targets[0], None)
             case Fault.FREEZE:
-                self._cluster.freeze(strike.targets[0])
+                self._cluster.freeze_worker(strike.targets[0])
             case Fault.CUT:
                 self._cluster.wires.cut(*strike.targets)
             case Fault.ACTOR:
@@ -196,7 +196,7 @@ class Nemesis:
             case Fault.KILL:
                 self._cluster.start_worker(strike.targets[0])
             case Fault.FREEZE:
-                self._cluster.thaw(strike.targets[0])
+                self._cluster.thaw_worker(strike.targets[0])
             case Fault.CUT:
                 self._cluster.wires.heal(*strike.targets)
             case Fault.ACTOR:

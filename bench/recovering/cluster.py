@@ -78,7 +78,7 @@ def holders(client: Client, stage: int) -> list[str]:
     return [worker.worker for worker in client.workers() if stage in worker.stages]
 
 
-def wait_until_placed(cluster: RecoveryCluster, client: Client, names: Sequence[str]) -> None:
+def wait_until_placed(cluster: Cluster, client: Client, names: Sequence[str]) -> None:
     """Until all of these have work.
 
     Raises:

@@ -1,12 +1,15 @@
-"""Both holders of a stage stand still together, for a few seconds; nobody dies."""
+"""Both holders of a stage stand still together, or are cut off from the coordinator, for seconds; nobody dies."""
 
 import time
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from bench.chaosing.blows import COORDINATOR
+from bench.chaosing.cluster import ChaosCluster
 from bench.chaosing.job import make_job
 from bench.recovering.cluster import (
-    RecoveryCluster,
     commits_of,
     holders,
     num_doubled,
@@ -31,20 +34,20 @@ class Silences:
     seconds: tuple[float, ...]
 
 
-def together(cluster: RecoveryCluster, client: Client, *, count: int, seed: int) -> Silences:
-    """Freeze both holders of a stage, in turn of each and for 2, 4 or 8 seconds, so many times in one job."""
+def together(cluster: ChaosCluster, client: Client, *, count: int, seed: int) -> Silences:
+    """Silence both holders of a stage, in turn of each and for 2, 4 or 8 seconds, so many times in one job.
+
+    Every other time they are frozen; else they reach each other, and nothing of them reaches the coordinator.
+    """
     spec = make_job("silence", num_workers=NUM_WORKERS, steps=100_000, seed=seed)
     job = client.submit(spec)
     woken_s = []
     for turn in range(count):
         wait_until_placed(cluster, client, cluster.names)
         wait_for_steps(job, _NUM_STEPS_BETWEEN)
-        names = holders(client, turn % NUM_STAGES)
-        for name in names:
-            cluster.freeze_worker(name)
-        time.sleep(SILENCES_S[turn % len(SILENCES_S)])
-        for name in names:
-            cluster.thaw_worker(name)
+        names = holders(client, turn // 2 % NUM_STAGES)
+        with _frozen(cluster, names) if turn % 2 else _cut_off(cluster, names):
+            time.sleep(SILENCES_S[turn % len(SILENCES_S)])
         woken_s.append(time.time())
     wait_for_steps(job, 2)
     events = job.history()
@@ -54,15 +57,33 @@ def together(cluster: RecoveryCluster, client: Client, *, count: int, seed: int)
     return Silences(num_lost=lost, num_doubled=num_doubled(events) - lost, seconds=took)
 
 
+@contextmanager
+def _frozen(cluster: ChaosCluster, names: Sequence[str]) -> Iterator[None]:
+    for name in names:
+        cluster.freeze_worker(name)
+    yield
+    for name in names:
+        cluster.thaw_worker(name)
+
+
+@contextmanager
+def _cut_off(cluster: ChaosCluster, names: Sequence[str]) -> Iterator[None]:
+    for name in names:
+        cluster.wires.cut(name, COORDINATOR)
+    yield
+    for name in names:
+        cluster.wires.heal(name, COORDINATOR)
+
+
 def rows_of(found: Silences) -> list[Row]:
     """Nobody died, so nothing may be lost."""
     took = found.seconds
     return [
         Row(
-            what="committed steps lost: both holders of a stage stand still for 2, 4, 8 s",
+            what="committed steps lost: both holders of a stage frozen or cut off for 2, 4, 8 s",
             value=found.num_lost,
             unit="steps",
-            against=f"{len(took)} times; next commit at most {max(took):.1f} s after they wake up",
+            against=f"{len(took)} times; next commit at most {max(took):.1f} s after they are back",
             ratio=float(found.num_lost),
             goal="<= 0",
             holds=found.num_lost == 0 and found.num_doubled <= 0,
