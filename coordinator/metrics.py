@@ -14,19 +14,12 @@ from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client import generate_latest as render_text
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
-from prometheus_client.registry import Collector
 
 import skein
+from coordinator.exporting import MAX_WORKERS, StatisticsCollector
 from coordinator.journal import Fold, job_of
 from coordinator.statistics import (
-    LINK,
     MAX_LABELS,
-    RE_EXPORTED,
-    SHARDS,
-    Kind,
-    ReExport,
-    bounded,
     counts_by_name,
 )
 from coordinator.status import chunk_times
@@ -64,69 +57,10 @@ from skein.wire.views import WorkerState, WorkerStatus
 
 MAX_JOBS = 32
 """Older jobs' series end."""
-MAX_WORKERS = 256
-"""Statistics of workers beyond so many, by id, are not re-exported."""
 STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 600.0)
 INCIDENT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _APPEND_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
-_FAMILIES: Mapping[Kind, type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
-    Kind.SUMMARY: SummaryMetricFamily,
-    Kind.COUNTER: CounterMetricFamily,
-    Kind.GAUGE: GaugeMetricFamily,
-}
-
-
-class _Statistics(Collector):
-    """The newest statistics of each live worker."""
-
-    def __init__(self) -> None:
-        self.counts_by_worker: Mapping[WorkerId, Mapping[str, Mapping[str, float]]] = {}
-
-    def collect(self) -> Iterator[Metric]:
-        counts_by_worker = self.counts_by_worker
-        for export in RE_EXPORTED:
-            labels = ["worker", export.label] if export.label else ["worker"]
-            metric = _FAMILIES[export.kind](
-                export.shown or export.name, f"{export.about}, by worker", labels=labels
-            )
-            for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-                _add(metric, export, worker, counts_by_worker[worker])
-            yield metric
-        links = CounterMetricFamily("skein_link_bytes", LINK.about, labels=["src", "dst"])
-        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for peer, value in bounded(counts_by_worker[worker].get(f"{LINK.name}_total", {})).items():
-                links.add_metric([worker, peer], value)
-        yield links
-        shards = CounterMetricFamily("skein_aggregation_bytes", SHARDS.about, labels=["rule", "src", "dst"])
-        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for label, value in bounded(counts_by_worker[worker].get(f"{SHARDS.name}_total", {})).items():
-                rule, _, peer = label.partition("/")
-                shards.add_metric([rule, worker, peer or "other"], value)
-        yield shards
-
-
-def _add(
-    metric: Metric, export: ReExport, worker: WorkerId, counts: Mapping[str, Mapping[str, float]]
-) -> None:
-    match metric:
-        case SummaryMetricFamily():
-            sums = bounded(counts.get(f"{export.name}_sum", {}))
-            numbers = bounded(counts.get(f"{export.name}_count", {}))
-            for label in sums.keys() & numbers.keys():
-                metric.add_metric(_labels(export, worker, label), int(numbers[label]), sums[label])
-        case CounterMetricFamily():
-            for label, value in bounded(counts.get(f"{export.name}_total", {})).items():
-                metric.add_metric(_labels(export, worker, label), value)
-        case GaugeMetricFamily():
-            for label, value in bounded(counts.get(export.name, {})).items():
-                metric.add_metric(_labels(export, worker, label), value)
-
-
-def _labels(export: ReExport, worker: WorkerId, label: str) -> list[str]:
-    return [worker, label] if export.label else [worker]
 
 
 @dataclass(slots=True)
@@ -189,7 +123,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
-        self._statistics = _Statistics()
+        self._statistics = StatisticsCollector()
         registry.register(self._statistics)
         self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
         self._counts: dict[WorkerId, Mapping[str, Mapping[str, float]]] = {}

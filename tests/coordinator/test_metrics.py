@@ -8,8 +8,9 @@ from http import HTTPStatus
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.exporting import MAX_WORKERS
 from coordinator.exposition import Exposition, targets
-from coordinator.metrics import MAX_JOBS, MAX_WORKERS, Metrics
+from coordinator.metrics import MAX_JOBS, Metrics
 from coordinator.statistics import MAX_LABELS
 from coordinator.status import Roster
 from skein.plan.plan import Infeasible
