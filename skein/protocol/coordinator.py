@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from math import inf
 from typing import assert_never
 
-from skein.plan.silent import busy_workers
 from skein.protocol import lifecycle
 from skein.protocol.absence import Absence
 from skein.protocol.coordinator_io import (
@@ -61,7 +60,7 @@ from skein.protocol.membership import (
 from skein.protocol.messages import Directive, Dismiss, LogPosition, Measure, Probe, Refused, Welcome
 from skein.protocol.positions import is_signed
 from skein.protocol.records import Drained, EpochOpened, JobSubmitted, Record
-from skein.protocol.remeasuring import Pace, Remeasuring
+from skein.protocol.remeasuring import Pace, Pacing, Remeasuring
 from skein.protocol.reports import (
     Ack,
     Beat,
@@ -91,7 +90,7 @@ from skein.protocol.runs.run import Run
 from skein.protocol.runs.storage import judge
 from skein.protocol.story import Story
 from skein.topology.fleet import Link
-from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
+from skein.types import Incarnation, JobId, JobState, WorkerId
 
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
@@ -119,8 +118,7 @@ class Coordinator:
         """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history, key=key)
         self._remeasuring = Remeasuring()
-        self._paced_at: tuple[Generation, Step | None] | None = None
-        self._pace_then = Pace(busy=None, parted=None)
+        self._pacing = Pacing()
         self._num_refused: Counter[Incarnation] = Counter()
         self._story = Story()
 
@@ -357,16 +355,7 @@ class Coordinator:
             self._send(worker, entry.hello.incarnation, Measure())
 
     def _pace(self) -> Pace:
-        """Looked at once for each step, for everybody's beats ask for it."""
-        run, place = self.run, (self.history.generation, None if self.run is None else self.run.job.version)
-        if run is None or run.plan is None or run.phase is not RunPhase.STEPPING:
-            # Amid a change of generation anybody may be busy with building.
-            return Pace(busy=None if run is not None else frozenset(), parted=None)
-        if self._paced_at != place:
-            has_parted = self.measured[run.job.job].has_parted(run.plan)
-            parted = self.history.generation if has_parted else None
-            self._paced_at, self._pace_then = place, Pace(busy=busy_workers(run.plan), parted=parted)
-        return self._pace_then
+        return self._pacing.of(self.run, self.history.generation, self.measured)
 
     def _speed_measured(self, worker: WorkerId, report: SpeedMeasured, *, now: float) -> None:
         before = self.membership.live[worker].hello.profile.flops_per_s

@@ -7,10 +7,15 @@ Rules of this file
   plans that part again only after a pause, for it takes half a second of those who work.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from skein.plan.silent import busy_workers
+from skein.protocol.runs.measuring import Measured
+from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.replanning import Backoff
-from skein.types import Generation, WorkerId
+from skein.protocol.runs.run import Run
+from skein.types import Generation, JobId, Step, WorkerId
 
 FIRST_PAUSE_S = 60.0
 """From joining, with a measurement, to the next one of a worker without work."""
@@ -30,6 +35,27 @@ class Pace:
     def is_at_work(self, worker: WorkerId) -> bool:
         """Whether a worker may have something to do."""
         return self.busy is None or worker in self.busy
+
+
+class Pacing:
+    """The pace of the active job, looked at once for each step, for everybody's beats ask for it."""
+
+    def __init__(self) -> None:
+        self._at: tuple[Generation, Step] | None = None
+        self._then = Pace(busy=None, parted=None)
+
+    def of(self, run: Run | None, generation: Generation, measured: Mapping[JobId, Measured]) -> Pace:
+        """The pace of `run`, under this generation and as its ops were measured."""
+        if run is None:
+            return Pace(busy=frozenset(), parted=None)
+        if run.plan is None or run.phase is not RunPhase.STEPPING:
+            # Amid a change of generation anybody may be busy with building.
+            return Pace(busy=None, parted=None)
+        place = generation, run.job.version
+        if self._at != place:
+            parted = generation if measured[run.job.job].has_parted(run.plan) else None
+            self._at, self._then = place, Pace(busy=busy_workers(run.plan), parted=parted)
+        return self._then
 
 
 class Remeasuring:
