@@ -57,8 +57,8 @@ from skein.protocol.membership import (
     SpeedHeard,
     StreamBroke,
 )
-from skein.protocol.messages import Directive, Dismiss, LogPosition, Measure, Probe, Refused, Welcome
-from skein.protocol.positions import is_signed
+from skein.protocol.messages import Directive, Dismiss, Measure, Probe, Refused, Welcome
+from skein.protocol.positions import LogPosition, is_signed
 from skein.protocol.records import Drained, EpochOpened, JobSubmitted, Record
 from skein.protocol.remeasuring import Pace, Pacing, Remeasuring
 from skein.protocol.reports import (

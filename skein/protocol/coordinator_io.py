@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.history import History
-from skein.protocol.messages import Beginning, Directive, LogPosition, Member
-from skein.protocol.positions import signed
+from skein.protocol.messages import Beginning, Directive, Member
+from skein.protocol.positions import LogPosition, signed
 from skein.protocol.records import CheckpointCommitted, Record
 from skein.protocol.reports import Report
 from skein.topology.fleet import Fleet

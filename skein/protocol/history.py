@@ -13,7 +13,8 @@ from skein.plan.reroute import ways
 from skein.plan.rounds import is_exchange, local_group
 from skein.plan.walkers import walkers_of
 from skein.protocol.divergence import LossWatch
-from skein.protocol.messages import Beginning, ChunkVersion, Decision, LogPosition, StepRecord
+from skein.protocol.messages import Beginning, ChunkVersion, Decision, StepRecord
+from skein.protocol.positions import LogPosition
 from skein.protocol.records import (
     Averaged,
     CheckpointChecked,

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from skein.config.aggregation import Reach
 from skein.plan.plan import Group, Path, Schedule
+from skein.protocol.positions import LogPosition
 from skein.protocol.tensors import HopTensor, Phase
 from skein.types import (
     Attempt,
@@ -232,22 +233,6 @@ class Count:
     name: str
     label: str
     value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogPosition:
-    """How much of a run log somebody knows: up to `entry`, which `epoch` wrote.
-
-    `opened_s` is when that epoch was opened, `origin_s` when the log was begun, or its loss accepted last (Unix time):
-    two logs with one origin and other openings are one that has lost its end.
-    """
-
-    origin_s: float
-    epoch: Epoch
-    opened_s: float
-    entry: int
-    signature: str = ""
-    """Of the coordinator that told it, in hexadecimal; "" of releases before."""
 
 
 # --- directives: coordinator to worker ---

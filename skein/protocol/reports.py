@@ -3,14 +3,8 @@
 from dataclasses import dataclass, field
 
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.messages import (
-    CheckpointFile,
-    ChunkProgress,
-    ChunkVersion,
-    Count,
-    Ledger,
-    LogPosition,
-)
+from skein.protocol.messages import CheckpointFile, ChunkProgress, ChunkVersion, Count, Ledger
+from skein.protocol.positions import LogPosition
 from skein.protocol.tensors import Phase
 from skein.topology.fleet import Link, Profile
 from skein.types import (

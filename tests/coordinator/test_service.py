@@ -21,8 +21,8 @@ from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator import MAX_REFUSED
-from skein.protocol.messages import Count, LogPosition, NewGeneration, Refused, Welcome
-from skein.protocol.positions import signed
+from skein.protocol.messages import Count, NewGeneration, Refused, Welcome
+from skein.protocol.positions import LogPosition, signed
 from skein.protocol.reports import Beat
 from skein.types import Epoch, WorkerId
 from skein.wire import codec

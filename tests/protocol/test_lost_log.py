@@ -6,8 +6,8 @@ import pytest
 
 from skein.protocol.coordinator_io import Halt, Log
 from skein.protocol.history import History
-from skein.protocol.messages import Commit, LogPosition, NewGeneration, Refused, Welcome
-from skein.protocol.positions import is_signed, signed
+from skein.protocol.messages import Commit, NewGeneration, Refused, Welcome
+from skein.protocol.positions import LogPosition, is_signed, signed
 from skein.protocol.records import EpochOpened, JobSubmitted, Record
 from skein.protocol.reports import Hello
 from skein.protocol.worker_io import StreamLost, StreamOpened

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from hmac import compare_digest
 
-from skein.protocol.messages import LogPosition, Member
+from skein.protocol.messages import Member
+from skein.protocol.positions import LogPosition
 from skein.protocol.reports import Report, Suspected, Trouble
 from skein.protocol.tensors import Envelope, TensorHeader
 from skein.protocol.worker_io import Identity, SendReport, SendTensor, WorkerCommand
