@@ -1,18 +1,21 @@
 """What passes while a job runs (lines, changes of state), kept with the job: one file each, and none grows for ever.
 
-One thread writes and reads, so that a slow disk holds nobody up. A line that cannot be written is lost to those who ask
-after a restart, and that is said; training never waits for it.
+One thread writes, so that a slow disk holds nobody up, and one that does not answer keeps neither readers nor the end
+of the process. A line that cannot be written is lost to those who ask after a restart, and that is said; training never
+waits for it.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Condition, Thread
 from typing import Protocol
 
 from google.protobuf import json_format
 
+from skein.storage.outside import Outside, SilentError, moved
 from skein.types import JobId
 from skein.wire import codec
 from skein.wire.v1 import jobs_pb2
@@ -58,36 +61,77 @@ class JobLines:
         folder: made when there is something to keep.
         max_bytes: see `MAX_BYTES`.
         max_total_bytes: see `MAX_TOTAL_BYTES`.
+        outside: asks the disk, which may never answer.
     """
 
     def __init__(
-        self, folder: Path, *, max_bytes: int = MAX_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
+        self,
+        folder: Path,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_total_bytes: int = MAX_TOTAL_BYTES,
+        outside: Outside | None = None,
     ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="job-lines")
-        self._num_waiting = 0
+        self._outside = Outside() if outside is None else outside
+        self._waiting: SimpleQueue[tuple[JobId, JobEvent] | None] = SimpleQueue()
+        self._writer: Thread | None = None
+        self._num_given = 0
+        self._num_written = 0
+        self._has_written = Condition()
         self._is_failing = False
 
     def append(self, job: JobId, event: JobEvent) -> None:
         """As in `Lines`."""
-        if self._num_waiting >= MAX_WAITING:
+        if self._num_given - self._num_written >= MAX_WAITING:
             self._failed("the disk stands still")
             return
-        self._num_waiting += 1
-        self._thread.submit(self._write, job, event)
+        if self._writer is None:
+            self._writer = Thread(target=self._write_all, name="job-lines", daemon=True)
+            self._writer.start()
+        self._num_given += 1
+        self._waiting.put((job, event))
 
     async def read(self, job: JobId) -> list[JobEvent]:
-        """As in `Lines`."""
-        return await asyncio.wrap_future(self._thread.submit(lambda: list(self._events(job))))
+        """As in `Lines`; none where the disk does not answer."""
+        try:
+            return await self._outside.answer(
+                partial(self._read, job, self._num_given), f"the lines of {job}"
+            )
+        except SilentError as error:
+            self._failed(str(error))
+            return []
 
-    def close(self) -> None:
-        """Write what waits, and end."""
-        self._thread.shutdown()
+    async def close(self) -> None:
+        """Write what waits, as far as the disk takes it, and end."""
+        try:
+            await self._outside.answer(partial(self._await_written, self._num_given), "the lines of jobs")
+        except SilentError as error:
+            self._failed(str(error))
+        self._waiting.put(None)
+
+    def _await_written(self, num_lines: int) -> None:
+        """Until so many are; each is a sign of life."""
+        with self._has_written:
+            while self._num_written < num_lines:
+                self._has_written.wait()
+                moved()
+
+    def _read(self, job: JobId, num_lines: int) -> list[JobEvent]:
+        self._await_written(num_lines)
+        return list(self._events(job))
+
+    def _write_all(self) -> None:
+        """On a thread of its own, until it is closed."""
+        while (given := self._waiting.get()) is not None:
+            self._write(*given)
+            with self._has_written:
+                self._num_written += 1
+                self._has_written.notify_all()
 
     def _write(self, job: JobId, event: JobEvent) -> None:
-        self._num_waiting -= 1
         text = json_format.MessageToJson(codec.JOB_EVENT.encode(event), indent=None)
         path = self._path(job)
         try:
@@ -113,7 +157,7 @@ class JobLines:
     def _halve(self, path: Path) -> None:
         """Keeps the newer half."""
         content = path.read_bytes()
-        start = content.index(b"\n", len(content) // 2) + 1
+        start = content.find(b"\n", len(content) // 2) + 1
         shorter = path.with_suffix(".new")
         shorter.write_bytes(content[start:])
         shorter.replace(path)

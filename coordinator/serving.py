@@ -262,7 +262,7 @@ class Serving:
     async def _close(self) -> None:
         await self._doors.close()
         await asyncio.to_thread(self._lead.close)
-        await asyncio.to_thread(self._lines.close)
+        await self._lines.close()
         self._log.close()
 
     async def _run(self) -> None:

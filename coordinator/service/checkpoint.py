@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
@@ -12,6 +14,7 @@ from skein.errors import RemoteError
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import CheckpointCommitted
+from skein.storage.outside import Outside, SilentError
 from skein.types import Condition, JobId, Step
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
@@ -23,14 +26,20 @@ PART_S = 60.0
 """Silence after which an upload is given up."""
 MAX_UPLOADS = 32
 """Uploads that are written at once; more wait for their turn."""
+_DISK = "the coordinator's checkpoints"
 
 
 class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
-    """Takes files of versions that are committed steps, gives files of checkpoints that exist."""
+    """Takes files of versions that are committed steps, gives files of checkpoints that exist.
 
-    def __init__(self, driver: Driver, store: CheckpointStore) -> None:
+    Args:
+        outside: asks the store's disk, which may never answer.
+    """
+
+    def __init__(self, driver: Driver, store: CheckpointStore, outside: Outside | None = None) -> None:
         self._driver = driver
         self._store = store
+        self._outside = Outside() if outside is None else outside
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
 
     async def Put(
@@ -56,23 +65,42 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     ) -> PutReply:
         """Write a file. A checkpoint that exists stays, and a file of it must be the same."""
         committed = _file_of(existing, start.name)
-        upload = await asyncio.to_thread(
-            self._store.upload,
-            start.job,
-            start.version,
-            start.name,
-            start.num_bytes,
-            replaces=existing is None,
-        )
-        with upload:
-            sha256 = await _receive(upload, parts)
+        async with self._opened(start, replaces=existing is None) as upload:
+            sha256 = await self._receive(upload, parts)
             if upload.num_missing or upload.sha256 != sha256:
                 raise RemoteError(f"{start.name}: {upload.num_missing} bytes missing, or not what was sent")
             if committed is None:
-                await asyncio.to_thread(upload.finish)
+                await self._outside.answer(upload.finish, _DISK)
             elif committed.sha256 != sha256:
                 raise RemoteError(f"{start.name} of version {start.version} exists with other content")
         return PutReply(num_bytes=start.num_bytes, sha256=sha256)
+
+    @asynccontextmanager
+    async def _opened(self, start: PutStart, *, replaces: bool) -> AsyncIterator[Upload]:
+        """A file to write to, which is gone in the end if it was not finished."""
+        make = partial(self._store.upload, start.job, start.version, start.name, start.num_bytes)
+        stack = ExitStack()
+        upload = await self._outside.answer(lambda: stack.enter_context(make(replaces=replaces)), _DISK)
+        try:
+            yield upload
+        except SilentError:
+            # A thread that was left behind has the file, and would keep another one that closes it.
+            stack.pop_all()
+            raise
+        finally:
+            with suppress(SilentError):
+                await self._outside.answer(stack.close, _DISK)
+
+    async def _receive(self, upload: Upload, parts: AsyncIterator[checkpoint_pb2.PutPart]) -> str:
+        """Write data until FileEnd; gives the hash that was announced with it."""
+        while True:
+            match await _next(parts):
+                case FileData(data=data):
+                    await self._outside.answer(partial(upload.write, data), _DISK)
+                case FileEnd(sha256=sha256):
+                    return sha256
+                case PutStart():
+                    raise RemoteError("a second PutStart in one upload")
 
     async def Get(
         self, request: checkpoint_pb2.GetRequest, context: Context
@@ -84,11 +112,12 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         yield codec.GET_PART.encode(GetStart(num_bytes=file.num_bytes))
         pieces = self._store.pieces(asked.job, asked.version, asked.name, asked.offset, PART_BYTES)
         try:
-            while piece := await asyncio.to_thread(next, pieces, b""):
+            while piece := await self._outside.answer(partial(next, pieces, b""), _DISK):
                 yield codec.GET_PART.encode(FileData(data=piece))
-        except OSError as error:
+        except (OSError, SilentError) as error:
             where = f"{asked.job}/{asked.version}/{asked.name}"
-            raise NotFoundError("file", where, f"cannot be read: {error.strerror or error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise NotFoundError("file", where, f"cannot be read: {reason}") from error
         yield codec.GET_PART.encode(FileEnd(sha256=file.sha256))
 
     async def Manifest(
@@ -170,18 +199,6 @@ def _view(job: JobHistory, checkpoint: CheckpointCommitted) -> CheckpointView:
         condition=Condition.WHOLE if reason is None else Condition.DAMAGED,
         reason=reason or "",
     )
-
-
-async def _receive(upload: Upload, parts: AsyncIterator[checkpoint_pb2.PutPart]) -> str:
-    """Write data until FileEnd; gives the hash that was announced with it."""
-    while True:
-        match await _next(parts):
-            case FileData(data=data):
-                await asyncio.to_thread(upload.write, data)
-            case FileEnd(sha256=sha256):
-                return sha256
-            case PutStart():
-                raise RemoteError("a second PutStart in one upload")
 
 
 async def _next(parts: AsyncIterator[checkpoint_pb2.PutPart]) -> PutPart:

@@ -61,6 +61,9 @@ class _Call(Generic[T]):
         _here.call = self
         try:
             end: Callable[[], None] = _ended(self.answer.set_result, self._function())
+        except StopIteration as error:
+            # No future takes one: it would end whatever loop awaits it.
+            end = _ended(self.answer.set_exception, RuntimeError(f"raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - the outermost of this thread: whoever asked gets it
             end = _ended(self.answer.set_exception, error)
         # Who asked may be gone, and the loop with it.

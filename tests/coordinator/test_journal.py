@@ -1,6 +1,7 @@
 """What watchers are told: everything recorded, once and in order, whatever happens to them or to the coordinator."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from skein.protocol.records import (
     Record,
     RolledBack,
 )
+from skein.storage.outside import Outside
 from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 from skein.wire.views import Ended, IncidentEnded, JobEvent, LineLogged, StateChanged, StepFinished
@@ -243,11 +245,11 @@ async def test_lines_of_an_ended_job_are_told_after_a_restart(tmp_path: Path) ->
         journal.recorded([record])
     journal.line(JOB, None, line("and after the end"))
     before = await all_of(journal)
-    lines.close()
+    await lines.close()
     again, lines = stored(tmp_path, [*records, opened(2)])
     assert await all_of(again) == before
     assert texts(before) == [*(f"before {number}" for number in range(len(LOG) - 4)), "and after the end"]
-    lines.close()
+    await lines.close()
 
 
 @pytest.mark.parametrize("num_lines", [2, 100])
@@ -260,7 +262,7 @@ async def test_each_event_is_told_once_and_in_order_from_wherever_a_watcher_left
         journal.line(JOB, None, line(f"first {number}"))
         records.append(record)
         journal.recorded([record])
-    lines.close()
+    await lines.close()
     records.append(opened(2))
     journal, lines = stored(tmp_path, records, num_kept=3, num_lines=num_lines)
     for number, record in enumerate(LOG[9:]):
@@ -274,7 +276,7 @@ async def test_each_event_is_told_once_and_in_order_from_wherever_a_watcher_left
     for at, event in enumerate(whole):
         rest = [x async for x in journal.watch(JOB, since=event.sequence, since_line=event.line)]
         assert rest == whole[at + 1 :]
-    lines.close()
+    await lines.close()
 
 
 async def test_what_is_in_memory_is_not_read_from_disk_again(
@@ -294,7 +296,7 @@ async def test_what_is_in_memory_is_not_read_from_disk_again(
         cursor = whole[at]
         newer = journal.watch(JOB, since=cursor.sequence, since_line=cursor.line, is_following=False)
         assert [event async for event in newer] == whole[at + 1 :]
-    lines.close()
+    await lines.close()
 
 
 async def test_asking_for_what_is_known_ends_there(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ async def test_asking_for_what_is_known_ends_there(tmp_path: Path) -> None:
     found = [event async for event in journal.watch(JOB, since=0, is_following=False)]
     assert [event.sequence for event in found] == [1, 2, 3, 4, 4]
     assert texts(found) == ["the newest"]
-    lines.close()
+    await lines.close()
 
 
 async def test_lines_of_a_job_and_of_all_jobs_are_bounded(tmp_path: Path) -> None:
@@ -318,7 +320,23 @@ async def test_lines_of_a_job_and_of_all_jobs_are_bounded(tmp_path: Path) -> Non
         assert 5 < len(found) < 100
     assert not (tmp_path / "lines" / "a.jsonl").exists()
     assert sum(path.stat().st_size for path in (tmp_path / "lines").iterdir()) <= 9_000
-    lines.close()
+    await lines.close()
+
+
+async def test_a_disk_that_does_not_answer_keeps_no_reader_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(JobLines, "_path", lambda *_: never.wait() and tmp_path / "lines")
+    lines = JobLines(tmp_path, outside=Outside(silent_s=0.05))
+    body = LineLogged(worker=None, line=line("never written"))
+    lines.append(JOB, JobEvent(sequence=1, line=1, wall_s=1.0, body=body))
+    assert await lines.read(JOB) == []
+    await lines.close()
+    never.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"lines of jobs are not kept in {tmp_path}: the lines of {JOB} gave no sign of life for 0 s"
+    ]
 
 
 async def test_a_torn_line_and_a_disk_that_takes_none_cost_only_lines(
@@ -336,7 +354,7 @@ async def test_a_torn_line_and_a_disk_that_takes_none_cost_only_lines(
     journal.line(JOB, None, line("nor this"))
     journal.recorded(LOG[6:])
     assert texts(await all_of(journal)) == ["whole", "not kept", "nor this"]
-    lines.close()
+    await lines.close()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "lines of jobs are not kept" in said[0]

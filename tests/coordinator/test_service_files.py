@@ -1,17 +1,22 @@
 """Checkpoint files, through the coordinator's services."""
 
 import hashlib
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from grpc import StatusCode, aio
 
+from coordinator.checkpoints import CheckpointStore, Upload
+from coordinator.service import checkpoint as checkpoint_service
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import Record
+from skein.storage.outside import Outside
 from skein.types import Condition
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetStart, PutStart
-from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import CheckpointView
 from tests.coordinator.builders import checkpointed, committed, submitted
 from tests.coordinator.serving import connected, coordinator, write_log
@@ -108,6 +113,24 @@ async def test_a_checkpoints_file_that_is_gone_is_not_found(tmp_path: Path) -> N
         with pytest.raises(aio.AioRpcError, match="cannot be read: No such file") as gone:
             [_ async for _ in checkpoint_pb2_grpc.CheckpointStub(channel).Get(request)]
         assert gone.value.code() is StatusCode.NOT_FOUND
+
+
+async def test_a_disk_that_does_not_answer_fails_the_upload_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_service, "Outside", partial(Outside, silent_s=0.2))
+    never = threading.Event()
+    monkeypatch.setattr(Upload, "write", lambda *_: never.wait())
+    log_with_steps(tmp_path, checkpointed("digits-1", 5, FILE))
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        with pytest.raises(aio.AioRpcError, match="the coordinator's checkpoints gave no sign of life"):
+            await put(channel)
+        monkeypatch.setattr(CheckpointStore, "pieces", lambda *_: iter(never.wait, True))
+        request = checkpoint_pb2.GetRequest(job="digits-1", version=5, name=FILE.name)
+        with pytest.raises(aio.AioRpcError, match=r"cannot be read: .* gave no sign of life"):
+            [_ async for _ in checkpoint_pb2_grpc.CheckpointStub(channel).Get(request)]
+        assert (await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())).epoch == 2
+        never.set()
 
 
 async def test_a_file_that_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ async def test_what_was_asked_is_answered_and_errors_are_passed_on() -> None:
     assert await outside.answer(lambda: 7, "seven") == 7
     with pytest.raises(OSError, match="gone"):
         await outside.answer(_fail, "nothing")
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        await outside.answer(iter(()).__next__, "an iterator that has ended")
 
 
 def _fail() -> None:
