@@ -1,7 +1,8 @@
 """What peers may ask of this worker. Everything they send is checked before it costs memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import cast
 
@@ -148,7 +149,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     async def FetchState(
         self, request: peer_pb2.FetchStateRequest, context: Context
-    ) -> AsyncIterator[peer_pb2.StatePart]:
+    ) -> AsyncGenerator[peer_pb2.StatePart, None]:
         """Streams a copy of a chunk's state, or of a step's result; see the proto."""
         loop = asyncio.get_running_loop()
         try:
@@ -171,14 +172,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     async def give_state(self, request: peer_pb2.FetchStateRequest, context: Context) -> None:
         """FetchState for whoever reads; who does not is waited for no longer than who says nothing."""
-        async for part in self.FetchState(request, context):
-            # gRPC's write is deaf to cancellation while the peer has no room for it.
-            writing = asyncio.ensure_future(context.write(part))
-            writing.add_done_callback(_take_error)
-            await asyncio.wait((writing,), timeout=self._limits.silent_s)
-            if not writing.done():
-                await self._refuse(context, SilentError("read nothing for too long: ask again"))
-            await writing
+        # Where the caller goes its place is free at once, and not when garbage is collected.
+        async with aclosing(self.FetchState(request, context)) as parts:
+            async for part in parts:
+                # gRPC's write is deaf to cancellation while the peer has no room for it.
+                writing = asyncio.ensure_future(context.write(part))
+                writing.add_done_callback(_take_error)
+                await asyncio.wait((writing,), timeout=self._limits.silent_s)
+                if not writing.done():
+                    await self._refuse(context, SilentError("read nothing for too long: ask again"))
+                await writing
 
     async def Probe(
         self, request_iterator: AsyncIterator[peer_pb2.ProbePart], context: Context

@@ -1,7 +1,7 @@
 """Copies over gRPC on loopback: fetched from several holders, kept up to date, served, and built from."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import grpc
@@ -23,7 +23,7 @@ from worker.service import PeerService
 from worker.transport import gather
 
 Context = aio.ServicerContext[object, object]
-Parts = AsyncIterator[peer_pb2.StatePart]
+Parts = AsyncGenerator[peer_pb2.StatePart, None]
 STAGE = StageIndex(0)
 IS_RESULT = peer_pb2.STATE_KIND_RESULT
 

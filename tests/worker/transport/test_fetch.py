@@ -1,6 +1,6 @@
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
 import grpc
@@ -38,7 +38,7 @@ STATE = {
 }
 
 Context = aio.ServicerContext[object, object]
-Parts = AsyncIterator[peer_pb2.StatePart]
+Parts = AsyncGenerator[peer_pb2.StatePart, None]
 
 
 def holder(limits: Limits | None = None) -> Receiver:

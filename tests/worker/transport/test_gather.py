@@ -1,7 +1,7 @@
 """One state from several donors over loopback: shares, deaths, corruption, patience."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ STATE = {f"t{i:02d}": tensor_of(LEAST_BATCH_BYTES // 2 + i, name=f"t{i:02d}") fo
 SIZES = {name: len(tensor.data) for name, tensor in STATE.items()}
 
 Context = aio.ServicerContext[object, object]
-Parts = AsyncIterator[peer_pb2.StatePart]
+Parts = AsyncGenerator[peer_pb2.StatePart, None]
 
 
 class Donor(PeerService):

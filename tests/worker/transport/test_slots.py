@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Literal
+from typing import Literal, NoReturn, cast
 
 import pytest
 from grpc import StatusCode, aio
@@ -99,6 +99,28 @@ async def test_who_reads_no_state_is_not_waited_for() -> None:
         call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(asked))
         await told.reach("silent", 1)
         call.cancel()
+
+
+class Gone:
+    """The context of a call whose caller goes as soon as something is written."""
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:4711"
+
+    async def write(self, message: object) -> None:
+        raise asyncio.CancelledError
+
+    async def abort(self, code: StatusCode, details: str) -> NoReturn:
+        raise AssertionError(f"{code}: {details}")
+
+
+async def test_a_caller_that_goes_gives_its_place_back_at_once() -> None:
+    receiver, _ = receiver_of(Limits(max_transfers=1))
+    service, context = receiver.service(), cast(aio.ServicerContext[object, object], Gone())
+    asked = FetchStateRequest(job=JOB, stage=StageIndex(0), version=Step(0), names=(), kind=StateKind.STATE)
+    for _ in range(2):
+        with pytest.raises(asyncio.CancelledError):
+            await service.give_state(FETCH_STATE.encode(asked), context)
 
 
 async def test_one_peer_leaves_room_for_others() -> None:
