@@ -20,7 +20,7 @@ from worker.bundle import Limits, WireTensor
 from worker.transport.framing import DELIVER, read_part
 from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.links import answer_probe
-from worker.transport.slots import CrowdedError, SilentError, Slots, peer_of
+from worker.transport.slots import CrowdedError, IdleError, Slots, peer_of
 from worker.transport.state import state_parts
 from worker.transport.statistics import Statistics
 from worker.transport.window import Window
@@ -35,7 +35,7 @@ down, and they take longer."""
 _LEAST_WAIT_S = 0.01
 _LOOK_S = 0.002
 _NOT_TOLD = "state is for whom the coordinator has told to fetch it, in this generation or the one before"
-_REFUSED = (RemoteError, CrowdedError, SilentError)
+_REFUSED = (RemoteError, CrowdedError, IdleError)
 
 
 def _take_error(writing: "asyncio.Future[None]") -> None:
@@ -180,7 +180,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 writing.add_done_callback(_take_error)
                 await asyncio.wait((writing,), timeout=self._limits.silent_s)
                 if not writing.done():
-                    await self._refuse(context, SilentError("read nothing for too long: ask again"))
+                    await self._refuse(context, IdleError("read nothing for too long: ask again"))
                 await writing
 
     async def Probe(
@@ -201,7 +201,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         while self._is_training() and loop.time() < until_s:  # noqa: ASYNC110 - a count of another object
             await asyncio.sleep(_LOOK_S)
 
-    async def _refuse(self, context: Context, error: RemoteError | CrowdedError | SilentError) -> None:
+    async def _refuse(self, context: Context, error: RemoteError | CrowdedError | IdleError) -> None:
         if isinstance(error, RemoteError):
             self._statistics.refusals["malformed"] += 1
             await refuse(context, error)

@@ -21,7 +21,7 @@ class CrowdedError(Exception):
     """All places are taken by streams that speak; the peer may come again."""
 
 
-class SilentError(Exception):
+class IdleError(Exception):
     """A stream said nothing for too long, or for longest of all where there was no room; the peer may come again."""
 
 
@@ -60,7 +60,7 @@ class Slot:
         """The messages of a stream, until it ends.
 
         Raises:
-            SilentError: it was silent for too long, or longest of all where there was no room.
+            IdleError: it was silent for too long, or longest of all where there was no room.
         """
         while True:
             try:
@@ -68,7 +68,7 @@ class Slot:
                     with self.awaited(wait):
                         message = await anext(messages, None)
             except TimeoutError as error:
-                raise SilentError(f"silent for {self._now() - self.heard_s:.1f} s: dial again") from error
+                raise IdleError(f"silent for {self._now() - self.heard_s:.1f} s: dial again") from error
             if message is None:
                 return
             yield message
