@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator_io import CancelAsked, MakePlan, PauseAsked, PlanMade, TimePassed
 from skein.protocol.messages import Assign, Look, NewGeneration, SourceKind
 from skein.protocol.records import GenerationOpened, RolledBack
 from skein.protocol.reports import PeersSeen, Prefetched
@@ -14,7 +14,7 @@ from skein.protocol.runs.giving_up import LEAST_S, MOST_S, TIMES_REACHED, patien
 from skein.types import Incarnation, JobState, Step
 from tests.support.desk import LEASE_S, Desk
 from tests.support.plans import chunk, path, plan_of, stage_spec
-from tests.support.runs import BOTH_STAGES, HELD, PAIRS, PAIRS_SPEC, stepping
+from tests.support.runs import BOTH_STAGES, HELD, PAIRS, PAIRS_SPEC, ended, stepping
 
 FIRST, SECOND = ("w0a", "w0b"), ("w1a", "w1b")
 """Holders of each stage."""
@@ -111,6 +111,56 @@ def test_when_the_time_is_over_the_job_goes_back_and_says_whom_it_waited_for() -
     [back] = desk.recorded(RolledBack)
     assert (back.from_version, back.to_version) == (1, 0)
     assert back.reason == "no worker holds stage 1 at version 1; w1a, w1b did not come back within 15 s"
+
+
+def asked_to_end(job_of: type[PauseAsked] | type[CancelAsked]) -> Desk:
+    """A coordinator that has just started again and knows of a step that no checkpoint has; the job is to end."""
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    again = Desk(desk.log)
+    again.give(TimePassed())
+    again.give(job_of(job=again.job))
+    return again
+
+
+@pytest.mark.parametrize(("wish", "state"), [(PauseAsked, JobState.HELD), (CancelAsked, JobState.CANCELLED)])
+def test_a_job_that_is_to_end_waits_for_holders_whose_death_nobody_has_seen(
+    wish: type[PauseAsked] | type[CancelAsked], state: JobState
+) -> None:
+    desk = asked_to_end(wish)
+    desk.wait(RETURN_S + 2.0)
+    assert reason(desk).startswith("waiting for w0a, w0b, w1a, w1b until 00:")
+    assert reason(desk).endswith(" UTC: they may have 1 step that no checkpoint has")
+    desk.join(*PAIRS.workers)
+    # The first who comes is asked at once; nothing is done without the others, who are here by now.
+    desk.acknowledge(["w0a"], HELD)
+    desk.plan(ALONE)
+    assert reason(desk).startswith("asking ")
+    desk.acknowledge(PAIRS.workers, HELD)
+    desk.adopt(PAIRS)
+    desk.ready(PAIRS.workers)
+    desk.save()
+    assert desk.machine.state_of(desk.job) is state
+    assert desk.machine.history.jobs[desk.job].checkpoints[-1].version == 1
+
+
+def test_a_job_that_is_to_end_waits_for_nobody_without_whom_nothing_is_whole() -> None:
+    desk = asked_to_end(CancelAsked)
+    for worker in SECOND:
+        desk.machine.absence.lost(Incarnation(f"{worker}-1"), silent_s=0.0, is_dead=True, now=desk.now)
+    desk.wait(RETURN_S)
+    assert ended(desk) == (
+        JobState.CANCELLED,
+        "cancelled by a client; the steps after 0 are with no worker that is here",
+    )
+
+
+def test_a_job_that_is_to_end_ends_when_nobody_comes_back_and_says_so() -> None:
+    desk = asked_to_end(CancelAsked)
+    desk.wait(RETURN_S + LEAST_S)
+    state, said = ended(desk)
+    assert state is JobState.CANCELLED
+    assert said.endswith("is here; w0a, w0b, w1a, w1b did not come back within 15 s")
 
 
 def test_who_comes_back_after_that_is_told_of() -> None:

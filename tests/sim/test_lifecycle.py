@@ -129,7 +129,10 @@ def test_a_cancelled_job_whose_workers_are_gone_ends_and_says_what_is_lost() -> 
     world.tell(CancelAsked(job=SIM_1, reason="enough"))
     run = finish(world, about="cancelled", state=JobState.CANCELLED)
     [end] = of_kind(world.log, JobEnded)
-    assert end.reason == f"enough; the steps after {run.saved[-1]} are with no worker that is here"
+    assert end.reason == (
+        f"enough; the steps after {run.saved[-1]} are with no worker that is here; "
+        "w0000, w0001, w0002, w0003 did not come back within 15 s"
+    )
 
 
 def test_a_cancelled_job_ends_though_everything_dies_with_it() -> None:

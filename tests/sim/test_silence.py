@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from skein.protocol.records import Incident, RolledBack
+from skein.protocol.coordinator_io import PauseAsked
+from skein.protocol.records import CheckpointCommitted, HaltAsked, Incident, JobHeld, RolledBack
 from skein.sim.faults import SILENCES_S
 from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
-from skein.types import StageIndex, WorkerId
+from skein.types import JobId, StageIndex, WorkerId
 from tests.support.jobs import small_job
 from tests.support.worlds import (
     Run,
@@ -25,6 +26,7 @@ from tests.support.worlds import (
 
 JOB = small_job(steps=12, save_every=0)
 """On four workers: two stages, two holders each, and nothing to go back to but the beginning."""
+SIM_1 = JobId("small-1")
 AT_ONCE_S = 1.5
 """From deaths that peers see to the record of what they cost."""
 KNOWN = (
@@ -100,6 +102,20 @@ def test_a_coordinator_that_serves_for_seven_seconds_before_holders_reach_it_los
     run = struck(come_late, 7.0, later=5)
     assert any("waiting for" in line and "going back would cost 3 steps" in line for line in run.world.lines)
     assert run.num_rollbacks == 0
+
+
+@pytest.mark.parametrize("seconds", SILENCES_S)
+@pytest.mark.parametrize("silence", [mute, come_late])
+def test_a_job_that_is_paused_meanwhile_loses_nothing_either(silence: Silence, seconds: float) -> None:
+    world = make_world(JOB, fleet_of(4), seed=0)
+    run_until(world, lambda it: version_of(it) == 3)
+    silence(world, tuple(sorted(world.workers)), seconds)
+    while not of_kind(world.log, HaltAsked):
+        world.tell(PauseAsked(job=SIM_1))
+        run_events(world, 5)
+    run_until(world, lambda it: bool(of_kind(it.log, JobHeld)))
+    assert [saved.version for saved in of_kind(world.log, CheckpointCommitted)] == [version_of(world)]
+    assert version_of(world) >= 3
 
 
 def test_deaths_that_somebody_sees_are_not_waited_for() -> None:

@@ -4,6 +4,7 @@ Rules of this file
 - A plan that gives up steps, or replaces a lost stage by an average, is held back while somebody who may hold what it
   lacks is here and was not asked, or is silent and may live. It is put in place when that time is over.
 - Whose death was seen is not waited for: going back then costs no time.
+- The same before a run ends, at somebody's wish, without having saved steps that silent holders may have.
 - While something is held back, members look at those who are silent: what they see ends the wait, or makes it longer.
 """
 
@@ -66,6 +67,8 @@ class Asking:
         self._placement = placement
         self._measured = measured
         self._out = outbox
+        self._is_ending = False
+        """A run that is to end waits for those who are silent."""
         self._since: float | None = None
         self._until = 0.0
         self._looks_at = 0.0
@@ -94,14 +97,14 @@ class Asking:
 
     def opened(self, *, now: float) -> None:
         """A generation was opened: nothing is held back, and who may hold what nobody here does is looked at."""
-        self.held_back = None
+        self.held_back, self._is_ending = None, False
         silent = self._silent()
         if self._job.version and silent and self._is_short():
             self._look(silent, now=now)
 
     def over(self) -> None:
         """Nothing has to be given up."""
-        self.held_back = None
+        self.held_back, self._is_ending = None, False
         self._since = None
         self._told = ()
 
@@ -120,38 +123,71 @@ class Asking:
             return First(reason=reason, opens_generation=True)
         return self._wait(plan, sources, self._since, now=now)
 
+    def before_ending(self, saved: Step, *, now: float) -> str | None:
+        """For whom a run waits that is to end: who may have steps newer than version `saved`; None: for nobody."""
+        job = self._job
+        self._since = now if self._since is None else self._since
+        self.outcome, self._is_ending = "", False
+        if job.version <= saved or job.plan is None:
+            return None
+        num_steps = job.version - saved
+        ends_at = self._ends_at(num_steps * self._step_s(job.plan.plan), self._since)
+        awaited = {member: held for member, held in self._silent().items() if now < ends_at[member]}
+        here = {member: held for member, held in job.may_hold.items() if self._is_here(member)}
+        acks = {worker: ack for worker, ack in self._members.acks.items() if worker in self._live}
+        if not awaited or self._placement.held(self._would_tell(here | awaited) | acks) is None:
+            self._tell_outcome(ends_at.keys() - awaited.keys(), now - self._since)
+            return None
+        self._is_ending = True
+        cost = f"they may have {counted(num_steps, 'step')} that no checkpoint has"
+        return self._hold(awaited, ends_at, cost, now=now)
+
     def deadline(self) -> float | None:
-        """When a plan that is held back is to be looked at again."""
-        return None if self.held_back is None else min(self._until, self._looks_at)
+        """When a plan that is held back, or the end of the run, is to be looked at again."""
+        is_waiting = self.held_back is not None or self._is_ending
+        return min(self._until, self._looks_at) if is_waiting else None
 
     # --- whom to wait for, and how long ---
 
     def _wait(self, plan: Plan, sources: Sources, since: float, *, now: float) -> First | None:
         num_steps = self._job.version - sources.version
-        patience = patience_s(cost_s=num_steps * self._step_s(plan), silences_s=self._absence.silences_s)
-        silent = self._silent()
-        ends_at = {
-            member: waits_until(since, patience, self._absence.seen_at(member.incarnation))
-            for member in silent
-        }
-        awaited = {member: held for member, held in silent.items() if now < ends_at[member]}
+        ends_at = self._ends_at(num_steps * self._step_s(plan), since)
+        awaited = {member: held for member, held in self._silent().items() if now < ends_at[member]}
         if not self._could_be_had(plan, sources, awaited):
-            self._tell_outcome(silent.keys() - awaited.keys(), now - since)
+            self._tell_outcome(ends_at.keys() - awaited.keys(), now - since)
             return None
         self.held_back = plan
-        self._until = min(ends_at[member] for member in awaited)
-        if now >= self._looks_at:
-            self._look(awaited, now=now)
         cost = f"going back would cost {counted(num_steps, 'step')}"
         if not num_steps:
             cost = "a stage would be made of its neighbours"
-        names = tuple(member.worker for member in awaited)
-        until = clock_time(max(ends_at[member] for member in awaited))
+        return First(reason=self._hold(awaited, ends_at, cost, now=now), opens_generation=False)
+
+    def _ends_at(self, cost_s: float, since: float) -> dict[GenerationMember, float]:
+        """When each of those who are silent is not waited for any more."""
+        patience = patience_s(cost_s=cost_s, silences_s=self._absence.silences_s)
+        seen_at = self._absence.seen_at
+        return {x: waits_until(since, patience, seen_at(x.incarnation)) for x in self._silent()}
+
+    def _hold(
+        self,
+        awaited: Iterable[GenerationMember],
+        ends_at: Mapping[GenerationMember, float],
+        cost: str,
+        *,
+        now: float,
+    ) -> str:
+        """Waits for these, and says so."""
+        members = tuple(awaited)
+        self._until = min(ends_at[member] for member in members)
+        if now >= self._looks_at:
+            self._look(members, now=now)
+        names = tuple(member.worker for member in members)
+        until = clock_time(max(ends_at[member] for member in members))
         told = f"waiting for {short(names)} until {until}: {cost}"
         if names != self._told:
             self._out.log(f"job={self._job.job} {told}")
         self._told = names
-        return First(reason=told, opens_generation=False)
+        return told
 
     def _tell_outcome(self, given_up: Collection[GenerationMember], seconds: float) -> None:
         if given_up and self._told:
@@ -188,10 +224,13 @@ class Asking:
         here = (
             {held.stage for held in chunks if held.version == self._job.version}
             for member, chunks in self._job.may_hold.items()
-            if member.worker in self._live
-            and self._live[member.worker].hello.incarnation == member.incarnation
+            if self._is_here(member)
         )
         return plan is None or not set(plan.plan.stages) <= set[StageSpec]().union(*here)
+
+    def _is_here(self, member: GenerationMember) -> bool:
+        entry = self._live.get(member.worker)
+        return entry is not None and entry.hello.incarnation == member.incarnation
 
     def _could_be_had(
         self, plan: Plan, sources: Sources, silent: Mapping[GenerationMember, frozenset[ChunkVersion]]
@@ -199,15 +238,20 @@ class Asking:
         """Whether less would be given up if those who are silent came back with all that they may hold."""
         if not silent:
             return False
-        told = {member.worker: self._would_tell(member, held) for member, held in silent.items()}
-        acks = {**self._members.acks, **told}
+        acks = {**self._members.acks, **self._would_tell(silent)}
         if self._placement.held(acks) is not None:
             return True
         return _loss(self._placement.sources(plan, acks)) < _loss(sources)
 
-    def _would_tell(self, member: GenerationMember, held: Iterable[ChunkVersion]) -> Ack:
-        copies = self._members.keepers.get(member, ())
-        return Ack(generation=Generation(0), chunks=tuple(held), progress=(), backups=copies)
+    def _would_tell(self, known: Mapping[GenerationMember, frozenset[ChunkVersion]]) -> dict[WorkerId, Ack]:
+        """What these would say if they have all that they may hold."""
+        copies = self._members.keepers
+        return {
+            x.worker: Ack(
+                generation=Generation(0), chunks=tuple(held), progress=(), backups=copies.get(x, ())
+            )
+            for x, held in known.items()
+        }
 
     def _look(self, silent: Iterable[GenerationMember], *, now: float) -> None:
         self._looks_at = now + LOOK_S

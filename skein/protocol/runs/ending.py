@@ -109,12 +109,19 @@ class Ending:
             self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
         self._out.log(line)
 
-    def halted(self, saved: Step, *, may_save: bool) -> Stop | None:
-        """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None."""
+    def halted(self, saved: Step, *, may_save: bool, because: str = "") -> Stop | None:
+        """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None.
+
+        Args:
+            saved: version of the newest checkpoint.
+            may_save: something newer may be saved yet.
+            because: what became of those who may have it.
+        """
         halt = self._job.halt
         if halt is None or (may_save and saved < self._job.version):
             return None
-        lost = f"; the steps after {saved} are with no worker that is here"
+        because = because and f"; {because}"
+        lost = f"; the steps after {saved} are with no worker that is here{because}"
         reason = f"{halt.reason}{lost if saved < self._job.version else ''}"
         return Stop(state=halt.state, reason=reason)
 

@@ -47,6 +47,10 @@ class Gathering:
         self.is_hopeless = not self.has_newcomer
         self.pardons_at = now + PARDON_S if may_pardon else None
 
+    def may_pardon(self, *, now: float) -> bool:
+        """Whether those who were excluded, or checkpoints that could not be read, get another chance now."""
+        return self.pardons_at is not None and now >= self.pardons_at
+
     def pardoned(self) -> None:
         """Some who were excluded are candidates again."""
         self.is_hopeless = False

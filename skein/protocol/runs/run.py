@@ -275,8 +275,7 @@ class Run:
         if self._halted(now=now):
             return
         if self.phase is RunPhase.GATHERING:
-            pardons_at = self._gathering.pardons_at
-            if pardons_at is not None and now >= pardons_at:
+            if self._gathering.may_pardon(now=now):
                 self._storage.look_again(now=now)
                 self._pardon()
             if self._is_to_fence() and now >= self._gathers_at():
@@ -294,7 +293,10 @@ class Run:
         """Whether the run has ended, at somebody's wish, with nothing left that could be saved."""
         is_hopeless = self.phase is RunPhase.GATHERING and now >= self._gathers_at()
         may_save = not is_hopeless or (self._may_save() and not self._gathering.is_hopeless)
-        stop = self._ending.halted(self._savings.newest, may_save=may_save)
+        saved = self._savings.newest
+        waits = None if may_save or self.job.halt is None else self._asking.before_ending(saved, now=now)
+        self.reason = waits or self.reason
+        stop = self._ending.halted(saved, may_save=may_save or bool(waits), because=self._asking.outcome)
         if stop is not None and self.phase is not RunPhase.ENDED:
             self._stop(stop, now=now)
         return self.phase is RunPhase.ENDED
@@ -312,7 +314,8 @@ class Run:
     def deadline(self) -> float | None:
         """When `tick` is wanted next."""
         if self.phase is RunPhase.GATHERING:
-            return self._gathers_at() if self._is_to_fence() or self.job.halt else self._gathering.pardons_at
+            gathers_at = max(self._gathers_at(), self._asking.deadline() or 0.0)
+            return gathers_at if self._is_to_fence() or self.job.halt else self._gathering.pardons_at
         if self.phase is RunPhase.FENCING:
             gives_up_at = self._watchdog.gives_up_at(self.plan)
             return self._asking.deadline() if self._members.is_fenced else gives_up_at
@@ -428,8 +431,7 @@ class Run:
     def _pause(self, reason: str, *, now: float) -> None:
         """No plan exists: save what is held, then wait for more workers."""
         self._gathering.failed(may_pardon=self._strikes.may_pardon, now=now)
-        held = self._placement.held()
-        if held is None or not self._savings.is_behind():
+        if self._placement.held() is None or not self._savings.is_behind():
             self._wait(reason)
             return
         self._save_held(f"saving, for no plan exists: {reason}")
@@ -526,8 +528,7 @@ class Run:
         self._watchdog.moved(now=now)
         if not self._placement.is_built(worker, report):
             return
-        odd = self._placement.odd_readers()
-        if odd:
+        if odd := self._placement.odd_readers():
             self._other_data(odd, now=now)
             return
         num_validation_samples, num_train_samples = self._placement.num_samples()
@@ -642,8 +643,7 @@ class Run:
                 self._blamed.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
             if isinstance(end, Outvoted):
                 continue
-            kind = IncidentKind.WORKER_FAILED
-            self._incidents.noticed(kind, end.blamed, end.reason, silent_s=0.0, now=now)
+            self._incidents.noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, silent_s=0.0, now=now)
             self._bump(end.reason, now=now)
 
     def _commit(self, record: StepRecord, *, now: float) -> None:
