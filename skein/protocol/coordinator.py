@@ -166,7 +166,7 @@ class Coordinator:
                     self.run.manifest_written(event, now=now)
             case CheckpointVerified():
                 judge(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
-                if self.run is not None and self.run.job.job == event.checkpoint.job:
+                if self.run is not None:
                     self.run.verified(event, now=now)
             case TimePassed():
                 self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
@@ -250,6 +250,8 @@ class Coordinator:
             pending = self.history.pending()
             if not pending:
                 return
+            if lifecycle.end_unbegun(pending[0], self.history, self._outbox, now=now):
+                continue
             self.run = self._start(pending[0], now=now)
             self.run.tick(now=now)
             if self.run.phase is RunPhase.ENDED:

@@ -257,13 +257,14 @@ class History:
                 job.clock.goes_on(record.wall_s)
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case CheckpointCommitted():
-                # A damaged one that is older than a whole one is of no use to anybody.
-                job.checkpoints = [c for c in job.whole_checkpoints if c.version != record.version]
-                job.checkpoints.append(record)
-                keeps = record.keeps or [c.version for c in job.checkpoints[-job.spec.checkpoint.keep :]]
-                job.checkpoints = [c for c in job.checkpoints if c.version in keeps]
+                found = [c for c in job.checkpoints if c.version != record.version]
+                whole = [c.version for c in found if c.version not in job.damaged]
+                keeps = record.keeps or (*whole, record.version)[-job.spec.checkpoint.keep :]
+                job.checkpoints = [c for c in (*found, record) if c.version in keeps]
                 job.scores = {v: x for v, x in job.scores.items() if v in keeps or v > record.version}
-                job.damaged = {}
+                job.damaged = {
+                    at: why for at, why in job.damaged.items() if at in keeps and at != record.version
+                }
             case Diverged():
                 job.diverged = record
             case CheckpointChecked():

@@ -12,7 +12,7 @@ from skein.config.job import JobSpec, with_steps
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
-from skein.protocol.history import JobHistory
+from skein.protocol.history import History, JobHistory
 from skein.protocol.messages import Beginning
 from skein.protocol.records import HaltAsked, JobEnded, JobHeld, JobResumed
 from skein.protocol.runs.keeping import newest_good
@@ -88,6 +88,21 @@ def check_resumable(job: JobHistory, steps: int | None) -> None:
     with_steps(job.spec, steps)
 
 
+def end_unbegun(job: JobHistory, history: History, outbox: Outbox, *, now: float) -> bool:
+    """End a job that has made no step, if what it begins with is no more; True if it has ended."""
+    begins = job.begins
+    if (
+        begins is None
+        or job.version
+        or any(saved.version == begins.version for saved in history.jobs[begins.job].checkpoints)
+    ):
+        return False
+    reason = f"checkpoint {begins.version} of {begins.job}, with which it begins, is no more: submit it with another"
+    outbox.record(JobEnded(job=job.job, state=JobState.FAILED, reason=reason, wall_s=now))
+    outbox.log(f"job={job.job} failed: {reason}")
+    return True
+
+
 def beginning(other: JobHistory, spec: JobSpec, version: Step | None) -> Beginning:
     """The checkpoint of another job that a new one of `spec` begins with.
 
@@ -106,6 +121,9 @@ def beginning(other: JobHistory, spec: JobSpec, version: Step | None) -> Beginni
         has = f"it has {', '.join(map(str, versions))}" if versions else "it has none yet"
         which = f"{other.job} version {'newest' if version is None else version}"
         raise UserError("from", which, f"there is no such checkpoint, {has}")
+    if found.version in other.damaged:
+        hint = f"is damaged ({other.damaged[found.version]}): put it back, or give another version"
+        raise UserError("from", f"{other.job} version {found.version}", hint)
     if parameter_shapes(spec.model) != parameter_shapes(other.spec.model):
         raise UserError("from", other.job, "has a model of another shape: give the same model")
     return Beginning(job=other.job, version=found.version)

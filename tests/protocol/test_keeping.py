@@ -5,9 +5,18 @@ from math import nan
 
 import pytest
 
+from skein.errors import UserError
 from skein.protocol.history import JobHistory
-from skein.protocol.messages import Decision
-from skein.protocol.records import CheckpointCommitted, Evaluated, JobSubmitted, Record, StepCommitted
+from skein.protocol.lifecycle import beginning
+from skein.protocol.messages import Beginning, Decision
+from skein.protocol.records import (
+    CheckpointChecked,
+    CheckpointCommitted,
+    Evaluated,
+    JobSubmitted,
+    Record,
+    StepCommitted,
+)
 from skein.protocol.runs.keeping import kept_with, newest_good, newest_sound
 from skein.types import JobId, Step
 from tests.protocol.test_history import JOB, history_of
@@ -77,6 +86,50 @@ def test_another_job_begins_with_the_last_version_if_nothing_speaks_against_it(
     scores = [] if score is None else [evaluated(last, score)]
     job = job_of(*steps(*losses), saved(1, 1), *scores, saved(last, 1, last))
     assert newest_good(job) == begins_at
+
+
+def beginning_with(version: int, *records: Record) -> JobHistory:
+    """Another job that begins with a version of the first."""
+    submitted = JobSubmitted(
+        job=JobId("other-2"),
+        key="other",
+        spec=small_job().canonical_json(),
+        wall_s=1.0,
+        begins=Beginning(job=JOB, version=Step(version)),
+    )
+    return history_of(submitted, *records).jobs[JobId("other-2")]
+
+
+def test_what_another_job_begins_with_is_kept_until_that_has_a_checkpoint_of_its_own() -> None:
+    submitted = JobSubmitted(job=JOB, key="k", spec=small_job(keep=1).canonical_json(), wall_s=1.0)
+    job = job_of(submitted, *steps(3.0, 3.0, 3.0, 3.0, 3.0), saved(1, 1), saved(3, 1, 3))
+    own = replace(checkpoint(JobId("other-2"), 1), keeps=(Step(1),))
+    made = [
+        replace(step, job=JobId("other-2")) for step in steps(3.0, 3.0) if isinstance(step, StepCommitted)
+    ]
+    assert kept_with(job, Step(5), [beginning_with(1)]) == (1, 3, 5)
+    assert kept_with(job, Step(5), [beginning_with(1, *made)]) == (1, 3, 5)
+    assert kept_with(job, Step(5), [beginning_with(1, *made, own)]) == (3, 5)
+
+
+def test_a_damaged_one_that_another_job_begins_with_stays_until_somebody_puts_it_back() -> None:
+    damaged = CheckpointChecked(job=JOB, version=Step(1), is_whole=False, reason="other bytes", wall_s=1.0)
+    before = [*steps(3.0, 3.0, 3.0), saved(1, 1), damaged]
+    job = job_of(*before)
+    assert kept_with(job, Step(3), [beginning_with(1)]) == (1, 3)
+    assert kept_with(job, Step(3)) == (3,)
+    kept = job_of(*before, saved(3, 1, 3))
+    assert ([x.version for x in kept.whole_checkpoints], kept.damaged) == ([3], {1: "other bytes"})
+    assert job_of(*before, saved(3, 3)).damaged == {}
+
+
+def test_a_damaged_checkpoint_is_none_to_begin_with() -> None:
+    damaged = CheckpointChecked(job=JOB, version=Step(1), is_whole=False, reason="other bytes", wall_s=1.0)
+    submitted = JobSubmitted(job=JOB, key="k", spec=small_job().canonical_json(), wall_s=1.0)
+    job = job_of(submitted, *steps(3.0, 3.0, 3.0), saved(1, 1), saved(2, 1, 2), damaged)
+    assert beginning(job, small_job(), None).version == 2
+    with pytest.raises(UserError, match=r"from: .*version 1.*: is damaged \(other bytes\)"):
+        beginning(job, small_job(), Step(1))
 
 
 def test_a_checkpoint_says_what_is_kept_with_it() -> None:

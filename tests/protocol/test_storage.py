@@ -4,17 +4,26 @@ from math import nan
 
 import pytest
 
-from skein.protocol.coordinator_io import CheckpointVerified, MakePlan, VerifyCheckpoint
-from skein.protocol.messages import Assign, NewGeneration, Save, SourceKind, Start
+from skein.plan.plan import Infeasible
+from skein.protocol.coordinator_io import (
+    CancelAsked,
+    CheckpointVerified,
+    MakePlan,
+    TimePassed,
+    VerifyCheckpoint,
+)
+from skein.protocol.messages import Assign, Beginning, NewGeneration, Save, SourceKind, Start
 from skein.protocol.records import (
     CheckpointChecked,
     GenerationOpened,
     Incident,
     IncidentKind,
     JobEnded,
+    JobSubmitted,
+    Record,
     RolledBack,
 )
-from skein.protocol.reports import Beat, CheckpointUnread, CheckpointUnwritten, CheckpointWritten
+from skein.protocol.reports import Beat, CheckpointUnread, CheckpointUnwritten, CheckpointWritten, Trouble
 from skein.protocol.runs.gathering import PARDON_S
 from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.savings import AGAIN_S, LATER_S
@@ -27,7 +36,8 @@ from tests.support.plans import grid_plan, stage_spec
 from tests.support.reports import hello
 from tests.support.runs import PLAN, beats, ended, later, phase, stepping
 
-JOB = JobId("small-1")
+JOB, OTHER = JobId("small-1"), JobId("small-2")
+BEGINNING = Beginning(job=JOB, version=Step(2))
 SAVING = small_job(stages=2, replicas=1, microbatches=2, steps=20, save_every=2)
 FULL = "needs 251 MiB at /checkpoints, 3 MiB are free"
 
@@ -66,6 +76,69 @@ def look(desk: Desk, condition: Condition, reason: str = "") -> None:
     """The coordinator reads the checkpoint that is in question among the last commands."""
     [asked] = desk.found(VerifyCheckpoint)
     desk.give(CheckpointVerified(checkpoint=asked.checkpoint, condition=condition, reason=reason))
+
+
+# --- what a job begins with ---
+
+
+def begun(*more: Record) -> Desk:
+    """A job has ended that has a checkpoint; another begins with that, and its workers are about to build."""
+    desk = saved(2)
+    desk.give(CancelAsked(job=JOB, discards=True))
+    other = JobSubmitted(
+        job=OTHER, key="other", spec=SAVING.canonical_json(), wall_s=desk.now, begins=BEGINNING
+    )
+    return Desk([*desk.log, *more, other])
+
+
+def checked(*, is_whole: bool) -> CheckpointChecked:
+    return CheckpointChecked(job=JOB, version=Step(2), is_whole=is_whole, reason="other bytes", wall_s=1.0)
+
+
+def building(desk: Desk) -> Desk:
+    desk.join(*PLAN.workers, incarnation=2)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    return desk
+
+
+def test_a_job_waits_for_a_damaged_checkpoint_that_it_begins_with_and_goes_on_when_that_is_back() -> None:
+    desk = building(begun(checked(is_whole=False)))
+    assert not desk.told(Assign)
+    assert desk.machine.run is not None
+    assert desk.machine.run.reason == (
+        "checkpoint 2 of small-1, with which it begins, is damaged: put it back, or cancel and submit it with "
+        "another (other bytes)"
+    )
+    later(desk, PARDON_S)
+    look(desk, Condition.WHOLE)
+    later(desk, PARDON_S)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert {assign.begins for assign in desk.told(Assign).values()} == {BEGINNING}
+
+
+def test_a_checkpoint_to_begin_with_that_nobody_can_read_is_looked_at_and_set_aside() -> None:
+    desk = building(begun())
+    for worker in desk.live:
+        trouble = Trouble(generation=desk.generation, is_fatal=False, reason="other bytes", is_unfit=True)
+        desk.report(worker, trouble)
+        desk.acknowledge(desk.live)
+        if desk.found(MakePlan):
+            desk.plan(Infeasible(reason="too few workers"))
+    later(desk, PARDON_S)
+    look(desk, Condition.DAMAGED, "other bytes")
+    assert desk.machine.history.jobs[JOB].damaged == {2: "other bytes"}
+
+
+def test_a_job_whose_beginning_is_no_more_ends_and_says_so() -> None:
+    back = RolledBack(job=JOB, from_version=Step(3), to_version=Step(0), reason="diverged", wall_s=1.0)
+    desk = begun(back)
+    desk.give(TimePassed())
+    assert ended(desk) == (
+        JobState.FAILED,
+        "checkpoint 2 of small-1, with which it begins, is no more: submit it with another",
+    )
 
 
 # --- what cannot be written ---

@@ -32,16 +32,17 @@ def _is_last_of_good(job: JobHistory, version: Step) -> bool:
 
 
 def begun_from(job: JobId, others: Iterable[JobHistory]) -> frozenset[Step]:
-    """Versions of a job with whose parameters others begin, or begin again if all that they have is lost."""
-    begins = (other.begins for other in others if other.end is None and other.begins is not None)
-    return frozenset(begun.version for begun in begins if begun.job == job)
+    """Versions of a job with whose parameters others begin, or begin again while they have nothing of their own."""
+    begins = (other.begins for other in others if other.end is None and not newest_sound(other))
+    return frozenset(begun.version for begun in begins if begun is not None and begun.job == job)
 
 
 def kept_with(job: JobHistory, version: Step, others: Iterable[JobHistory] = ()) -> tuple[Step, ...]:
     """Versions of the checkpoints to keep once there is one of `version`, which is the newest.
 
     These are the newest as many as the job asks for, the newest that was evaluated as finite, the newest whose training
-    loss was good, the one with the lowest validation loss, and what `others` begin with.
+    loss was good, the one with the lowest validation loss, and what `others` begin with, which somebody may put back if
+    it is damaged.
     """
     versions = sorted({*(x.version for x in job.whole_checkpoints), version})
     kept = {*versions[-job.spec.checkpoint.keep :]}
@@ -50,5 +51,5 @@ def kept_with(job: JobHistory, version: Step, others: Iterable[JobHistory] = ())
     kept.update(scored[-1:])
     if scored:
         kept.add(min(scored, key=lambda x: (job.scores[x], -x)))
-    kept.update(begun_from(job.job, others).intersection(versions))
+    kept.update(begun_from(job.job, others).intersection(x.version for x in job.checkpoints))
     return tuple(sorted(kept))

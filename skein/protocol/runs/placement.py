@@ -274,10 +274,6 @@ class Placement:
         self._adopt(plan, sources, {})
         return sources
 
-    def begins_anew(self, plan: Plan) -> bool:
-        """Whether nothing of what the job has learned could be had by this plan."""
-        return self._job.version > 0 and self.sources(plan).version == 0
-
     def sources(self, plan: Plan, acks: Mapping[WorkerId, Ack] | None = None) -> Sources:
         """Where the state of each of a plan's chunks would come from, by what members have said or by `acks`."""
         job, acks = self._job, self._members.acks if acks is None else acks

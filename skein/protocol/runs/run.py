@@ -508,8 +508,8 @@ class Run:
             if first.opens_generation:
                 self._bump(first.reason, now=now)
             return
-        if self.job.damaged and self._placement.begins_anew(plan):
-            self._wait(self._storage.lost(now=now))
+        if lacking := self._storage.lacks(self._placement.sources(plan), now=now):
+            self._wait(lacking)
             return
         self.phase = RunPhase.BUILDING
         self._may_go_on = False

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from skein.protocol.coordinator_io import CheckpointVerified, Outbox, VerifyCheckpoint
 from skein.protocol.history import JobHistory
+from skein.protocol.messages import SourceKind
 from skein.protocol.records import CheckpointChecked, CheckpointCommitted, IncidentKind
 from skein.protocol.reports import CheckpointUnread
 from skein.protocol.runs.blame import Blame
 from skein.protocol.runs.gathering import Gathering
 from skein.protocol.runs.incidents import Incidents
+from skein.protocol.runs.sources import Sources
 from skein.types import Condition, Step, WorkerId
 
 
@@ -52,6 +54,8 @@ class Storage:
         self._is_waiting = False
         self._is_lost = False
         """What is waited for is one of those that are damaged."""
+        self._is_looking_elsewhere = False
+        """At another job's checkpoint, with which this one begins."""
         self._unread: dict[Step, dict[WorkerId, str]] = {}
         self._asked: set[Step] = set()
 
@@ -78,6 +82,11 @@ class Storage:
     def looked(self, event: CheckpointVerified, *, now: float) -> Finding:
         """The coordinator has read a checkpoint, and what it found is recorded."""
         version, condition = event.checkpoint.version, event.condition
+        if event.checkpoint.job != self._job.job:
+            self._is_looking_elsewhere = False
+            if self._is_waiting and event.condition is Condition.WHOLE:
+                self._gathering.pardoned()
+            return Finding()
         is_known = condition is not Condition.UNKNOWN
         self._asked.discard(version)
         is_news = condition is Condition.WHOLE if self._is_lost else is_known
@@ -97,7 +106,23 @@ class Storage:
 
     # --- waiting ---
 
-    def lost(self, *, now: float) -> str:
+    def lacks(self, sources: Sources, *, now: float) -> str:
+        """Why the run waits instead of taking state from `sources`; "" if it does not."""
+        job = self._job
+        if job.damaged and job.version and not sources.version:
+            return self._lost(now=now)
+        begins = job.begins
+        is_drawn = any(source.kind is SourceKind.INITIAL for source in sources.by_chunk.values())
+        if begins is None or not is_drawn:
+            return ""
+        damage = self._out.history.jobs[begins.job].damaged.get(begins.version)
+        if damage is None:
+            return ""
+        self._wait(now=now)
+        which = f"checkpoint {begins.version} of {begins.job}, with which it begins, is damaged"
+        return f"{which}: put it back, or cancel and submit it with another ({damage})"
+
+    def _lost(self, *, now: float) -> str:
         """Every checkpoint that it could go on from is damaged, so the run waits; gives why."""
         self._is_lost = True
         self._wait(now=now)
@@ -113,7 +138,12 @@ class Storage:
         self._gathering.failed(may_pardon=True, now=now)
 
     def look_again(self, *, now: float) -> None:
-        """Somebody may have mended what is waited for, if anything is."""
+        """Somebody may have mended what is waited for, if anything is; or what nobody can read is damaged."""
+        begins = self._job.begins
+        if begins is not None and not self._job.version and not self._is_looking_elsewhere:
+            found = [x for x in self._out.history.jobs[begins.job].checkpoints if x.version == begins.version]
+            self._out.commands += [VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found]
+            self._is_looking_elsewhere = bool(found)
         if self._is_waiting:
             job, newest = self._job, self._job.newest_checkpoint
             damaged = [c for c in job.checkpoints if c.version in job.damaged]
