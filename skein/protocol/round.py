@@ -331,9 +331,15 @@ class Round:
         return [StepDecided(record=self._decide(self._numbers))]
 
     def _incredible(self) -> list[RoundCommand]:
-        """Who tells of a loss that is not finite, though every gradient that came of it is."""
+        """Who alone tells of a loss that is not finite, though every gradient that came of it is.
+
+        A model that diverges may have such losses, by which nothing is learned; then it is not one head of several that
+        tells of them. That is nobody's fault, and whether the job goes on is for its own rule to say.
+        """
+        heads = {x.worker for x, done in self._done.items() if done.tokens}
         tellers = sorted({x.worker for x, done in self._done.items() if not isfinite(done.loss_sum)})
-        if not tellers or not all(vote.is_finite for vote in self._results.values()):
+        is_odd = tellers and 2 * len(tellers) < len(heads)
+        if not is_odd or not all(vote.is_finite for vote in self._results.values()):
             return []
         reason = f"told a loss that is not finite at step {self.terms.step}, where all gradients are"
         return [Outvoted(reason=reason, blamed=tuple(tellers))]

@@ -14,9 +14,15 @@ IsTooLarge = Callable[[StepRecord], bool]
 
 
 class Diverging:
-    """Makes the executors of one world, which know of each other whose parameters are spoilt: lineages tell."""
+    """Makes the executors of one world, which know of each other whose parameters are spoilt: lineages tell.
 
-    def __init__(self, is_too_large: IsTooLarge) -> None:
+    Args:
+        is_too_large: of each update.
+        spoils_gradients: what comes of such a loss is not finite either.
+    """
+
+    def __init__(self, is_too_large: IsTooLarge, *, spoils_gradients: bool = True) -> None:
+        self.spoils_gradients = spoils_gradients
         self._is_too_large = is_too_large
         self._spoilt: set[str] = set()
 
@@ -48,6 +54,7 @@ class _Executor(SimExecutor):
         if isinstance(op, LossOp) and self._diverging.is_spoilt(before[op.chunk.stage]):
             assert isinstance(outcome, Loss)
             return replace(outcome, loss_sum=nan)
-        if isinstance(outcome, Joined) and any(map(self._diverging.is_spoilt, before.values())):
+        is_spoilt = self._diverging.spoils_gradients and any(map(self._diverging.is_spoilt, before.values()))
+        if isinstance(outcome, Joined) and is_spoilt:
             return replace(outcome, squared_norm=nan, is_finite=False)
         return outcome

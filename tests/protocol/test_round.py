@@ -1,5 +1,6 @@
 """The Round machine: from finished ledgers to the numbers of a decision."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import fsum, inf, isfinite, nan, sqrt
 
@@ -39,15 +40,20 @@ def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
 
 
 def hear_ledgers(
-    machine: Round, plan: Plan, *, loss_sum: float = 2.0, num_tokens: int = 5
+    machine: Round,
+    plan: Plan,
+    *,
+    loss_sum: float = 2.0,
+    num_tokens: int = 5,
+    told: Mapping[str, float] | None = None,
 ) -> list[RoundCommand]:
-    """Every chunk's complete ledger; chunks of the last stage know a loss."""
+    """Every chunk's complete ledger; chunks of the last stage know a loss, some tell another."""
     commands: list[RoundCommand] = []
     for at, microbatches in plan.microbatches_by_chunk().items():
         is_last = at.stage == len(plan.stages) - 1
         done = stage_done(
             Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
-            loss_sum=loss_sum if is_last else 0.0,
+            loss_sum=(told or {}).get(at.worker, loss_sum) if is_last else 0.0,
             tokens=spread(num_tokens, len(microbatches)) if is_last else (),
         )
         commands += machine.handle(LedgerHeard(worker=at.worker, done=done), now=0.0)
@@ -290,16 +296,27 @@ def test_what_is_not_finite_skips_the_step_for_every_stage(
 
 
 @pytest.mark.parametrize("loss_sum", [nan, inf])
-def test_a_loss_that_is_not_finite_skips_the_step_and_without_such_gradients_its_tellers_are_to_blame(
+def test_a_loss_that_is_not_finite_skips_the_step_and_is_the_fault_of_one_that_tells_it_alone(
     loss_sum: float,
+) -> None:
+    plan = grid_plan(replicas=3, num_microbatches=6)
+    machine = round_of(plan)
+    hear_ledgers(machine, plan, told={"w1b": loss_sum})
+    outvoted, ended = hear_votes(machine, plan)
+    assert isinstance(outvoted, Outvoted)
+    assert outvoted.blamed == ("w1b",)
+    record = decided([ended])
+    assert (record.decision, record.reason) == (Decision.SKIP, "loss not finite")
+
+
+@pytest.mark.parametrize("tellers", [("w1a",), ("w1a", "w1b")])
+def test_a_loss_that_is_not_finite_is_nobodys_fault_where_as_many_tell_it_as_do_not(
+    tellers: tuple[str, ...],
 ) -> None:
     plan = grid_plan()
     machine = round_of(plan)
-    hear_ledgers(machine, plan, loss_sum=loss_sum)
-    outvoted, ended = hear_votes(machine, plan)
-    assert isinstance(outvoted, Outvoted)
-    assert outvoted.blamed == ("w1a", "w1b")
-    record = decided([ended])
+    hear_ledgers(machine, plan, told=dict.fromkeys(tellers, inf))
+    record = decided(hear_votes(machine, plan))
     assert (record.decision, record.reason) == (Decision.SKIP, "loss not finite")
 
 

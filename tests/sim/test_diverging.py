@@ -50,8 +50,9 @@ def simulate(
     *,
     state: JobState,
     disturb: Callable[[World], None] | None = None,
+    spoils_gradients: bool = True,
 ) -> Run:
-    diverging = Diverging(is_too_large)
+    diverging = Diverging(is_too_large, spoils_gradients=spoils_gradients)
     world = make_world(job, fleet_of(4), seed=0, new_world=partial(World, new_executor=diverging.executor))
     if disturb is not None:
         disturb(world)
@@ -86,8 +87,10 @@ def assert_half_from(run: Run, version: int) -> None:
     assert [step.learning_rate for step in run.curve] == wanted
 
 
-def test_a_job_stops_and_keeps_what_was_good() -> None:
-    run = simulate(job_that("stop"), always, state=JobState.FAILED)
+@pytest.mark.parametrize("spoils_gradients", [True, False])
+def test_a_job_stops_and_keeps_what_was_good_and_nobody_is_to_blame(spoils_gradients: bool) -> None:
+    run = simulate(job_that("stop"), always, state=JobState.FAILED, spoils_gradients=spoils_gradients)
+    assert not [line for line in run.world.lines if "excluded=" in line]
     [diverged] = of_kind(run.world.log, Diverged)
     assert (diverged.step, diverged.last_good) == (8, 7)
     [end] = of_kind(run.world.log, JobEnded)
