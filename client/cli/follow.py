@@ -2,9 +2,11 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -12,12 +14,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from client.cli.show import count, duration, eta_s, event_text, number, steps_text
-from skein.types import JobState
+from skein.types import Generation, JobState
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
     EpochsCounted,
     EvaluationFinished,
+    GenerationBegun,
     JobEvent,
     LineLogged,
     StateChanged,
@@ -27,6 +30,10 @@ from skein.wire.views import (
 
 LINE_S = 10.0
 """Between two lines about steps where there is no terminal."""
+LONG_CHARACTERS = 40
+"""With which a line ends as an earlier one did, and which are not told again."""
+NUM_REMEMBERED = 64
+"""Lines. A job that waits tries again and again, with each of its workers."""
 
 
 @dataclass(slots=True)
@@ -99,6 +106,30 @@ class View(Protocol):
         """`event` has just been taken into `progress`."""
 
 
+class News:
+    """What is told by itself, each once while the job gets no further, and a long reason in full only once."""
+
+    def __init__(self) -> None:
+        self._told: deque[str] = deque(maxlen=NUM_REMEMBERED)
+
+    def text(self, event: JobEvent) -> str:
+        """What is to be told of an event; "" for nothing."""
+        if isinstance(event.body, StepFinished | EvaluationFinished | CheckpointFinished):
+            self._told.clear()
+        if not _is_news(event):
+            return ""
+        text, bare = event_text(event), _bare(event)
+        known = max((_same_end(bare, told) for told in self._told), default=0)
+        is_old = bare in self._told
+        self._told.append(bare)
+        if is_old:
+            return ""
+        if known < LONG_CHARACTERS:
+            return text
+        end = ")" if text.endswith(")") else ""
+        return f"{text[: len(text) - known - len(end)]}... (as before){end}"
+
+
 class LineView:
     """Lines: what changes at once, steps every `LINE_S`."""
 
@@ -106,6 +137,7 @@ class LineView:
         self._console = console
         self._now = now
         self._told_at = -math.inf
+        self._news = News()
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +151,8 @@ class LineView:
             if is_last or now - self._told_at >= LINE_S:
                 self._told_at = now
                 self._line(f"step {progress.step}/{steps_text(progress.total_steps)}  {progress.figures()}")
-        elif _is_news(event):
-            self._line(event_text(event))
+        if text := self._news.text(event):
+            self._line(text)
 
     def _line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -141,6 +173,7 @@ class BarView:
             expand=True,
         )
         self._bar: TaskID | None = None
+        self._news = News()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -159,8 +192,9 @@ class BarView:
             description=progress.state,
             figures=progress.brief(),
         )
-        if _is_news(event) and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
-            self._progress.console.print(Text(event_text(event)), soft_wrap=True)
+        text = self._news.text(event)
+        if text and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
+            self._progress.console.print(Text(text), soft_wrap=True)
 
 
 def view(console: Console) -> View:
@@ -199,6 +233,21 @@ def follow(
             if shown is not None:
                 shown.show(progress, event)
     return progress
+
+
+def _bare(event: JobEvent) -> str:
+    """Its line without what makes a known reason look new: the number of the try, and the bracket after it."""
+    if isinstance(event.body, GenerationBegun):
+        event = replace(event, body=replace(event.body, generation=Generation(0)))
+    return event_text(event).removesuffix(")")
+
+
+def _same_end(text: str, other: str) -> int:
+    """Characters with which both end, of whole words."""
+    pairs = zip(reversed(text), reversed(other), strict=False)
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    words = text[len(text) - num_same :]
+    return num_same if num_same == len(text) else len(words.partition(" ")[2])
 
 
 def _is_news(event: JobEvent) -> bool:

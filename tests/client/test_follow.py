@@ -17,6 +17,7 @@ from skein.wire.views import (
     GenerationBegun,
     IncidentEnded,
     JobEvent,
+    StateChanged,
     StepFinished,
     WentBack,
 )
@@ -88,6 +89,44 @@ def test_warnings_of_workers_are_news_and_their_chatter_is_not() -> None:
     events = [event(1, line_body("hm")), event(1, line_body("[oh]", level=LogLevel.WARNING))]
     follow(events, LineView(out_console), total_steps=3)
     assert out.getvalue() == "w1  WARNING  [oh]\n"
+
+
+LACKING = "data.sources[0].path: '/data/books': no such file or folder on this worker: give a path that all can read"
+
+
+def tries(first: int) -> list[JobEvent]:
+    """Both workers of a job lack its data, one after the other; then the job waits, and tries again later."""
+    workers = (WorkerId("w1"), WorkerId("w2"))
+    wait = f"nobody can use what the job names: w2: {LACKING}"
+    return [
+        event(
+            first, GenerationBegun(generation=Generation(first), workers=workers, reason="workers gathered")
+        ),
+        event(first, line_body(f"build failed: {LACKING}", level=LogLevel.WARNING)),
+        event(
+            first + 1,
+            GenerationBegun(generation=Generation(first + 1), workers=workers, reason=f"w1: {LACKING}"),
+        ),
+        event(first + 2, StateChanged(state=JobState.PLANNING, reason=f"w1: {LACKING}")),
+        event(first + 3, StateChanged(state=JobState.PAUSED, reason=wait)),
+    ]
+
+
+def test_a_reason_is_told_once_until_it_changes_or_the_job_gets_further() -> None:
+    out_console, out = console()
+    other = event(20, StateChanged(state=JobState.PAUSED, reason="too few workers"))
+    follow([*tries(1), *tries(5), other, *tries(9)], LineView(out_console), total_steps=3)
+    assert out.getvalue().splitlines() == [
+        "generation 1: w1, w2 (workers gathered)",
+        f"w1  WARNING  build failed: {LACKING}",
+        "generation 2: w1, w2 (w1: ... (as before))",
+        "planning: w1: ... (as before)",
+        "paused: nobody can use what the job names: w2: ... (as before)",
+        "paused: too few workers",
+    ]
+    out_console, out = console()
+    follow([*tries(1), *steps(0, 1), *tries(5)], LineView(out_console), total_steps=3)
+    assert out.getvalue().count("generation 5") == 1
 
 
 def test_terminal_gets_a_bar() -> None:
