@@ -219,7 +219,9 @@ class Driver:
                 (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
             )
             self._metrics.queues(in_flight, depths, self._store.num_bytes)
-            report = replace(report, statistics=self._metrics.counts())
+            # An op that others keep from the processors is not stuck.
+            running_s = max(0.0, report.running_s - self._executor.waited_s)
+            report = replace(report, running_s=running_s, statistics=self._metrics.counts())
         if isinstance(report, Beat | Trouble):
             # Trouble can end the job, and lines that come later would be told to those who watch the next one.
             lines = self._take_log_lines()

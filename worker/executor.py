@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -33,11 +34,31 @@ class Ran:
     seconds: float
 
 
-class Executor:
-    """One daemon thread that owns `compute`, and a queue to it. It outlives any op that raises."""
+def waited_s(thread: int, processes: Path = Path("/proc")) -> float:
+    """Seconds that a thread of this process was ready to run and others had the processors; 0 where nobody counts them.
 
-    def __init__(self, compute: Compute) -> None:
+    Source: Linux, Documentation/scheduler/sched-stats.rst: the second number is time spent waiting on a run queue.
+    """
+    try:
+        text = (processes / "self" / "task" / str(thread) / "schedstat").read_text()
+        return int(text.split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class Executor:
+    """One daemon thread that owns `compute`, and a queue to it. It outlives any op that raises.
+
+    Args:
+        compute: runs ops.
+        waited_s: seconds that a thread has waited for a processor so far.
+    """
+
+    def __init__(self, compute: Compute, waited_s: Callable[[int], float] = waited_s) -> None:
         self.compute = compute
+        self._waited_s = waited_s
+        self._waited_before_s: float | None = None
+        """The running op."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="torch", daemon=True)
 
@@ -49,6 +70,12 @@ class Executor:
         """End after what is queued; an op that takes longer than `timeout_s` is left to die with the process."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the running op in which others had the processors; 0 if none runs."""
+        before_s, thread = self._waited_before_s, self._thread.native_id
+        return 0.0 if before_s is None or thread is None else max(0.0, self._waited_s(thread) - before_s)
 
     def run(self, op: Op, operands: Mapping[TensorKey, Payload], on_ran: Callable[[Ran], None]) -> None:
         """Queue an op. `on_ran` is called on the torch thread; an exception becomes the outcome `OpFailed`."""
@@ -71,7 +98,9 @@ class Executor:
 
     def _timed(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Ran:
         began = time.perf_counter()
+        self._waited_before_s = self._waited_s(threading.get_native_id())
         done = self._run(op, operands)
+        self._waited_before_s = None
         return Ran(op=op, done=done, seconds=time.perf_counter() - began)
 
     def _run(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Done:

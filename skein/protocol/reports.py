@@ -47,7 +47,7 @@ class Hello:
 class Beat:
     """Renews the lease. `progress` advances only when an op ends, so a stuck executor shows.
 
-    `running_s` is how long the running op has been at it; 0 if none is.
+    `running_s` is how long the running op has been at it, less what it waited for a processor; 0 if none is.
     """
 
     progress: int

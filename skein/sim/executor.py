@@ -98,6 +98,8 @@ class SimExecutor:
         """`flops_per_s` is what the worker says when it starts."""
         self.worker = worker
         self.flops_per_s = self.nominal_flops_per_s = flops_per_s
+        self.share_of_time = 1.0
+        """That the machine gives to its ops, others having the rest."""
         self.is_told_true = True
         """Nobody has lied about tokens, so weights are what they must be."""
         self.chunks: dict[StageIndex, SimChunk] = {}

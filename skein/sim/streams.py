@@ -6,12 +6,13 @@ Rules of this file
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from skein.errors import OutOfRangeError
 from skein.protocol.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
 from skein.protocol.ranges import check_numbers
-from skein.protocol.reports import Hello, Report
+from skein.protocol.reports import Beat, Hello, Report
 from skein.protocol.worker_io import DirectiveArrived, StreamLost, StreamOpened
 from skein.sim.invariants import Found
 from skein.sim.lies import mutated
@@ -161,6 +162,8 @@ class Streams:
         """Put a report on its way, as it is or as a liar has it."""
         if not worker.is_connected:
             return
+        if isinstance(report, Beat):
+            report = replace(report, running_s=report.running_s * worker.executor.share_of_time)
         said = (report,) if worker.lies is None else mutated(report, worker.lies)
         for one in said:
             event = arrived(worker, one)

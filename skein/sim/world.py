@@ -221,11 +221,17 @@ class World(Service):
                 self.network.cut(sender, receiver)
                 self.clock.after(seconds, partial(self.network.mend, sender, receiver))
 
-    def slow_worker(self, name: WorkerId, factor: float, *, seconds: float | None = None) -> None:
-        """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good."""
+    def slow_worker(
+        self, name: WorkerId, factor: float, *, seconds: float | None = None, is_starved: bool = False
+    ) -> None:
+        """Have a worker's ops take `factor` times as long as it said at first, for so long; None: for good.
+
+        `is_starved`: since others have the processors of its machine, which it knows.
+        """
         worker = self.workers.get(name)
         if worker is not None:
             worker.executor.flops_per_s = worker.executor.nominal_flops_per_s / factor
+            worker.executor.share_of_time = 1.0 / factor if is_starved else 1.0
             if seconds is not None:
                 self.clock.after(seconds, partial(self.slow_worker, name, 1.0))
 

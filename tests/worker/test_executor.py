@@ -1,11 +1,13 @@
 """What ops compute, against plain torch."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,17 +18,65 @@ from skein.errors import UserError
 from skein.plan.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages import Decision
-from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome
+from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome, SaveOp
 from skein.protocol.tensors import Phase
-from skein.types import ChunkRef, Layout, MicrobatchId, Precision, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    ChunkRef,
+    Generation,
+    Layout,
+    MicrobatchId,
+    Precision,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 from tests.support.skipping import run_skipping
 from tests.worker.lab import CPU, Lab, digits_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
-from worker.compute.ops import Compute
+from worker.compute.ops import Compute, Done
 from worker.data.dataset import Batch, Dataset, open_dataset
-from worker.executor import Executor, Ran
+from worker.executor import Executor, Ran, waited_s
 from worker.model.stage import Stage, build_stage
+
+
+class Standing:
+    """Computes nothing, and is not done before it is told to be."""
+
+    def __init__(self) -> None:
+        self.is_running, self.may_end = threading.Event(), threading.Event()
+
+    def run(self, *_: object) -> Done:
+        self.is_running.set()
+        self.may_end.wait()
+        return Done(outcome=OpFailed(is_fatal=False, reason="never done"))
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_what_an_op_waits_for_a_processor_is_known_while_it_runs() -> None:
+    standing, waits, ran = Standing(), iter([5.0, 5.0, 12.5]), Future[Ran]()
+    executor = Executor(cast(Compute, standing), waited_s=lambda _: next(waits))
+    executor.start()
+    assert executor.waited_s == 0.0
+    op = SaveOp(generation=Generation(1), version=Step(1), stage=StageIndex(0), url=None)
+    executor.run(op, {}, ran.set_result)
+    standing.is_running.wait()
+    assert [executor.waited_s, executor.waited_s] == [0.0, 7.5]
+    standing.may_end.set()
+    ran.result()
+    assert executor.waited_s == 0.0
+    executor.stop()
+
+
+def test_linux_tells_what_a_thread_has_waited(tmp_path: Path) -> None:
+    (tmp_path / "self" / "task" / "7").mkdir(parents=True)
+    (tmp_path / "self" / "task" / "7" / "schedstat").write_text("1500000000 2500000000 42\n")
+    assert waited_s(7, tmp_path) == 2.5
+    assert waited_s(8, tmp_path) == 0.0
+
 
 CASES = [
     pytest.param(
