@@ -92,7 +92,7 @@ class RootedFolder:
             where = self._at(path).path.parent
             require_room(where, num_bytes)
         with room_explained(num_bytes, where), source.open("rb") as given, self._draft(path) as draft:
-            copy_pieces(given, draft)
+            copy_pieces(given, draft, syncs=True)
 
     def delete(self, path: str) -> None:
         """See `Folder`."""

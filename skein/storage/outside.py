@@ -8,6 +8,7 @@ Rules of this file
 
 import asyncio
 import errno
+import os
 import shutil
 import threading
 import time
@@ -26,6 +27,8 @@ SILENT_S = 30.0
 MAX_LEFT = 32
 """Threads left behind, beyond which nothing more is asked: each costs memory, and the next would not come back."""
 PIECE_BYTES = 1 << 22
+SYNC_BYTES = 1 << 28
+"""Written between two syncs, so that the last one of a large file is not so long that it counts as silence."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _here = threading.local()
 
@@ -153,8 +156,20 @@ def room_explained(num_bytes: int, folder: Path) -> Iterator[None]:
         raise NoRoomError(num_bytes, str(folder), shutil.disk_usage(folder).free) from error
 
 
-def copy_pieces(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy all that is left of a file, telling with each piece that it moves."""
+def copy_pieces(source: BinaryIO, target: BinaryIO, *, syncs: bool = False) -> None:
+    """Copy all that is left of a file, telling with each piece that it moves; `syncs`: to the disk itself."""
+    num_written = 0
     while piece := source.read(PIECE_BYTES):
         target.write(piece)
         moved()
+        num_written += len(piece)
+        if syncs and num_written >= SYNC_BYTES:
+            sync(target)
+            num_written = 0
+
+
+def sync(file: BinaryIO) -> None:
+    """Make durable what was written of a file so far, which is a sign of life."""
+    file.flush()
+    os.fdatasync(file.fileno())
+    moved()

@@ -11,16 +11,18 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from coordinator import checkpoints
 from coordinator.checkpoints import MANIFEST, CheckpointStore, DamagedError
 from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import checkpoint_folder
+from skein.storage import outside
 from skein.storage.outside import NoRoomError, Outside
 from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
-from worker.checkpoint import file_names
+from worker.checkpoint import UrlArchive, file_names
 
 JOB = JobId("digits-1")
 DATA = bytes(range(256)) * 40
@@ -222,6 +224,25 @@ async def test_each_file_that_is_deleted_is_a_sign_of_life(store: CheckpointStor
     await outside.answer(partial(store.prune, JOB, url, (Step(30),)), url)
     # Of each the file, and its folder.
     assert outside.num_moved == 4
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_a_large_file_is_synced_as_it_is_written(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """A sync of all of it at the end may take longer than silence is borne."""
+    monkeypatch.setattr(checkpoints if is_local else outside, "SYNC_BYTES", 100)
+    monkeypatch.setattr(outside, "PIECE_BYTES", 100)
+    asked = Outside()
+    if is_local:
+        await asked.answer(partial(put, store, 10), "the coordinator's checkpoints")
+        assert asked.num_moved == 2
+    else:
+        (tmp_path / "draft").write_bytes(DATA[:1000])
+        archive = UrlArchive(str(tmp_path / "there"), JOB, Step(10))
+        await asked.answer(partial(archive.put, tmp_path / "draft", NAME), "checkpoint.url")
+        # Of each piece, that it was written and that it was synced.
+        assert asked.num_moved == 20
 
 
 def test_pruning_where_nothing_is_changes_nothing(store: CheckpointStore, url: str) -> None:

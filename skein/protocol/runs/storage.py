@@ -54,8 +54,8 @@ class Storage:
         self._is_waiting = False
         self._is_lost = False
         """What is waited for is one of those that are damaged."""
-        self._is_looking_elsewhere = False
-        """At another job's checkpoint, with which this one begins."""
+        self._looks_elsewhere = True
+        """A look at another job's checkpoint, with which this one begins, may tell something."""
         self._unread: dict[Step, dict[WorkerId, str]] = {}
         self._asked: set[Step] = set()
 
@@ -83,7 +83,7 @@ class Storage:
         """The coordinator has read a checkpoint, and what it found is recorded."""
         version, condition = event.checkpoint.version, event.condition
         if event.checkpoint.job != self._job.job:
-            self._is_looking_elsewhere = False
+            self._looks_elsewhere = event.condition is not Condition.WHOLE
             if self._is_waiting and event.condition is Condition.WHOLE:
                 self._gathering.pardoned()
             return Finding()
@@ -140,10 +140,10 @@ class Storage:
     def look_again(self, *, now: float) -> None:
         """Somebody may have mended what is waited for, if anything is; or what nobody can read is damaged."""
         begins = self._job.begins
-        if begins is not None and not self._job.version and not self._is_looking_elsewhere:
+        if begins is not None and not self._job.version and self._looks_elsewhere:
             found = [x for x in self._out.history.jobs[begins.job].checkpoints if x.version == begins.version]
             self._out.commands += [VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found]
-            self._is_looking_elsewhere = bool(found)
+            self._looks_elsewhere = False
         if self._is_waiting:
             job, newest = self._job, self._job.newest_checkpoint
             damaged = [c for c in job.checkpoints if c.version in job.damaged]
