@@ -21,6 +21,7 @@ from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
     JobEnded,
+    JobHeld,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -187,10 +188,19 @@ class Invariants:
         branch.lineages[-1] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         branch.averages[before] = branch.lineages[-1], record.stages
 
-    def gives_up(self, record: RolledBack, within_reach: Iterable[Found]) -> None:
-        """Steps are about to be given up: those who are here, or were not waited for, may not hold them all."""
+    def gives_up(self, record: RolledBack | JobHeld, within_reach: Iterable[Found]) -> None:
+        """Steps are about to be given up, or left unsaved: who is here, or was not waited for, may not hold them.
+
+        Of a job that is held only its newest version could be saved.
+        """
         job, branch = self._replayed.jobs[record.job], self._branches[record.job]
-        is_wanted = record.learning_rate_ratio is not None or self.has_liars
+        is_wanted = self.has_liars
+        if isinstance(record, RolledBack):
+            first, last = record.to_version, record.from_version
+            is_wanted = is_wanted or record.learning_rate_ratio is not None
+        else:
+            saved = 0 if job.newest_checkpoint is None else job.newest_checkpoint.version
+            first, last = Step(max(saved, job.version - 1)), job.version
         if is_wanted or job.spec.aggregation.walkers is Walkers.MANY or job.worked is None:
             return
         held: dict[int, dict[StageSpec, WorkerId]] = {}
@@ -198,12 +208,12 @@ class Invariants:
             lineage = self.lineage_now(record.job, found.stage, found.lineage)
             if lineage in branch.lineages[found.version : found.version + 1]:
                 held.setdefault(found.version, {})[found.stage] = found.worker
-        for version in range(record.to_version + 1, record.from_version + 1):
+        for version in range(first + 1, last + 1):
             holders = held.get(version, {})
             if holders.keys() >= set(job.worked.plan.stages):
                 raise Violated(
-                    f"steps from {record.to_version} on are given up, and {sorted(set(holders.values()))} "
-                    f"hold version {version} of {record.from_version}"
+                    f"steps from {first} on are given up, and {sorted(set(holders.values()))} "
+                    f"hold version {version} of {last}"
                 )
 
     def lineage_now(self, job: JobId, stage: StageSpec, lineage: str) -> str:

@@ -14,7 +14,7 @@ from skein.config.job import JobSpec
 from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
 from skein.protocol.messages import Member
 from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
-from skein.protocol.records import CheckpointCommitted, Record, RolledBack
+from skein.protocol.records import CheckpointCommitted, JobHeld, Record, RolledBack
 from skein.protocol.reports import Hello, Report
 from skein.protocol.worker import Worker
 from skein.protocol.worker_io import (
@@ -111,7 +111,7 @@ class World(Service):
     # --- the coordinator, as others see it ---
 
     def _hold(self, record: Record) -> None:
-        if isinstance(record, RolledBack):
+        if isinstance(record, RolledBack | JobHeld):
             self.invariants.gives_up(record, self._streams.within_reach())
         super()._hold(record)
 

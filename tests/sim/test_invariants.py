@@ -23,6 +23,7 @@ from skein.protocol.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.records import (
     EpochOpened,
     GenerationOpened,
+    JobHeld,
     JobSubmitted,
     PlanAdopted,
     Record,
@@ -110,7 +111,7 @@ def test_a_roll_back_allows_its_steps_again() -> None:
     followed(committed(FIRST), committed(SECOND), rolled_back(2, 1), committed(record(1)))
 
 
-def test_a_roll_back_from_what_is_held_is_caught() -> None:
+def test_a_roll_back_from_what_is_held_is_caught_and_so_is_a_pause_without_saving_it() -> None:
     plan = grid_plan(stages=2, replicas=1)
     adopted = PlanAdopted(job=JOB, generation=Generation(1), plan=plan)
     invariants = followed(adopted, committed(FIRST), committed(SECOND))
@@ -123,6 +124,10 @@ def test_a_roll_back_from_what_is_held_is_caught() -> None:
     invariants.gives_up(rolled_back(2, 0), [found[0], replace(found[1], lineage=INITIAL)])
     with pytest.raises(Violated, match=r"given up, and \['a', 'b'\] hold version 1 of 2"):
         invariants.gives_up(rolled_back(2, 0), found)
+    held, invariants = JobHeld(job=JOB, reason="paused", wall_s=1.0), followed(adopted, committed(FIRST))
+    invariants.gives_up(held, found[:1])
+    with pytest.raises(Violated, match=r"given up, and \['a', 'b'\] hold version 1 of 1"):
+        invariants.gives_up(held, found)
 
 
 def test_who_counts_as_reached_was_asked_or_may_still_come_back() -> None:
