@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from math import ceil
 from pathlib import Path
 
 import psutil
@@ -103,11 +104,15 @@ def test_a_paused_job_goes_on_as_if_nothing_had_been(
     assert curve(cluster, paused.id) == curve(cluster, undisturbed)
 
 
-def test_a_job_begins_with_the_parameters_of_another(
+def test_a_job_begins_with_the_parameters_of_another_for_a_tenth_of_an_epoch(
     cluster: Cluster, job: JobSpec, undisturbed: str, tmp_path: Path
 ) -> None:
-    ran = submit(cluster, job, tmp_path, "name=begun", more=("--from", undisturbed))
+    budget = "budget={epochs: 0.1}"
+    ran = submit(cluster, job, tmp_path, "name=begun", budget, more=("--from", undisturbed))
     assert ran.returncode == DONE, ran.stderr
+    with cluster.client() as client:
+        status = client.job(ran.stdout.strip()).status()
+    assert status.step == status.total_steps == ceil(0.1 * status.num_train_samples / job.batch.samples)
     before = curve(cluster, undisturbed)
     # The same samples as the first step of the other job had, after thirty steps of learning.
     assert curve(cluster, ran.stdout.strip())[0] < before[0] - 0.5
