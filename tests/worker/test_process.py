@@ -151,6 +151,14 @@ async def test_a_port_in_use_is_named() -> None:
                 pass
 
 
+async def to_be_probed(session: Session) -> Member:
+    """A worker, once it has heard what those show who are told to probe it."""
+    session.say(replace(WELCOME, door="told"), Look(peers=()))
+    _ = await session.heard(PeersSeen)
+    told = session.hello
+    return Member(worker=told.worker, incarnation=told.incarnation, address=told.address, door="told")
+
+
 async def test_links_are_measured_in_both_directions() -> None:
     async with (
         puppet() as (coordinator, port),
@@ -158,8 +166,7 @@ async def test_links_are_measured_in_both_directions() -> None:
         running(setting(port, name="w1", incarnation="i1")),
     ):
         sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
-        other = sessions[WorkerId("w1")].hello
-        peer = Member(worker=other.worker, incarnation=other.incarnation, address=other.address)
+        peer = await to_be_probed(sessions[WorkerId("w1")])
         nobody = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address=f"127.0.0.1:{port}")
         sessions[WorkerId("w0")].say(WELCOME, Probe(peers=(nobody, peer)))
         links = (await sessions[WorkerId("w0")].heard(LinksMeasured)).links
@@ -174,11 +181,11 @@ async def test_links_are_measured_in_both_directions() -> None:
 async def test_a_peer_is_dialled_where_the_setting_says() -> None:
     """The advertised address answers calls too, but not as a worker does."""
     async with puppet() as (coordinator, port), running(setting(port, name="w1", incarnation="i1")):
-        peer = (await coordinator.session()).hello
+        peer = await to_be_probed(await coordinator.session())
         ways = {f"127.0.0.1:{port}": peer.address}
         async with running(replace(setting(port), way_to=lambda address: ways[address])):
             session = await coordinator.session()
-            advertised = Member(worker=peer.worker, incarnation=peer.incarnation, address=f"127.0.0.1:{port}")
+            advertised = replace(peer, address=f"127.0.0.1:{port}")
             session.say(WELCOME, Probe(peers=(advertised,)))
             links = (await session.heard(LinksMeasured)).links
             assert {link.sender for link in links} == {"w0", "w1"}
