@@ -184,8 +184,14 @@ def test_absent_initial_weights_are_refused_before_anything_is_submitted(
     assert "/nowhere" in error
 
 
-def test_a_job_without_a_checkpoint_cannot_be_exported(cluster: Cluster, tmp_path: Path) -> None:
-    ran = skein("export", "mistaken-1", "--to", str(tmp_path / "out"), "--coordinator", cluster.target)
+def test_a_job_without_a_checkpoint_cannot_be_exported(
+    cluster: Cluster, job: JobSpec, tmp_path: Path
+) -> None:
+    with cluster.client() as client:
+        unsaved = client.submit(job)
+        _ = unsaved.cancel(discard=True)
+        _ = unsaved.wait()
+    ran = skein("export", unsaved.id, "--to", str(tmp_path / "out"), "--coordinator", cluster.target)
     assert "checkpoint" in only_error(ran, FAILED)
     assert not (tmp_path / "out").exists()
 
