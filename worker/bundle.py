@@ -138,6 +138,12 @@ def to_wire(name: str, tensor: torch.Tensor) -> WireTensor:
     return WireTensor(name=name, dtype=dtype, shape=tuple(tensor.shape), data=data)
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """What `to_torch` makes of tensors of a type."""
+    found: torch.dtype = _TORCH_BY_DTYPE[dtype]
+    return found
+
+
 def to_torch(tensor: WireTensor) -> torch.Tensor:
     """`tensor` on the CPU, sharing its memory if that is writable.
 

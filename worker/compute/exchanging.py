@@ -16,6 +16,7 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
 from skein.plan.exchange import Broadcast
@@ -111,6 +112,13 @@ class Exchanging:
         stage = exchanged_stage(key[0])
         others = (x for x in self._dues if x[0] != key[0] and x not in self._ends_with)
         return next((x for x in others if exchanged_stage(x[0]) == stage), None)
+
+    def form(self, op: SumOp | JoinOp, shard: int, chunk: Chunk) -> Form | None:
+        """What peers send for an op looks like; None while this worker has sent nothing itself."""
+        key = (op.group.group, op.attempt)
+        if key not in self._exchanges:
+            return None
+        return self._exchanges.form(key, chunk.rule, shard, is_result=isinstance(op, JoinOp))
 
     def combine(self, op: SumOp, chunk: Chunk, parts: Sequence[Tensors]) -> Tensors:
         """The result of a shard that this worker owns."""

@@ -16,8 +16,9 @@ from skein.protocol.ops import BackwardOp, ForwardOp, HopKey, JoinOp, LossOp, Op
 from skein.protocol.tensors import Direction, Phase, ShardTensor
 from skein.types import MicrobatchId, StageIndex, WorkerId
 from skein.wire.extra import DType
-from worker.bundle import Bundle
+from worker.bundle import Bundle, torch_dtype
 from worker.compute.chunk import Chunk
+from worker.compute.exchanging import Exchanging
 from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
@@ -34,7 +35,9 @@ class OperandError(RemoteError):
         self.sender = sender
 
 
-def check_operands(op: Op, operands: Mapping[TensorKey, Payload], chunks: Chunks, graphs: Graphs) -> None:
+def check_operands(
+    op: Op, operands: Mapping[TensorKey, Payload], chunks: Chunks, graphs: Graphs, exchanges: Exchanging
+) -> None:
     """Look at all that peers have sent for `op`.
 
     Raises:
@@ -46,6 +49,11 @@ def check_operands(op: Op, operands: Mapping[TensorKey, Payload], chunks: Chunks
         case JoinOp(exchange=None) if op.results:
             mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
             _check_shards(op.results, operands, op, mine)
+        case SumOp():
+            _check_exchanged(op.parts, operands, op, chunks[op.total.member.stage], exchanges)
+        case JoinOp() if op.results:
+            mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
+            _check_exchanged(op.results, operands, op, mine, exchanges)
         case ForwardOp() | LossOp() if op.hop > 0:
             _check_input(op, operands)
         case BackwardOp():
@@ -69,6 +77,29 @@ def _check_shards(
             raise OperandError(
                 key.member.worker,
                 f"{key.kind} of shard {key.shard} of {key.group}: {_told(bundle)}: {wanted}",
+            )
+
+
+def _check_exchanged(
+    keys: Iterable[ShardTensor],
+    operands: Mapping[TensorKey, Payload],
+    op: SumOp | JoinOp,
+    chunk: Chunk,
+    exchanges: Exchanging,
+) -> None:
+    for key in keys:
+        bundle = _sent(operands.get(key))
+        form = None if bundle is None else exchanges.form(op, key.shard, chunk)
+        if bundle is None or form is None:
+            continue
+        found = {tensor.name: (torch_dtype(tensor.dtype), tensor.shape) for tensor in bundle}
+        if len(bundle) != len(form) or found != dict(form):
+            wanted = ", ".join(
+                f"{name!r} {str(kind)[6:]} {list(shape)}" for name, (kind, shape) in form.items()
+            )
+            raise OperandError(
+                key.member.worker,
+                f"{key.kind} of shard {key.shard} of {key.group}: {_told(bundle)}: give {wanted or 'nothing'}",
             )
 
 

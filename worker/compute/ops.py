@@ -210,7 +210,7 @@ class Compute:
             OperandError: a peer has sent what cannot be used.
         """
         if self.holding is not None:
-            check_operands(op, operands, self.holding.chunks, self._graphs)
+            check_operands(op, operands, self.holding.chunks, self._graphs, self._exchanges)
         match op:
             case ForwardOp():
                 return self._forward(op, operands)

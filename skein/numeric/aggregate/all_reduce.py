@@ -19,6 +19,7 @@ from skein.config.aggregation import AllReduce, Due
 from skein.numeric.aggregate.robust import combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.choose import compressor_of
+from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.feedback import FeedbackOwner, encode_with, no_residual
 from skein.numeric.gradients import flatten, shard_bounds, unflatten
 from skein.numeric.optim.groups import decayed_names
@@ -93,6 +94,12 @@ class AllReduceRule:
             name: part.clone() for name, part in unflatten(residual, walker.params).items()
         }
         return sent
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        """A piece of the gradient in the wire's type."""
+        gradient = walker.state[_GRADIENT][_ALL]
+        start, stop = shard_bounds(gradient.numel(), talk.num_shards)[shard]
+        return compressor_of(self.spec.wire).form(stop - start, gradient.dtype)
 
     @torch.no_grad()
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:

@@ -27,11 +27,19 @@ import torch
 from torch import Tensor
 
 from skein.config.aggregation import CentredClip, DiLoCo, Due
-from skein.numeric.aggregate.fragments import Span, fragment_spans, gathered, shards_of, split, view
+from skein.numeric.aggregate.fragments import (
+    Span,
+    equal_range,
+    fragment_spans,
+    gathered,
+    shards_of,
+    split,
+    view,
+)
 from skein.numeric.aggregate.robust import Part, combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.choose import compressor_of
-from skein.numeric.compress.compressor import Compressor
+from skein.numeric.compress.compressor import Compressor, Form
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -119,6 +127,15 @@ class DiLoCoRule:
         if self._feeds_back:
             walker.state[NEXT][str(talk.due.fragment)] = delta.sub_(heard)
         return {shard: {**tensors, _NORM: norm} for shard, tensors in enumerate(sent)}
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        """A piece of the fragment in the wire's type, and of a part the norm that it states."""
+        spans = self._spans(walker, talk.due)
+        num_elements = sum(view(walker.state[GLOBAL], span).numel() for span in spans)
+        start, stop = equal_range(num_elements, part=shard, num_parts=talk.num_shards)
+        dtype = walker.state[GLOBAL][min(walker.state[GLOBAL])].dtype
+        own = self._compressor.form(stop - start, dtype)
+        return own if is_result else {**own, _NORM: (torch.float64, (1,))}
 
     @torch.no_grad()
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:

@@ -38,6 +38,7 @@ from skein.errors import UserError
 from skein.numeric.aggregate.robust import Part, clipped_gossip, gates, part_of, row_without
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.aggregate.shared_moment import SharedMoment
+from skein.numeric.compress.compressor import Form, form_of
 from skein.numeric.gradients import flatten, sum_in_order, unflatten
 from skein.numeric.optim.elementwise import zeros_like
 from skein.numeric.optim.groups import decayed_names
@@ -116,6 +117,10 @@ class GossipRule:
         sent = walker.state[SENT]
         rows = enumerate(talk.weights)
         return {i: dict(sent) for i, row in rows if any(j == talk.me and weight for j, weight in row)}
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        """As what this member sends."""
+        return form_of(walker.state[SENT])
 
     @torch.no_grad()
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from skein.config.aggregation import Due, Lsgd, Reach
 from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.compress.compressor import Form, form_of
 from skein.numeric.gradients import flatten, is_finite, shard_bounds, unflatten
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
@@ -83,6 +84,12 @@ class LsgdRule:
         start = walker.state[START]["all"]
         bounds = shard_bounds(start.numel(), talk.num_shards)
         return {shard: {_PARAMS: start[a:b]} for shard, (a, b) in enumerate(bounds)}
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        """A piece of the parameters."""
+        start = walker.state[START]["all"]
+        a, b = shard_bounds(start.numel(), talk.num_shards)[shard]
+        return form_of({_PARAMS: start[a:b]})
 
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """The leader's piece as it is."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
+from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, is_finite, squared_norm
 from skein.numeric.walker import StateClass, Tensors, Walker
 
@@ -125,6 +126,11 @@ class Exchanges(Generic[K]):
         """What is sent of a walker as it is, which goes on meanwhile: `finish` changes this very walker."""
         self._pending[key] = _Pending(walker, talk)
         return rule.contribution(walker, talk)
+
+    def form(self, key: K, rule: Rule, shard: int, *, is_result: bool) -> Form:
+        """What every member's part of a shard looks like, or its result."""
+        pending = self._pending[key]
+        return rule.form(pending.walker, pending.talk, shard, is_result=is_result)
 
     def combine(self, key: K, rule: Rule, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """The result of a shard that this member owns."""

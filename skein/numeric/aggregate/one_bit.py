@@ -41,7 +41,9 @@ from skein.numeric.aggregate.sign_mean import (
     encode_shard,
     join_shards,
     said_norm,
+    shard_form,
 )
+from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.feedback import FeedbackOwner
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
@@ -162,6 +164,11 @@ class OneBit(ABC):
         for name, error in unflatten(total.sub_(said), walker.params).items():
             walker.state[ERROR][name].copy_(error)
         return parts
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        if not walker.params:
+            return {}
+        return shard_form(self.layout(walker, talk), shard, walker.params[min(walker.params)].dtype)
 
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """A part that is not of this shard, or far longer than is usual, does not count; the others then count more."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from skein.config.aggregation import Due, Reach
+from skein.numeric.compress.compressor import Form
 from skein.numeric.walker import Slot, Tensors, Walker
 
 
@@ -80,6 +81,13 @@ class Rule(Protocol):
 
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
         """What this member sends, by shard; error feedback changes in `walker`."""
+        ...
+
+    def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
+        """What every member's part of a shard looks like, or its result, once this member has contributed.
+
+        Whoever sends something else is at fault, and nobody computes with that.
+        """
         ...
 
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:

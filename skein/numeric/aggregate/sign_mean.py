@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.compressor import check_parts, check_scales
+from skein.numeric.compress.compressor import Form, check_parts, check_scales
 from skein.numeric.compress.sign import SIGN
 from skein.numeric.gradients import shard_bounds
 from skein.numeric.walker import Tensors
@@ -123,13 +123,18 @@ def said_norm(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype)
     return math.sqrt(math.fsum(length * a * a for a, length in zip(scales, lengths, strict=True)))
 
 
-def _check(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> list[int]:
-    """Lengths of the pieces in `shard`; raises ValueError unless `parts` could be theirs."""
+def shard_form(layout: Layout, shard: int, dtype: torch.dtype) -> Form:
+    """What whoever speaks of `shard` sends, where vectors are of `dtype`."""
     lengths = [stop - start for start, stop in layout.ranges(shard)]
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     num_bytes = sum(-(-length // 8) for length in lengths)
-    check_parts(parts, {"bits": (torch.uint8, num_bytes), "scales": (kind, len(lengths))})
-    return lengths
+    return {"bits": (torch.uint8, (num_bytes,)), "scales": (kind, (len(lengths),))}
+
+
+def _check(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> list[int]:
+    """Lengths of the pieces in `shard`; raises ValueError unless `parts` could be theirs."""
+    check_parts(parts, shard_form(layout, shard, dtype))
+    return [stop - start for start, stop in layout.ranges(shard)]
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.compressor import check_parts, check_scales, check_vector
+from skein.numeric.compress.compressor import Form, check_parts, check_scales, check_vector
 from skein.numeric.compress.packing import pack_codes, unpack_codes
 from skein.numeric.walker import Tensors
 
@@ -47,6 +47,14 @@ class _Grid:
         num_blocks = -(-num_elements // self.block)
         return -(-num_elements * self.bits_each // 8) + num_blocks * self.scale_dtype.itemsize
 
+    def form(self, num_elements: int, dtype: torch.dtype) -> Form:
+        num_codes = -(-num_elements * self.bits_each // 8)
+        kind = torch.int8 if self.bits_each == 8 else torch.uint8
+        return {
+            "codes": (kind, (num_codes,)),
+            "scales": (self.scale_dtype, (-(-num_elements // self.block),)),
+        }
+
     def encode(self, x: Tensor) -> Tensors:
         blocks = _blocks(x, self.block)
         scales = (blocks.abs().amax(dim=1) * (1.0 / self.levels)).to(self.scale_dtype)
@@ -57,10 +65,7 @@ class _Grid:
         return {"codes": self._pack(codes), "scales": scales}
 
     def decode(self, parts: Mapping[str, Tensor], num_elements: int, dtype: torch.dtype) -> Tensor:
-        num_blocks = -(-num_elements // self.block)
-        num_codes = -(-num_elements * self.bits_each // 8)
-        kind = torch.int8 if self.bits_each == 8 else torch.uint8
-        check_parts(parts, {"codes": (kind, num_codes), "scales": (self.scale_dtype, num_blocks)})
+        check_parts(parts, self.form(num_elements, dtype))
         check_scales(parts["scales"])
         codes = self._unpack(parts["codes"], num_elements)
         values = _padded(codes.to(torch.float32), self.block).mul_(parts["scales"].to(torch.float32)[:, None])
@@ -99,6 +104,10 @@ class _TwoBits:
     def num_bytes(self, num_elements: int) -> int:
         return -(-num_elements // 4) + 4 * -(-num_elements // self.block)
 
+    def form(self, num_elements: int, dtype: torch.dtype) -> Form:
+        num_blocks, num_codes = -(-num_elements // self.block), -(-num_elements // 4)
+        return {"codes": (torch.uint8, (num_codes,)), "means": (torch.bfloat16, (2 * num_blocks,))}
+
     def encode(self, x: Tensor) -> Tensors:
         blocks = _blocks(x, self.block)
         is_negative = blocks < 0
@@ -120,8 +129,7 @@ class _TwoBits:
         }
 
     def decode(self, parts: Mapping[str, Tensor], num_elements: int, dtype: torch.dtype) -> Tensor:
-        num_blocks, num_codes = -(-num_elements // self.block), -(-num_elements // 4)
-        check_parts(parts, {"codes": (torch.uint8, num_codes), "means": (torch.bfloat16, 2 * num_blocks)})
+        check_parts(parts, self.form(num_elements, dtype))
         check_scales(parts["means"])
         codes = _padded(unpack_codes(parts["codes"], num_elements, bits_each=2), self.block)
         means = parts["means"].to(torch.float32).view(-1, 2)

@@ -16,6 +16,14 @@ from torch import Tensor
 from skein.numeric.gradients import is_finite
 from skein.numeric.walker import Tensors
 
+Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Types and shapes of tensors that travel together, by name."""
+
+
+def form_of(tensors: Mapping[str, Tensor]) -> Form:
+    """What tensors look like, whatever is in them."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
 
 class Compressor(Protocol):
     """A way to say a vector in fewer bytes. Settings, if any, are the compressor's own frozen fields."""
@@ -37,6 +45,10 @@ class Compressor(Protocol):
 
     def num_bytes(self, num_elements: int) -> int:
         """What a float32 vector weighs encoded, without the names and shapes of the tensors."""
+        ...
+
+    def form(self, num_elements: int, dtype: torch.dtype) -> Form:
+        """What a vector of `dtype` looks like encoded."""
         ...
 
     def encode(self, x: Tensor) -> Tensors:
@@ -64,9 +76,9 @@ def check_vector(x: Tensor) -> None:
         raise ValueError("what is not finite cannot be compressed")
 
 
-def check_parts(parts: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
-    """Raises ValueError unless `parts` are vectors of just these names, types and lengths."""
-    found = {name: (part.dtype, *part.shape) for name, part in parts.items()}
+def check_parts(parts: Mapping[str, Tensor], expected: Form) -> None:
+    """Raises ValueError unless `parts` are of just these names, types and shapes."""
+    found = form_of(parts)
     if found != dict(expected):
         raise ValueError(f"encoded tensors do not fit: {found}, expected {dict(expected)}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.compressor import check_parts, check_vector
+from skein.numeric.compress.compressor import Form, check_parts, check_vector
 from skein.numeric.gradients import is_finite
 from skein.numeric.walker import Tensors
 
@@ -32,6 +32,9 @@ class _Plain:
     def num_bytes(self, num_elements: int) -> int:
         return num_elements * self.dtype.itemsize
 
+    def form(self, num_elements: int, dtype: torch.dtype) -> Form:
+        return {"values": (self.dtype, (num_elements,))}
+
     def encode(self, x: Tensor) -> Tensors:
         check_vector(x)
         values = x.detach().to(self.dtype, copy=True)
@@ -40,7 +43,7 @@ class _Plain:
         return {"values": values}
 
     def decode(self, parts: Mapping[str, Tensor], num_elements: int, dtype: torch.dtype) -> Tensor:
-        check_parts(parts, {"values": (self.dtype, num_elements)})
+        check_parts(parts, self.form(num_elements, dtype))
         if not is_finite(parts["values"]):
             raise ValueError("what was encoded is not finite")
         return parts["values"].to(dtype, copy=True)

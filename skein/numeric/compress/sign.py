@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.compressor import check_parts, check_scales, check_vector
+from skein.numeric.compress.compressor import Form, check_parts, check_scales, check_vector
 from skein.numeric.compress.packing import pack_bits, unpack_bits
 from skein.numeric.gradients import squared_norm
 from skein.numeric.walker import Tensors
@@ -36,6 +36,10 @@ class _Sign:
     def num_bytes(self, num_elements: int) -> int:
         return -(-num_elements // 8) + 4
 
+    def form(self, num_elements: int, dtype: torch.dtype) -> Form:
+        kind = torch.float64 if dtype is torch.float64 else torch.float32
+        return {"bits": (torch.uint8, (-(-num_elements // 8),)), "scale": (kind, (1,))}
+
     def encode(self, x: Tensor) -> Tensors:
         """Bits (1: at least 0) as numpy.packbits packs them, and a scale in float32, or in float64 like `x`."""
         check_vector(x)
@@ -46,8 +50,7 @@ class _Sign:
         return {"bits": pack_bits(x.detach() >= 0), "scale": scales}
 
     def decode(self, parts: Mapping[str, Tensor], num_elements: int, dtype: torch.dtype) -> Tensor:
-        kind = torch.float64 if dtype is torch.float64 else torch.float32
-        check_parts(parts, {"bits": (torch.uint8, -(-num_elements // 8)), "scale": (kind, 1)})
+        check_parts(parts, self.form(num_elements, dtype))
         check_scales(parts["scale"])
         scale = parts["scale"].to(dtype)
         return torch.where(unpack_bits(parts["bits"], num_elements), scale, -scale)

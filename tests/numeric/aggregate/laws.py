@@ -36,6 +36,7 @@ from skein.numeric.aggregate.lsgd import LsgdRule, led_by
 from skein.numeric.aggregate.one_bit_adam import OneBitAdam
 from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Rule, Talk
+from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, flatten, squared_norm
 from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.optimizer import Optimizer
@@ -67,6 +68,7 @@ class Row:
 
 _problem = cache(problem)
 Shards = dict[int, Tensors]
+Forms = dict[int, Form]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class Exchanged:
     results: Shards
     as_sent: tuple[Shards, ...]
     as_made: Shards
+    forms: tuple[tuple[Forms, Forms], ...]
+    """What each member says that parts and results look like, by shard."""
     joined: list[str] = field(default_factory=list)
 
     def heard(self, talk: Talk) -> Shards:
@@ -194,9 +198,24 @@ def take(rule: Rule, walkers: Sequence[Walker], talks: Sequence[Talk]) -> Exchan
         owner = owner_of(talks[0], shard)
         parts = [sent[member][shard] for member, _ in talks[owner].weights[shard]]
         results[shard] = rule.combine(walkers[owner], talks[owner], shard, parts)
-    return Exchanged(
-        talks=tuple(talks), sent=sent, results=results, as_sent=as_sent, as_made=_copied(results)
+    forms = tuple(
+        (_forms(rule, walker, talk, is_result=False), _forms(rule, walker, talk, is_result=True))
+        for walker, talk in zip(walkers, talks, strict=True)
     )
+    return Exchanged(
+        talks=tuple(talks),
+        sent=sent,
+        results=results,
+        as_sent=as_sent,
+        as_made=_copied(results),
+        forms=forms,
+    )
+
+
+def _forms(rule: Rule, walker: Walker, talk: Talk, *, is_result: bool) -> Forms:
+    return {
+        shard: dict(rule.form(walker, talk, shard, is_result=is_result)) for shard in range(talk.num_shards)
+    }
 
 
 def _copied(shards: Shards) -> Shards:

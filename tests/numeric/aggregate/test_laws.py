@@ -5,6 +5,7 @@ import torch
 
 from skein.config.aggregation import Walkers
 from skein.numeric.aggregate.exchange import owner_of
+from skein.numeric.compress.compressor import form_of
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import StateClass, Tensors, Walker
 from tests.numeric.aggregate.laws import (
@@ -126,6 +127,15 @@ def test_every_part_that_a_weight_names_is_sent(row: Row) -> None:
         for shard in range(exchanged.talks[0].num_shards):
             talk = exchanged.talks[owner_of(exchanged.talks[0], shard)]
             assert all(shard in exchanged.sent[member] for member, _ in talk.weights[shard])
+
+
+def test_parts_and_results_look_as_every_member_says_that_they_do(row: Row) -> None:
+    for exchanged in flock(row).run(row.num_steps):
+        for talk, (parts, results) in zip(exchanged.talks, exchanged.forms, strict=True):
+            for sent in exchanged.as_sent:
+                assert {shard: form_of(part) for shard, part in sent.items()}.items() <= parts.items()
+            heard = exchanged.heard(talk)
+            assert {shard: form_of(result) for shard, result in heard.items()}.items() <= results.items()
 
 
 def test_all_join_the_same_where_results_are_for_all(row: Row) -> None:

@@ -1,0 +1,129 @@
+"""Tensors of exchanges by a rule are looked at before an op has them: what does not fit is its sender's fault."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam, Reach
+from skein.config.job import JobSpec
+from skein.plan.exchange import Row
+from skein.plan.load import job_layers
+from skein.plan.plan import Group
+from skein.protocol.messages import ExchangeTerms
+from skein.protocol.ops import JoinOp, PackOp, SumOp
+from skein.protocol.tensors import ShardKind, ShardTensor
+from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from tests.support.jobs import small_job
+from tests.support.reports import attempt
+from worker.aggregating import Gauges
+from worker.bundle import Bundle, WireTensor
+from worker.compute.chunk import Chunk
+from worker.compute.exchanging import Exchanging
+from worker.compute.operands import OperandError, check_operands
+from worker.compute.payload import pack
+
+STAGE = StageIndex(0)
+STEP = Step(2)
+"""After the warm-up."""
+ME, PEER = (ChunkRef(stage=STAGE, worker=WorkerId(name)) for name in ("me", "peer"))
+RULES: dict[str, AggregationSpec] = {
+    "diloco": DiLoCo(rule="diloco", local_steps=1, wire="int4"),
+    "one_bit_adam": OneBitAdam(rule="one_bit_adam", warmup_steps=2),
+}
+
+
+def group(rule: AggregationSpec) -> Group:
+    name = "x0.f0" if isinstance(rule, DiLoCo) else "x0"
+    both = Row(members=(0, 1), weights=(0.5, 0.5))
+    return Group(group=GroupId(name), members=(ME, PEER), num_shards=1, weights=(both,))
+
+
+def key(kind: ShardKind, rule: AggregationSpec) -> ShardTensor:
+    """Of what the peer sends."""
+    return ShardTensor(kind=kind, step=STEP, group=group(rule).group, attempt=attempt(), shard=0, member=PEER)
+
+
+class Member:
+    """A worker that has packed its own part of an exchange of two."""
+
+    def __init__(self, rule: AggregationSpec) -> None:
+        self.rule = rule
+        self.terms = ExchangeTerms(
+            reach=Reach.ALL, learning_rate=0.1, scales=(1.0, 1.0), due_step=STEP, num_steps=9
+        )
+        job: JobSpec = small_job(stages=1).model_copy(update={"aggregation": rule})
+        stage = StageSpec(index=STAGE, first=0, stop=len(job_layers(job)))
+        self.chunk = Chunk.drawn(job, stage, version=STEP, device=torch.device("cpu"))
+        self.chunk.lay_out((), ME.worker)
+        self.exchanging = Exchanging(job, ME.worker, Gauges())
+        op = PackOp(
+            step=STEP,
+            group=group(rule),
+            attempt=attempt(),
+            stages=(STAGE,),
+            parcels=(),
+            exchange=self.terms,
+        )
+        self.sent = self.exchanging.pack(op, self.chunk)[0]
+        self.part = pack(self.sent)
+
+    def look_at(self, kind: ShardKind, bundle: Bundle) -> None:
+        of_peer = key(kind, self.rule)
+        about = {"step": STEP, "group": group(self.rule), "attempt": attempt(), "exchange": self.terms}
+        total = replace(of_peer, kind=ShardKind.RESULT, member=ME)
+        op = (
+            SumOp(**about, parts=(of_peer,), shard=0, total=total, to=(PEER.worker,))  # type: ignore[arg-type]
+            if kind is ShardKind.PART
+            else JoinOp(**about, results=(of_peer,))  # type: ignore[arg-type]
+        )
+        check_operands(op, {of_peer: bundle}, {STAGE: self.chunk}, {}, self.exchanging)
+
+    def result(self) -> Bundle:
+        """What an honest owner makes of two equal parts."""
+        op = SumOp(
+            step=STEP,
+            group=group(self.rule),
+            attempt=attempt(),
+            shard=0,
+            parts=(),
+            total=replace(key(ShardKind.RESULT, self.rule), member=ME),
+            to=(PEER.worker,),
+            exchange=self.terms,
+        )
+        return pack(self.exchanging.combine(op, self.chunk, [self.sent, self.sent]))
+
+
+def without_last(tensor: WireTensor) -> WireTensor:
+    """The same, one element shorter."""
+    size = len(tensor.data) // tensor.shape[0]
+    return replace(tensor, shape=(tensor.shape[0] - 1,), data=tensor.data[: len(tensor.data) - size])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_what_an_honest_peer_sends_in_an_exchange_is_used(rule: AggregationSpec) -> None:
+    member = Member(rule)
+    member.look_at(ShardKind.PART, member.part)
+    member.look_at(ShardKind.RESULT, member.result())
+
+
+@pytest.mark.parametrize("kind", [ShardKind.PART, ShardKind.RESULT])
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_what_does_not_fit_an_exchange_is_its_senders_fault(rule: AggregationSpec, kind: ShardKind) -> None:
+    member = Member(rule)
+    good = member.part if kind is ShardKind.PART else member.result()
+    first, *rest = good
+    floats = WireTensor(name=first.name, dtype=rest[0].dtype, shape=first.shape, data=first.data)
+    for strange in (
+        (),
+        tuple(rest),
+        (*good, first),
+        (*good, replace(first, name="another")),
+        (replace(first, name="another"), *rest),
+        (without_last(first), *rest),
+        (replace(first, shape=(1, *first.shape)), *rest),
+        (floats, *rest),
+    ):
+        with pytest.raises(OperandError, match=r"give '(codes|bits)'") as caught:
+            member.look_at(kind, strange)
+        assert caught.value.sender == PEER.worker
