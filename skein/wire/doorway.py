@@ -15,6 +15,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn
 
+from skein.wire.hosts import counted_as
+
 PER_ADDRESS = 64
 PERIOD_S = 0.25
 GREETED_BYTES = 33
@@ -71,15 +73,14 @@ def _connections(port: int) -> Iterator[tuple[int, str]]:
 
 
 def _host(text: str) -> str:
-    """An address as the kernel prints it: words of 32 bits, each in this machine's order.
+    """What an address counts as, which the kernel prints in words of 32 bits, each in this machine's order.
 
     >>> _host("0100007F"), _host("0000000000000000FFFF00000100007F")
     ('127.0.0.1', '127.0.0.1')
     """
     words = bytes.fromhex(text)
     packed = b"".join(struct.pack("=I", x) for x in struct.unpack(f">{len(words) // 4}I", words))
-    found = ip_address(packed)
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    return counted_as(str(ip_address(packed)))
 
 
 def _sockets(wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,8 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from skein.wire.room import Room, host_of
+from skein.wire.hosts import host_of
+from skein.wire.room import Room
 
 Context = aio.ServicerContext[object, object]
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from skein.errors import UserError
 from skein.wire.channel import join_address
+from skein.wire.hosts import counted_as
 from skein.wire.room import Room
 
 Page = tuple[HTTPStatus, str, bytes]
@@ -85,7 +86,7 @@ class Pages:
         # So that a page counts as written when the system has all of it.
         writer.transport.set_write_buffer_limits(0)
         try:
-            async with self._room.enter(str(peer[0]), SECONDS):
+            async with self._room.enter(counted_as(str(peer[0])), SECONDS):
                 writer.write(await self._respond(reader))
                 await writer.drain()
             writer.close()

@@ -50,12 +50,3 @@ class Room:
         del self._inside[oldest]
         if not oldest.expired():
             oldest.reschedule(asyncio.get_running_loop().time())
-
-
-def host_of(peer: str) -> str:
-    """The address without the port, as gRPC names peers.
-
-    >>> host_of("ipv4:10.0.0.1:5000"), host_of("ipv6:%5B::1%5D:5000"), host_of("unix:")
-    ('ipv4:10.0.0.1', 'ipv6:%5B::1%5D', 'unix')
-    """
-    return peer.rpartition(":")[0]

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from skein.wire.hosts import host_of, is_loopback
+
 GIVES_WAY_S = 1.0
 """Silence after which a stream may lose its place to another."""
 
@@ -125,8 +127,6 @@ def peer_of(address: str) -> str:
     """Whom a call comes from, by gRPC's name of the connection: its host, or on this machine the very connection.
 
     >>> peer_of("ipv4:10.0.0.7:4711"), peer_of("ipv4:127.0.0.1:4711")
-    ('ipv4:10.0.0.7', 'ipv4:127.0.0.1:4711')
+    ('10.0.0.7', 'ipv4:127.0.0.1:4711')
     """
-    host = address.rpartition(":")[0]
-    is_here = host in ("ipv4:127.0.0.1", "ipv6:[::1]", "ipv6:%5B::1%5D") or not host
-    return address if is_here else host
+    return address if is_loopback(address) else host_of(address)
