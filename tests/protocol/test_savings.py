@@ -16,7 +16,6 @@ from skein.protocol.runs.leading import Leading
 from skein.protocol.runs.members import Members
 from skein.protocol.runs.savings import Savings
 from skein.protocol.runs.sources import assignments
-from skein.protocol.runs.strikes import MAX_STRIKES, Strikes
 from skein.protocol.runs.walking import walker_sources
 from skein.protocol.story import Story
 from skein.protocol.tensors import Phase
@@ -26,7 +25,6 @@ from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of
 from tests.support.reports import hello
 
-W, V = WorkerId("w"), WorkerId("v")
 GOSSIP = Gossip(rule="gossip", graph="ring")
 LSGD = Lsgd(rule="lsgd", local_every_steps=2, global_every_steps=2)
 LED = grid_plan(stages=2, replicas=3, num_microbatches=3)
@@ -308,46 +306,6 @@ def test_a_checkpoint_is_of_as_many_walkers_as_its_tensors_name(
 ) -> None:
     file = CheckpointFile(name="f", num_bytes=1, sha256="", tensors=names)
     assert num_walkers([StageFiles(stage=StageIndex(0), files=(file,))]) == expected
-
-
-# --- strikes ---
-
-
-def strike_often(strikes: Strikes, worker: WorkerId, *hearsay: bool) -> list[bool]:
-    return [strikes.strike(worker, "failed", is_hearsay=is_hearsay) for is_hearsay in hearsay]
-
-
-def test_the_third_strike_excludes() -> None:
-    strikes = Strikes()
-    assert strike_often(strikes, W, *[False] * MAX_STRIKES) == [False] * (MAX_STRIKES - 1) + [True]
-    assert strikes.excluded == {"w": "failed"}
-
-
-def test_strikes_count_by_worker_and_between_commits() -> None:
-    strikes = Strikes()
-    strike_often(strikes, W, False, False)
-    strike_often(strikes, V, False, False)
-    strikes.committed()
-    strike_often(strikes, W, False, False)
-    assert strikes.excluded == {}
-
-
-def test_only_hearsay_can_be_pardoned() -> None:
-    strikes = Strikes()
-    strike_often(strikes, W, True, True, True)
-    strike_often(strikes, V, True, False, True)
-    assert strikes.may_pardon
-    assert strikes.pardon() == (W,)
-    assert strikes.excluded == {"v": "failed"}
-    assert strikes.pardon() == ()
-
-
-def test_a_new_process_begins_without_strikes() -> None:
-    strikes = Strikes()
-    strike_often(strikes, W, False, False, False)
-    strikes.forget(W)
-    assert strikes.excluded == {}
-    assert strike_often(strikes, W, False, False) == [False, False]
 
 
 def test_a_story_keeps_its_last_lines_of_the_ids_last_touched() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
+from skein.protocol.membership import Entry
 from skein.protocol.runs.strikes import Strikes
 from skein.protocol.story import Story
 from skein.types import WorkerId
@@ -22,6 +23,10 @@ class Blame:
     def excluded(self) -> Mapping[WorkerId, str]:
         """Workers that get no more work, with the last thing that failed."""
         return self.strikes.excluded
+
+    def joined(self, entry: Entry) -> None:
+        """A worker came, perhaps again."""
+        self.strikes.joined(entry.hello.worker, entry.hello.incarnation)
 
     def strike(
         self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float, lasts: bool = False

@@ -134,13 +134,14 @@ class Run:
 
     def met(self, worker: WorkerId) -> None:
         """A worker was here before the run began."""
+        self._blamed.joined(self._live[worker])
         self._gathering.met(worker)
 
     def changed(self, change: MembershipChange, *, now: float) -> None:
         """Somebody came, went or wants to go."""
         match change:
             case Joined():
-                self._strikes.forget(change.worker)
+                self._blamed.joined(self._live[change.worker])
                 self._asking.joined(self._live[change.worker], now=now)
                 is_member = self._members.is_this(self._live[change.worker])
                 self._gathering.joined(change.worker, is_member=is_member, now=now)

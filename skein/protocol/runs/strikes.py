@@ -6,7 +6,7 @@ what it needs, or until the run cannot do without it. One that lacks what the jo
 
 from collections.abc import Mapping
 
-from skein.types import WorkerId
+from skein.types import Incarnation, WorkerId
 
 MAX_STRIKES = 3
 """Failures blamed on one worker, with no step committed between them, after which it gets no more work.
@@ -23,6 +23,7 @@ class Strikes:
     """
 
     def __init__(self) -> None:
+        self._incarnations: dict[WorkerId, Incarnation] = {}
         self._num_by_worker: dict[WorkerId, int] = {}
         self._num_lasting: dict[WorkerId, int] = {}
         self._excluded: dict[WorkerId, str] = {}
@@ -52,17 +53,25 @@ class Strikes:
         """Count a failure, which the worker itself reported unless `is_hearsay`; True if that excludes it."""
         num_lasting = self._num_lasting[worker] = self._num_lasting.get(worker, 0) + lasts
         count = self._num_by_worker[worker] = self._num_by_worker.get(worker, 0) + 1
-        if count == 1 and is_hearsay:
-            self._accused.add(worker)
-        elif not is_hearsay:
+        if not is_hearsay:
             self._accused.discard(worker)
-        if max(count, num_lasting) < MAX_STRIKES or worker in self._excluded:
+        elif count == 1 and not self._is_out(worker):
+            self._accused.add(worker)
+        if max(count, num_lasting) < MAX_STRIKES or self._is_out(worker):
             return False
+        self._set_aside.discard(worker)
+        self._unfit.discard(worker)
         self._excluded[worker] = reason
         return True
 
+    def _is_out(self, worker: WorkerId) -> bool:
+        """Whether a worker is excluded for what it did, not for what it lacks: nothing that it says undoes that."""
+        return worker in self._excluded and worker not in self._set_aside
+
     def set_aside(self, worker: WorkerId, reason: str, *, lasts: bool = False) -> None:
         """Give a worker no more work for now, for what may be no fault of its own; `lasts`: steps do not change it."""
+        if self._is_out(worker):
+            return
         self._excluded[worker] = reason
         self._set_aside.add(worker)
         if lasts:
@@ -70,8 +79,9 @@ class Strikes:
 
     def exclude(self, worker: WorkerId, reason: str) -> None:
         """Give a worker no more work until the run cannot do without it."""
-        self._excluded[worker] = reason
-        self._accused.add(worker)
+        if not self._is_out(worker):
+            self._excluded[worker] = reason
+            self._accused.add(worker)
 
     def committed(self) -> tuple[WorkerId, ...]:
         """A step was committed: old failures no longer count, exclusions stay; says who is set aside no longer."""
@@ -82,9 +92,17 @@ class Strikes:
         self._set_aside &= self._unfit
         return back
 
-    def forget(self, worker: WorkerId) -> None:
-        """A worker joined anew."""
-        self._num_lasting.pop(worker, None)
+    def joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """A worker came. A new process begins anew; of one that was only away, what it has done itself stays."""
+        if self._incarnations.get(worker) != incarnation:
+            self._let_back(worker)
+            self._num_lasting.pop(worker, None)
+        elif worker in self._accused | self._set_aside:
+            self._let_back(worker)
+        self._incarnations[worker] = incarnation
+
+    def _let_back(self, worker: WorkerId) -> None:
+        """Forget all of a worker but the strikes that last."""
         self._num_by_worker.pop(worker, None)
         self._excluded.pop(worker, None)
         self._accused.discard(worker)
@@ -95,5 +113,5 @@ class Strikes:
         """Give another chance to whoever was set aside, or excluded on the word of peers alone; says who they are."""
         pardoned = tuple(sorted((self._accused | self._set_aside) & self._excluded.keys()))
         for worker in pardoned:
-            self.forget(worker)
+            self._let_back(worker)
         return pardoned
