@@ -95,11 +95,12 @@ class Outvoted:
 class RoundFailed:
     """The step cannot be decided under this generation; it is to be tried again from its start.
 
-    `blamed` have reported what cannot be.
+    `blamed` have reported what cannot be; `is_disputed`: they disagree, and nobody knows who of them has.
     """
 
     reason: str
     blamed: tuple[WorkerId, ...]
+    is_disputed: bool = False
 
 
 RoundCommand = AskReduction | StepDecided | Outvoted | RoundFailed
@@ -296,7 +297,7 @@ class Round:
             return [self._ask(group, number=1, now=now)]
         if found.result is None:
             reason = f"holders of {vote.group} disagree twice, and none has a majority: {told(group, votes)}"
-            return [RoundFailed(reason=reason, blamed=group.workers)]
+            return [RoundFailed(reason=reason, blamed=group.workers, is_disputed=True)]
         self._results[vote.group] = found.result
         if self._numbers is None:
             self._arrive(now=now)

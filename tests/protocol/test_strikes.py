@@ -119,3 +119,23 @@ def test_a_worker_that_was_only_away_is_let_back_from_what_peers_said_of_it() ->
     strike_often(strikes, W, True, True, True)
     go_and_come_back(strikes)
     assert strikes.excluded == {}
+
+
+def test_who_was_less_credible_comes_back_when_needed_or_cleared_and_not_by_itself() -> None:
+    strikes = Strikes()
+    for worker in (W, V):
+        strikes.joined(worker, FIRST)
+        strikes.convict(worker, "disagrees", may_be_wrong=True)
+        strikes.joined(worker, FIRST)
+        strikes.set_aside(worker, "no data here")
+    assert strikes.committed() == ()
+    assert strikes.acquit((V,)) == (V,)
+    assert strikes.excluded == {"w": "disagrees"}
+    assert strikes.pardon() == (W,)
+
+
+def test_where_nobody_is_more_credible_nobody_is_pardoned() -> None:
+    strikes = Strikes()
+    strikes.convict(W, "disagrees", may_be_wrong=False)
+    assert not strikes.may_pardon
+    assert strikes.acquit((W,)) == ()

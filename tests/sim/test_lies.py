@@ -1,5 +1,6 @@
 """Workers whose reports are mutated: whatever they say, a job ends, or waits and says why."""
 
+from dataclasses import replace
 from math import inf, nan
 
 import pytest
@@ -7,12 +8,16 @@ import pytest
 from skein import rng
 from skein.errors import OutOfRangeError
 from skein.protocol.ranges import check_numbers
-from skein.protocol.reports import Beat, Hello, StageDone, Vote
+from skein.protocol.records import RolledBack
+from skein.protocol.reports import Beat, Hello, Report, StageDone, Vote
 from skein.sim.lies import mutated
-from skein.sim.scenario import disturbed, judge
+from skein.sim.process import SimWorker
+from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import SHAPES, Shape
 from skein.types import JobState
+from tests.support.jobs import small_job
 from tests.support.reports import hello, ledger, stage_done, vote
+from tests.support.worlds import finish, fleet_of, of_kind, plan_of, run_until, version_of
 
 BY_TEXT = {shape.text: shape for shape in SHAPES}
 ENDS = (JobState.FINISHED, JobState.FAILED, JobState.PAUSED)
@@ -72,3 +77,25 @@ def test_every_part_of_a_vote_may_be_another() -> None:
         if isinstance(report, Vote) and getattr(report, name) != getattr(said, name)
     }
     assert len(changed) == 7
+
+
+def test_a_newcomer_that_disagrees_with_a_holder_of_long_standing_goes_alone() -> None:
+    job = small_job(stages=1, replicas=2, steps=20, save_every=0)
+    world = make_world(job, fleet_of(3), seed=3)
+    run_until(world, lambda w: version_of(w) >= 3)
+    first, second = plan_of(world).workers
+    world.kill_worker(first)
+    run_until(world, lambda w: first not in plan_of(w).workers and len(plan_of(w).workers) == 2)
+    [newcomer] = set(plan_of(world).workers) - {second}
+    tell = world._send_report
+
+    def lie(worker: SimWorker, report: Report) -> None:
+        is_lie = isinstance(report, Vote) and worker.machine.identity.worker == newcomer
+        tell(worker, replace(report, digest="another") if is_lie and isinstance(report, Vote) else report)
+
+    world._send_report = lie  # type: ignore[method-assign]
+    run = finish(world, about="a lying newcomer")
+    assert len(run.curve) == 20
+    assert any(f"excluded={newcomer}: holders of s0 disagree twice" in line for line in world.lines)
+    assert not any(f"excluded={second}" in line for line in world.lines)
+    assert not of_kind(world.log, RolledBack)

@@ -1,10 +1,13 @@
 """Who gets no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from skein.plan.plan import Group
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
+from skein.protocol.round import Outvoted, RoundFailed
+from skein.protocol.runs.disputes import Disputes
 from skein.protocol.runs.strikes import Strikes
 from skein.protocol.story import Story
 from skein.types import WorkerId
@@ -15,6 +18,7 @@ class Blame:
 
     def __init__(self, job: JobHistory, outbox: Outbox) -> None:
         self.strikes = Strikes()
+        self._disputes = Disputes()
         self.story = Story()
         self._job = job
         self._out = outbox
@@ -26,7 +30,8 @@ class Blame:
 
     def joined(self, entry: Entry) -> None:
         """A worker came, perhaps again."""
-        self.strikes.joined(entry.hello.worker, entry.hello.incarnation)
+        if self.strikes.joined(entry.hello.worker, entry.hello.incarnation):
+            self._disputes.forget(entry.hello.worker)
 
     def strike(
         self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float, lasts: bool = False
@@ -35,6 +40,19 @@ class Blame:
         self.story.tell(worker, reason, now=now)
         if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
             self._log(f"excluded={worker}: {reason}")
+
+    def judged(self, end: Outvoted | RoundFailed, *, now: float) -> None:
+        """Who reported what cannot be is struck; of those who disagree, one day the least credible goes."""
+        if not (isinstance(end, RoundFailed) and end.is_disputed):
+            for worker in end.blamed:
+                self.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+            return
+        going = self._disputes.disputed(end.blamed)
+        for worker in going:
+            self.story.tell(worker, end.reason, now=now)
+            self.strikes.convict(worker, end.reason, may_be_wrong=len(going) < len(end.blamed))
+            self._log(f"excluded={worker}: {end.reason}")
+            self._tell(self.strikes.acquit(self._disputes.cleared(worker)))
 
     def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float, lasts: bool = False) -> None:
         """Give these no work until a step is committed, or longer: they lack what is no fault of theirs."""
@@ -50,8 +68,9 @@ class Blame:
             self.strikes.exclude(worker, reason)
             self._log(f"excluded={worker}: {reason}")
 
-    def committed(self) -> None:
-        """A step was: who was set aside can have from others what it lacked."""
+    def committed(self, groups: Iterable[Group]) -> None:
+        """A step was, with a result for each group: who was set aside can have from others what it lacked."""
+        self._disputes.agreed(groups)
         self._tell(self.strikes.committed())
 
     def pardon(self) -> bool:

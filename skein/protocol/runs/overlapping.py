@@ -119,7 +119,8 @@ class Overlapping:
         agreed = ruling(found.group, found.votes, is_common=True)
         if agreed.result is None or agreed.outvoted:
             reason = f"holders of {vote.group} disagree on its result: {told(found.group, found.votes)}"
-            return RoundFailed(reason=reason, blamed=agreed.outvoted or found.group.workers)
+            blamed = agreed.outvoted or found.group.workers
+            return RoundFailed(reason=reason, blamed=blamed, is_disputed=not agreed.outvoted)
         return result if found.ends_with == self._job.version else None
 
     def is_on_its_way(self, vote: Vote) -> bool:

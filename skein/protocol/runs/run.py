@@ -640,8 +640,7 @@ class Run:
             if isinstance(end, StepDecided):
                 self._commit(end.record, now=now)
                 continue
-            for worker in end.blamed:
-                self._blamed.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+            self._blamed.judged(end, now=now)
             if isinstance(end, Outvoted):
                 continue
             self._incidents.noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, silent_s=0.0, now=now)
@@ -651,7 +650,7 @@ class Run:
         """Phase two: durable first, then announced."""
         self._out.record(StepCommitted(job=self.job.job, record=record, wall_s=now))
         self._placement.resumed = None
-        self._blamed.committed()
+        self._blamed.committed(() if self.plan is None else self.plan.groups)
         self._vigil.committed(now=now)
         self._stepping.round = None
         self._ending.look(is_evaluated=False, now=now)

@@ -4,7 +4,7 @@ A worker that cannot read checkpoints is not to blame: it is set aside until a s
 what it needs, or until the run cannot do without it. One that lacks what the job names is set aside until the latter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from skein.types import Incarnation, WorkerId
 
@@ -28,6 +28,8 @@ class Strikes:
         self._num_lasting: dict[WorkerId, int] = {}
         self._excluded: dict[WorkerId, str] = {}
         self._accused: set[WorkerId] = set()
+        self._disputed: set[WorkerId] = set()
+        """Who is excluded as less credible than another, and may have been right."""
         self._set_aside: set[WorkerId] = set()
         self._unfit: set[WorkerId] = set()
         """Of those, who lacks what the job names."""
@@ -40,7 +42,7 @@ class Strikes:
     @property
     def may_pardon(self) -> bool:
         """Whether somebody was excluded on the word of peers alone, or set aside."""
-        return bool((self._accused | self._set_aside) & self._excluded.keys())
+        return bool((self._accused | self._disputed | self._set_aside) & self._excluded.keys())
 
     @property
     def lacking(self) -> str | None:
@@ -92,26 +94,47 @@ class Strikes:
         self._set_aside &= self._unfit
         return back
 
-    def joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """A worker came. A new process begins anew; of one that was only away, what it has done itself stays."""
-        if self._incarnations.get(worker) != incarnation:
+    def convict(self, worker: WorkerId, reason: str, *, may_be_wrong: bool) -> None:
+        """Give a worker no more work that others dispute with; `may_be_wrong`: unless the run cannot do without it."""
+        self._set_aside.discard(worker)
+        self._unfit.discard(worker)
+        self._excluded[worker] = reason
+        if may_be_wrong:
+            self._disputed.add(worker)
+
+    def acquit(self, workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
+        """Let those back among these who were only less credible than another; says who they are."""
+        back = tuple(worker for worker in workers if worker in self._disputed)
+        for worker in back:
+            self._let_back(worker)
+        return back
+
+    def joined(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """A worker came. A new process begins anew; of one that was only away, what it has done itself stays.
+
+        True if it is a new process.
+        """
+        is_new = self._incarnations.get(worker) != incarnation
+        if is_new:
             self._let_back(worker)
             self._num_lasting.pop(worker, None)
         elif worker in self._accused | self._set_aside:
             self._let_back(worker)
         self._incarnations[worker] = incarnation
+        return is_new
 
     def _let_back(self, worker: WorkerId) -> None:
         """Forget all of a worker but the strikes that last."""
         self._num_by_worker.pop(worker, None)
         self._excluded.pop(worker, None)
         self._accused.discard(worker)
+        self._disputed.discard(worker)
         self._set_aside.discard(worker)
         self._unfit.discard(worker)
 
     def pardon(self) -> tuple[WorkerId, ...]:
         """Give another chance to whoever was set aside, or excluded on the word of peers alone; says who they are."""
-        pardoned = tuple(sorted((self._accused | self._set_aside) & self._excluded.keys()))
+        pardoned = tuple(sorted((self._accused | self._disputed | self._set_aside) & self._excluded.keys()))
         for worker in pardoned:
             self._let_back(worker)
         return pardoned
