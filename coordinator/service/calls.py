@@ -1,9 +1,8 @@
 """What holds for every call: errors become a status by one table, and each refusal is counted by its reason."""
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from functools import partial
 from typing import TypeAlias, cast
 
 import grpc
@@ -13,6 +12,7 @@ from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
 from skein.wire.failures import refuse, status_of
 from skein.wire.health import HEALTH_SERVICE
+from skein.wire.reading import Behaviour, Method, Parse, answer, with_behaviour
 
 
 class NotFoundError(UserError):
@@ -36,9 +36,7 @@ _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
 CountRefusal = Callable[[str, str], None]
 """Told (method, reason) of a call that failed; the method is one of ours, or "unknown"."""
 
-Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 _Context: TypeAlias = "aio.ServicerContext[object, object]"
-_Behaviour = Callable[[object, _Context], object]
 
 
 class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -63,20 +61,10 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
         return method if service == HEALTH_SERVICE else self._guard(method, name)
 
     def _guard(self, method: Method, name: str) -> Method:
-        parse, serialize = method.request_deserializer, method.response_serializer
-        if not method.request_streaming and not method.response_streaming:
-            guarded = self._guarded(cast(_Behaviour, method.unary_unary), name)
-            return cast("Method", grpc.unary_unary_rpc_method_handler(guarded, parse, serialize))
-        if not method.response_streaming:
-            guarded = self._guarded(cast(_Behaviour, method.stream_unary), name)
-            return cast("Method", grpc.stream_unary_rpc_method_handler(guarded, parse, serialize))
-        if not method.request_streaming:
-            guarded = self._guarded(cast(_Behaviour, method.unary_stream), name)
-            return cast("Method", grpc.unary_stream_rpc_method_handler(guarded, parse, serialize))
-        guarded = self._guarded(cast(_Behaviour, method.stream_stream), name)
-        return cast("Method", grpc.stream_stream_rpc_method_handler(guarded, parse, serialize))
+        guarded = partial(self._guarded, name=name)
+        return with_behaviour(method, guarded, cast(Parse, method.request_deserializer))
 
-    def _guarded(self, behaviour: _Behaviour, name: str) -> Callable[[object, _Context], Awaitable[object]]:
+    def _guarded(self, behaviour: Behaviour, name: str) -> Callable[[object, _Context], Awaitable[object]]:
         async def guarded(request: object, context: _Context) -> object:
             reason: str | None = "internal"
             if self._num_calls >= MAX_CALLS:
@@ -86,7 +74,7 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
                 )
             self._num_calls += 1
             try:
-                reply = await _answer(behaviour(request, context), context)
+                reply = await answer(behaviour(request, context), context)
                 reason = None
                 return reply
             except asyncio.CancelledError:
@@ -107,16 +95,6 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
                     self._count(name, reason)
 
         return guarded
-
-
-async def _answer(answer: object, context: _Context) -> object:
-    """A behaviour's one reply; or its replies, written one by one."""
-    if not inspect.isasyncgen(answer):
-        return await cast(Awaitable[object], answer)
-    async with aclosing(answer):
-        async for message in answer:
-            await context.write(message)
-    return None
 
 
 def _reason(context: _Context) -> str:

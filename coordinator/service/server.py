@@ -21,6 +21,7 @@ from skein.wire.channel import bind, join_address, server_options
 from skein.wire.doorway import CALLED_BYTES, Doorway
 from skein.wire.health import NOT_SERVING, SERVING, Health
 from skein.wire.leader import LEADER_KEY
+from skein.wire.reading import Readable
 from skein.wire.tokens import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 
@@ -109,6 +110,7 @@ async def listen(host: str, port: int, *, token: str | None, count_refusal: Coun
     checks: list[aio.ServerInterceptor] = [Calls(count_refusal)]  # type: ignore[type-arg]
     if token is not None:
         checks.append(TokenCheck(token))
+    checks.append(Readable())
     # Who has no call for so long dials again when it has one; nothing else shows on these connections.
     options = [*server_options(), ("grpc.max_connection_idle_ms", _IDLE_MS)]
     server = aio.server(interceptors=checks, options=options)

@@ -12,6 +12,7 @@ from grpc import aio
 
 from skein.errors import UserError
 from skein.wire.files import max_connections
+from skein.wire.reading import Readable
 from skein.wire.tokens import TokenChannel, TokenCheck
 
 Option = tuple[str, int]
@@ -100,8 +101,8 @@ def open_channel(target: str, lane: Lane, *, token: str | None) -> aio.Channel:
 
 def open_server(*, token: str | None) -> aio.Server:
     """A server that refuses calls without `token`."""
-    interceptors = [] if token is None else [TokenCheck(token)]
-    return aio.server(interceptors=interceptors, options=server_options())
+    checks: list[aio.ServerInterceptor] = [] if token is None else [TokenCheck(token)]  # type: ignore[type-arg]
+    return aio.server(interceptors=[*checks, Readable()], options=server_options())
 
 
 def bind(server: aio.Server, host: str, port: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.hostile import methods
 from coordinator.service import calls
 from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels
@@ -93,6 +94,21 @@ async def test_a_silent_call_without_the_token_is_over_at_once(tmp_path: Path, m
         silent = [silent_call(stranger, method) for _ in range(50)]
         codes = {await call.code() for call in silent}
     assert codes == {StatusCode.UNAUTHENTICATED}
+
+
+NO_MESSAGE = b"\x0f\xff"
+"""Of a wire type that there is not."""
+
+
+async def test_bytes_that_are_no_message_are_refused_in_a_sentence_whatever_the_method(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with strangers(tmp_path, token=TOKEN) as channel:
+        for method in (method for method in methods() if not method.is_workers):
+            call = channel.stream_stream(method.path)(iter([NO_MESSAGE]))
+            assert await call.code() is StatusCode.INVALID_ARGUMENT, method.path
+            assert f"no request of {method.path.rpartition('/')[2]}" in (await call.details() or "")
+    assert not caplog.messages
 
 
 async def test_a_silent_question_for_health_is_over_soon(

@@ -123,6 +123,19 @@ async def test_a_caller_that_goes_gives_its_place_back_at_once() -> None:
             await service.give_state(FETCH_STATE.encode(asked), context)
 
 
+async def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    receiver, _ = receiver_of(Limits())
+    async with (
+        serving(receiver.service()) as member,
+        open_channel(member.address, Lane.STATE, token=None) as channel,
+    ):
+        for method in ("FetchState", "Probe"):
+            call = channel.stream_stream(f"/skein.wire.v1.Peer/{method}")(iter([b"\x0f\xff"]))
+            assert await call.code() is StatusCode.INVALID_ARGUMENT
+            assert f"no request of {method}" in (await call.details() or "")
+    assert not caplog.messages
+
+
 async def test_one_peer_leaves_room_for_others() -> None:
     places = Slots(most=4, most_of_one=2, silent_s=WAIT_S)
     with places.take("a"), places.take("a"):

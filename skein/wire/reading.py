@@ -1,0 +1,119 @@
+"""Requests that are no message of their method: refused with a sentence, where gRPC would print a traceback."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from inspect import isasyncgen, isawaitable
+from typing import NoReturn, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
+Context: TypeAlias = "aio.ServicerContext[object, object]"
+Behaviour = Callable[[object, Context], object]
+Parse = Callable[[bytes], object]
+
+
+class _Unreadable:
+    """In the place of a message that cannot be read."""
+
+
+_UNREADABLE = _Unreadable()
+
+
+class Readable(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Innermost of the interceptors. Ends calls whose requests cannot be read with INVALID_ARGUMENT."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Method:
+        method = cast("Method | None", await continuation(handler_call_details))
+        if method is None or method.request_deserializer is None:
+            return cast("Method", method)
+        name = handler_call_details.method
+        is_streaming, parse = method.request_streaming, method.request_deserializer
+
+        def guarded(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
+            async def read(request: object, context: Context) -> object:
+                if request is _UNREADABLE:
+                    await _refuse(context, name)
+                if is_streaming:
+                    request = _Requests(cast("AsyncIterator[object]", request), context, name)
+                return await answer(behaviour(request, context), context)
+
+            return read
+
+        return with_behaviour(method, guarded, _forgiving(parse))
+
+
+def with_behaviour(
+    method: Method,
+    guarded: Callable[[Behaviour], Callable[[object, Context], Awaitable[object]]],
+    parse: Parse,
+) -> Method:
+    """A method of the same shape, whose behaviour and whose reading of requests are others."""
+    made: object
+    serialize = method.response_serializer
+    if not method.request_streaming and not method.response_streaming:
+        made = grpc.unary_unary_rpc_method_handler(
+            guarded(cast(Behaviour, method.unary_unary)), parse, serialize
+        )
+    elif not method.response_streaming:
+        made = grpc.stream_unary_rpc_method_handler(
+            guarded(cast(Behaviour, method.stream_unary)), parse, serialize
+        )
+    elif not method.request_streaming:
+        made = grpc.unary_stream_rpc_method_handler(
+            guarded(cast(Behaviour, method.unary_stream)), parse, serialize
+        )
+    else:
+        made = grpc.stream_stream_rpc_method_handler(
+            guarded(cast(Behaviour, method.stream_stream)), parse, serialize
+        )
+    return cast("Method", made)
+
+
+async def answer(answered: object, context: Context) -> object:
+    """A behaviour's one reply; or its replies, written one by one."""
+    if not isasyncgen(answered):
+        return await answered if isawaitable(answered) else answered
+    async with aclosing(answered):
+        async for message in answered:
+            await context.write(message)
+    return None
+
+
+class _Requests:
+    """The requests of a stream, up to one that cannot be read: that ends the call."""
+
+    def __init__(self, messages: AsyncIterator[object], context: Context, name: str) -> None:
+        self._messages = aiter(messages)
+        self._context = context
+        self._name = name
+
+    def __aiter__(self) -> "_Requests":
+        return self
+
+    async def __anext__(self) -> object:
+        message = await anext(self._messages)
+        if message is _UNREADABLE:
+            await _refuse(self._context, self._name)
+        return message
+
+
+def _forgiving(parse: Parse) -> Parse:
+    def read(data: bytes) -> object:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _UNREADABLE
+
+    return read
+
+
+async def _refuse(context: Context, name: str) -> NoReturn:
+    text = f"what was sent is no request of {name.rpartition('/')[2]}: another release, or no client of ours"
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
