@@ -90,7 +90,8 @@ class _Requests:
     """The requests of a stream, up to one that cannot be read: that ends the call."""
 
     def __init__(self, messages: AsyncIterator[object], context: Context, name: str) -> None:
-        self._messages = aiter(messages)
+        self._messages = messages
+        self._iterator: AsyncIterator[object] | None = None
         self._context = context
         self._name = name
 
@@ -98,7 +99,10 @@ class _Requests:
         return self
 
     async def __anext__(self) -> object:
-        message = await anext(self._messages)
+        if self._iterator is None:
+            # Not before: gRPC makes something of it that wants to be awaited.
+            self._iterator = aiter(self._messages)
+        message = await anext(self._iterator)
         if message is _UNREADABLE:
             await _refuse(self._context, self._name)
         return message

@@ -130,7 +130,7 @@ async def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytes
         open_channel(member.address, Lane.STATE, token=None) as channel,
     ):
         for method in ("FetchState", "Probe"):
-            call = channel.stream_stream(f"/skein.wire.v1.Peer/{method}")(iter([b"\x0f\xff"]))
+            call = channel.stream_stream(f"/skein.wire.v1.Peer/{method}", None, None)(iter([b"\x0f\xff"]))
             assert await call.code() is StatusCode.INVALID_ARGUMENT
             assert f"no request of {method}" in (await call.details() or "")
     assert not caplog.messages
