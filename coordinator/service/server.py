@@ -118,9 +118,7 @@ async def listen(host: str, port: int, *, token: str | None, count_refusal: Coun
     server.add_generic_rpc_handlers((checker, gate))
     bound = bind(server, host, port)
     await server.start()
-    doorway = Doorway(bound, least_bytes=CALLED_BYTES)
-    checker.hang_up = doorway.end
-    keeping = asyncio.create_task(doorway.keep())
+    keeping = asyncio.create_task(Doorway(bound, least_bytes=CALLED_BYTES).keep())
     return Service(
         server=server, address=join_address(host, bound), gate=gate, _health=checker, _keeping=keeping
     )

@@ -1,8 +1,5 @@
 """Connections on which nobody has called yet: few of one address, so that one machine cannot take all that there are.
 
-And connections of whoever calls without end where nobody has to prove anything: to end one is cheaper than to refuse
-its calls one by one.
-
 gRPC takes connections itself and says nothing of them, so this asks the system which of this process's connections
 belong to a port, whose they are, and how much has come on them. The oldest of an address go first: a caller that means
 it says what it wants within a round trip.
@@ -18,10 +15,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn
 
-from skein.wire.hosts import counted_as, plain, split_peer
+from skein.wire.hosts import counted_as
 
 PER_ADDRESS = 64
-PERIOD_S, LEAST_S = 0.25, 0.02
+PERIOD_S = 0.25
 GREETED_BYTES = 33
 """What HTTP/2 begins with, and the shortest settings."""
 CALLED_BYTES = 128
@@ -42,71 +39,51 @@ class Doorway:
     def __init__(self, port: int, *, least_bytes: int) -> None:
         self._port = port
         self._least_bytes = least_bytes
-        self._unwanted: set[tuple[str, int]] = set()
-        self._is_unwanted = asyncio.Event()
-
-    def end(self, peer: str) -> None:
-        """End the connection that gRPC calls so, at the next look."""
-        address, port = split_peer(peer)
-        if port:
-            self._unwanted.add((plain(address), int(port)))
-            self._is_unwanted.set()
 
     async def keep(self) -> NoReturn:
         """Look now and then, for ever."""
         while True:
-            await asyncio.sleep(LEAST_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, PERIOD_S - LEAST_S)):
-                    await self._is_unwanted.wait()
-            self._is_unwanted.clear()
+            await asyncio.sleep(PERIOD_S)
             with suppress(OSError):
-                if self._unwanted or len(os.listdir("/proc/self/fd")) > PER_ADDRESS:
+                if len(os.listdir("/proc/self/fd")) > PER_ADDRESS:
                     await asyncio.to_thread(self.look)
 
     def look(self) -> int:
-        """Ends what is unwanted, and connections beyond what one address may have without a call; how many."""
+        """Ends connections beyond what one address may have without a call; how many."""
         silent: dict[str, list[tuple[int, int]]] = {}
-        unwanted, self._unwanted = self._unwanted, set()
-        remote_by_inode = dict(_connections(self._port))
-        beyond: list[tuple[int, int]] = []
-        for descriptor, inode in _sockets(remote_by_inode):
-            remote = remote_by_inode[inode]
-            if remote in unwanted:
-                beyond.append((inode, descriptor))
-                continue
+        host_by_inode = dict(_connections(self._port))
+        for descriptor, inode in _sockets(host_by_inode):
             received = _num_received(descriptor, inode)
             if received is not None and received < self._least_bytes:
-                silent.setdefault(counted_as(remote[0]), []).append((inode, descriptor))
-        beyond += [x for found in silent.values() for x in sorted(found)[: max(0, len(found) - PER_ADDRESS)]]
+                silent.setdefault(host_by_inode[inode], []).append((inode, descriptor))
+        beyond = [x for found in silent.values() for x in sorted(found)[: max(0, len(found) - PER_ADDRESS)]]
         for inode, descriptor in beyond:
             _end(descriptor, inode)
         return len(beyond)
 
 
-def _connections(port: int) -> Iterator[tuple[int, tuple[str, int]]]:
-    """Inode, and address and port of the other end, of each connection that came in at `port` of this network."""
+def _connections(port: int) -> Iterator[tuple[int, str]]:
+    """Inode and remote host of each connection that came in at `port` of this network."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 _, local, remote, state, *rest = line.split()
                 if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
-                    host, _, remote_port = remote.rpartition(":")
-                    yield int(rest[5]), (_host(host), int(remote_port, 16))
+                    yield int(rest[5]), _host(remote.rpartition(":")[0])
 
 
 def _host(text: str) -> str:
-    """An address, which the kernel prints in words of 32 bits, each in this machine's order.
+    """What an address counts as, which the kernel prints in words of 32 bits, each in this machine's order.
 
     >>> _host("0100007F"), _host("0000000000000000FFFF00000100007F")
     ('127.0.0.1', '127.0.0.1')
     """
     words = bytes.fromhex(text)
     packed = b"".join(struct.pack("=I", x) for x in struct.unpack(f">{len(words) // 4}I", words))
-    return plain(str(ip_address(packed)))
+    return counted_as(str(ip_address(packed)))
 
 
-def _sockets(wanted: Mapping[int, tuple[str, int]]) -> Iterator[tuple[int, int]]:
+def _sockets(wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
     """Descriptor and inode of this process's sockets among those."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):

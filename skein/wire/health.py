@@ -4,8 +4,7 @@ A call that says nothing is over soon, streams that watch are few, and whoever c
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 from grpc import aio
@@ -19,22 +18,15 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 MAX_CALLS, MAX_CALLS_PER_ADDRESS = 256, 32
-MAX_CALLS_PER_SECOND, FEW_CALLS = 128, 4
-"""Of one address; what calls more often than that has its connections ended, with all that waits on them, but for those
-on which few have come."""
 READ_S = 5.0
 """In which a caller has to say what it asks for."""
 HEALTH_SERVICE = "/grpc.health.v1.Health"
 
 
 class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at run time
-    """Statuses by service; "" is the whole server. `hang_up` ends a connection, by gRPC's name, if anybody can."""
+    """Statuses by service; "" is the whole server."""
 
     def __init__(self, statuses: Mapping[str, int] | None = None) -> None:
-        self.hang_up: Callable[[str], None] | None = None
-        self._calls_by_peer: Counter[str] = Counter()
-        self._calls_by_host: Counter[str] = Counter()
-        self._since = 0.0
         self._statuses = {"": int(SERVING)} | dict(statuses or {})
         self._is_closing = False
         self._changed = asyncio.Event()
@@ -67,25 +59,9 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _count(self, context: Context) -> None:
-        """Refuse whoever calls without end."""
-        now, peer = asyncio.get_running_loop().time(), context.peer()
-        if now - self._since > 1.0:
-            self._calls_by_peer.clear()
-            self._calls_by_host.clear()
-            self._since = now
-        host = host_of(peer)
-        self._calls_by_peer[peer] += 1
-        self._calls_by_host[host] += 1
-        is_too_much = self._calls_by_host[host] > MAX_CALLS_PER_SECOND
-        if is_too_much and self._calls_by_peer[peer] > FEW_CALLS and self.hang_up is not None:
-            self.hang_up(peer)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls in a second")
-
     async def _check(
         self, requests: AsyncIterator[health_pb2.HealthCheckRequest], context: Context
     ) -> health_pb2.HealthCheckResponse:
-        await self._count(context)
         try:
             async with self._room.enter(host_of(context.peer()), READ_S):
                 service = await _asked(requests)
@@ -97,7 +73,6 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _watch(self, requests: AsyncIterator[health_pb2.HealthCheckRequest], context: Context) -> None:
-        await self._count(context)
         try:
             async with self._room.enter(host_of(context.peer()), None):
                 async with asyncio.timeout(READ_S):

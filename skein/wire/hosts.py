@@ -22,29 +22,11 @@ def counted_as(address: str) -> str:
         found = ip_address(address)
     except ValueError:
         return address
-    if isinstance(found, IPv6Address) and found.ipv4_mapped is None:
+    if isinstance(found, IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
         return f"{IPv6Address(found.packed[:_NETWORK_BYTES].ljust(16, bytes(1)))}/{8 * _NETWORK_BYTES}"
-    return plain(address)
-
-
-def plain(address: str) -> str:
-    """An IP address as everybody writes it: without the zone, IPv4 where it only comes through an IPv6 socket.
-
-    >>> plain("::ffff:10.0.0.1"), plain("fe80::2%eth0")
-    ('10.0.0.1', 'fe80::2')
-    """
-    found = ip_address(address.partition("%")[0])
-    return str((found.ipv4_mapped if isinstance(found, IPv6Address) else None) or found)
-
-
-def split_peer(peer: str) -> tuple[str, str]:
-    """Address and port of the other end, of the name that gRPC has for a connection.
-
-    >>> split_peer("ipv4:10.0.0.1:5000"), split_peer("ipv6:%5B::1%5D:5000"), split_peer("unix:")
-    (('10.0.0.1', '5000'), ('::1', '5000'), ('unix', ''))
-    """
-    host, _, port = unquote(peer).rpartition(":")
-    return host.removeprefix("ipv4:").removeprefix("ipv6:").strip("[]"), port
+    return str(found)
 
 
 def host_of(peer: str) -> str:
@@ -55,7 +37,8 @@ def host_of(peer: str) -> str:
     >>> host_of("ipv6:%5B2001:db8::1%5D:5000"), host_of("ipv6:%5Bfe80::1%25eth0%5D:5000")
     ('2001:db8::/64', 'fe80::/64')
     """
-    return counted_as(split_peer(peer)[0])
+    host = unquote(peer).rpartition(":")[0]
+    return counted_as(host.removeprefix("ipv4:").removeprefix("ipv6:").strip("[]"))
 
 
 def is_loopback(peer: str) -> bool:
