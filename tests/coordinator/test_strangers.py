@@ -108,7 +108,8 @@ async def test_bytes_that_are_no_message_are_refused_in_a_sentence_whatever_the_
             call = channel.stream_stream(method.path, None, None)(iter([NO_MESSAGE]))
             assert await call.code() is StatusCode.INVALID_ARGUMENT, method.path
             assert f"no request of {method.path.rpartition('/')[2]}" in (await call.details() or "")
-    assert not caplog.messages
+    # Where a loop is watched, asyncio tells of turns that were long.
+    assert not [record for record in caplog.records if record.name != "asyncio"]
 
 
 async def test_a_silent_question_for_health_is_over_soon(

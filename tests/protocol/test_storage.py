@@ -1,5 +1,6 @@
 """What a run does where checkpoints cannot be written or read: it waits, falls back, and ends for none of it."""
 
+from dataclasses import replace
 from math import nan
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_job_waits_for_a_damaged_checkpoint_that_it_begins_with_and_goes_on_wh
     desk.acknowledge(desk.live)
     desk.adopt(PLAN)
     assert {assign.begins for assign in desk.told(Assign).values()} == {BEGINNING}
+
+
+def test_what_was_found_of_another_checkpoint_is_no_news_to_a_job_that_waits_for_its_beginning() -> None:
+    desk = building(begun(checked(is_whole=False)))
+    later(desk, PARDON_S)
+    [asked] = desk.found(VerifyCheckpoint)
+    look(desk, Condition.DAMAGED, "other bytes")
+    other = replace(asked.checkpoint, version=Step(4))
+    desk.give(CheckpointVerified(checkpoint=other, condition=Condition.WHOLE, reason=""))
+    later(desk, PARDON_S)
+    assert desk.found(VerifyCheckpoint) == [asked]
 
 
 def test_a_checkpoint_to_begin_with_that_nobody_can_read_is_looked_at_and_set_aside() -> None:

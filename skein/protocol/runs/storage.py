@@ -83,6 +83,9 @@ class Storage:
         """The coordinator has read a checkpoint, and what it found is recorded."""
         version, condition = event.checkpoint.version, event.condition
         if event.checkpoint.job != self._job.job:
+            begins = self._job.begins
+            if begins is None or (event.checkpoint.job, version) != (begins.job, begins.version):
+                return Finding()  # Of nothing that this job reads.
             self._looks_elsewhere = event.condition is not Condition.WHOLE
             if self._is_waiting and event.condition is Condition.WHOLE:
                 self._gathering.pardoned()
