@@ -25,7 +25,9 @@ from worker.moments import tell_directive
 _log = logging.getLogger(__name__)
 
 _MAX_FORGED, _MAX_NAME = 256, 64
-"""Lines about forged tensors, of which the metric counts all; characters of a name in them."""
+"""Lines about what is forged, of which the metric counts all; characters of a name in them."""
+_ANYBODY = WorkerId("")
+"""Who asks for state gives no name."""
 
 
 class WorkerInbox:
@@ -102,21 +104,25 @@ class WorkerInbox:
         machine = self._machine
         if machine.may_fetch(door):
             return True
-        about = WorkerId(""), machine.generation
-        if about not in self._forged and len(self._forged) < _MAX_FORGED:
-            self._forged.add(about)
+        if self._is_told_first(_ANYBODY, machine.generation):
             line = "incident: state is asked for and refused, generation=%d: %s"
             _log.error(line, machine.generation, "who asks has the token, and was not told to fetch it")
         return False
 
     def _tell_forged(self, envelope: Envelope) -> None:
         """One line for each name and generation, in the log of the job as well: somebody meddles."""
-        about = envelope.sender, envelope.generation
-        if about not in self._forged and len(self._forged) < _MAX_FORGED:
-            self._forged.add(about)
+        if self._is_told_first(envelope.sender, envelope.generation):
             line = "incident: tensors in the name of worker=%s are forged and refused, generation=%d: %s"
             why = "who sends them has the token, and not the secret of that worker"
             _log.error(line, envelope.sender[:_MAX_NAME], envelope.generation, why)
+
+    def _is_told_first(self, worker: WorkerId, generation: Generation) -> bool:
+        """Whether nothing was told of this name in this generation, and there is room for a line; then it counts."""
+        about = worker, generation
+        if about in self._forged or len(self._forged) >= _MAX_FORGED:
+            return False
+        self._forged.add(about)
+        return True
 
     def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
         """A peer's tensor is here, whole and checked."""
