@@ -58,7 +58,7 @@ class Executor:
         self.compute = compute
         self._waited_s = waited_s
         self._waited_before_s: float | None = None
-        """The running op."""
+        """What the thread had waited when the running op began; None if none runs."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="torch", daemon=True)
 

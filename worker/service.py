@@ -62,7 +62,7 @@ class _RawDeliver(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no gener
         return self._handler if handler_call_details.method == DELIVER else None
 
 
-def welcome(_door: str) -> bool:
+def anybody(_door: str) -> bool:
     """Anybody may, where no coordinator says who."""
     return True
 
@@ -83,8 +83,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         state_of: StateOf,
         statistics: Statistics,
         limits: Limits | None = None,
-        may_fetch: Callable[[str], bool] = welcome,
-        may_probe: Callable[[str], bool] = welcome,
+        may_fetch: Callable[[str], bool] = anybody,
+        may_probe: Callable[[str], bool] = anybody,
     ) -> None:
         self._may_fetch = may_fetch
         self._may_probe = may_probe

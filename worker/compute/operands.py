@@ -92,10 +92,12 @@ def _check_exchanged(
         form = None if bundle is None else exchanges.form(op, key.shard, chunk)
         if bundle is None or form is None:
             continue
+        # A name that comes twice shows in the number alone.
         found = {tensor.name: (torch_dtype(tensor.dtype), tensor.shape) for tensor in bundle}
         if len(bundle) != len(form) or found != dict(form):
             wanted = ", ".join(
-                f"{name!r} {str(kind)[6:]} {list(shape)}" for name, (kind, shape) in form.items()
+                f"{name!r} {str(kind).removeprefix('torch.')} {list(shape)}"
+                for name, (kind, shape) in form.items()
             )
             raise OperandError(
                 key.member.worker,
