@@ -191,12 +191,9 @@ class Builds:
         found: set[str] = set()
         for neighbour in neighbours:
             donor = self._workers.get(neighbour.peer)
-            is_open = donor is not None and _is_let_in(command, donor)
-            held = (
-                self.copies.fixed(donor, neighbour.stage, command.assign.version)
-                if donor and is_open
-                else None
-            )
+            if donor is None or not _is_let_in(command, donor):
+                return None
+            held = self.copies.fixed(donor, neighbour.stage, command.assign.version)
             if held is None:
                 return None
             found.add(self._invariants.lineage_now(command.assign.job, neighbour.stage, held))

@@ -47,7 +47,7 @@ def taken_by(place: int, taken_at: Step, stage: StageIndex) -> Contributions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Compares what one worker applies with its visits, as the recorded plan has them."""
+    """Compares what one worker applies with its visits in the recorded plan; raises Violated where they differ."""
 
     worker: WorkerId
     visits: Visits
