@@ -286,9 +286,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCounted:
-    """What the job's data were when workers opened them first; `num_steps`: what its epochs are, if it has a budget of
-    those.
-    """
+    """What the job's data were when workers opened them first; `num_steps`: of its epochs, if its budget has some."""
 
     job: JobId
     num_train_samples: int

@@ -86,8 +86,8 @@ class Storage:
             begins = self._job.begins
             if begins is None or (event.checkpoint.job, version) != (begins.job, begins.version):
                 return Finding()  # Of nothing that this job reads.
-            self._looks_elsewhere = event.condition is not Condition.WHOLE
-            if self._is_waiting and event.condition is Condition.WHOLE:
+            self._looks_elsewhere = condition is not Condition.WHOLE
+            if self._is_waiting and condition is Condition.WHOLE:
                 self._gathering.pardoned()
             return Finding()
         is_known = condition is not Condition.UNKNOWN

@@ -41,8 +41,8 @@ class Strikes:
 
     @property
     def may_pardon(self) -> bool:
-        """Whether somebody was excluded on the word of peers alone, or set aside."""
-        return bool((self._accused | self._disputed | self._set_aside) & self._excluded.keys())
+        """Whether `pardon` would give somebody another chance."""
+        return bool(self._pardonable())
 
     @property
     def lacking(self) -> str | None:
@@ -123,6 +123,9 @@ class Strikes:
         self._incarnations[worker] = incarnation
         return is_new
 
+    def _pardonable(self) -> set[WorkerId]:
+        return (self._accused | self._disputed | self._set_aside) & self._excluded.keys()
+
     def _let_back(self, worker: WorkerId) -> None:
         """Forget all of a worker but the strikes that last."""
         self._num_by_worker.pop(worker, None)
@@ -133,8 +136,8 @@ class Strikes:
         self._unfit.discard(worker)
 
     def pardon(self) -> tuple[WorkerId, ...]:
-        """Give another chance to whoever was set aside, or excluded on the word of peers alone; says who they are."""
-        pardoned = tuple(sorted((self._accused | self._disputed | self._set_aside) & self._excluded.keys()))
+        """Give another chance to whoever was set aside, or excluded on the word of others alone; says who they are."""
+        pardoned = tuple(sorted(self._pardonable()))
         for worker in pardoned:
             self._let_back(worker)
         return pardoned
