@@ -56,10 +56,7 @@ from skein.wire.state_dir import default_state_dir
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
 @metrics_host_option
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
-@data_root_option(
-    shown="left to the workers",
-    meaning="Refuse jobs that name data elsewhere.",
-)
+@data_root_option(shown="left to the workers", meaning="Refuse jobs that name data elsewhere.")
 @checkpoint_root_option
 @click.option("--lease", "lease_s", default=LEASE_S, help="Seconds of silence after which a worker is lost.")
 @log_format_option

@@ -1,4 +1,4 @@
-"""Every metric of the coordinator, and those that workers report with their beats, re-exported under their own names.
+"""Every metric of the coordinator; those that workers report with their beats are in `coordinator.exporting`.
 
 Rules of this file
 - `skein_<noun>_<unit>[_total]`, SI base units. Labels are bounded: jobs to the newest, workers to the live ones, and a
@@ -18,10 +18,7 @@ from prometheus_client import generate_latest as render_text
 import skein
 from coordinator.exporting import MAX_WORKERS, StatisticsCollector
 from coordinator.journal import Fold, job_of
-from coordinator.statistics import (
-    MAX_LABELS,
-    counts_by_name,
-)
+from coordinator.statistics import MAX_LABELS, counts_by_name
 from coordinator.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator import Coordinator

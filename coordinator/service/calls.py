@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeAlias, cast
+from typing import cast
 
 import grpc
 from grpc import aio
@@ -12,7 +12,7 @@ from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
 from skein.wire.failures import refuse, status_of
 from skein.wire.health import HEALTH_SERVICE
-from skein.wire.reading import Behaviour, Method, Parse, answer, with_behaviour
+from skein.wire.reading import Behaviour, Context, Method, Parse, answer, with_behaviour
 
 
 class NotFoundError(UserError):
@@ -35,8 +35,6 @@ _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
 
 CountRefusal = Callable[[str, str], None]
 """Told (method, reason) of a call that failed; the method is one of ours, or "unknown"."""
-
-_Context: TypeAlias = "aio.ServicerContext[object, object]"
 
 
 class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -64,8 +62,8 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
         guarded = partial(self._guarded, name=name)
         return with_behaviour(method, guarded, cast(Parse, method.request_deserializer))
 
-    def _guarded(self, behaviour: Behaviour, name: str) -> Callable[[object, _Context], Awaitable[object]]:
-        async def guarded(request: object, context: _Context) -> object:
+    def _guarded(self, behaviour: Behaviour, name: str) -> Callable[[object, Context], Awaitable[object]]:
+        async def guarded(request: object, context: Context) -> object:
             reason: str | None = "internal"
             if self._num_calls >= MAX_CALLS:
                 self._count(name, "resource_exhausted")
@@ -97,7 +95,7 @@ class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
         return guarded
 
 
-def _reason(context: _Context) -> str:
+def _reason(context: Context) -> str:
     """The status that a call was aborted with, as a label."""
     code = cast("grpc.StatusCode | int | None", context.code())
     for known in grpc.StatusCode:
