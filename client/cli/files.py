@@ -37,10 +37,11 @@ def outline(job: JobSpec) -> str:
 
 
 def _length(job: JobSpec) -> str:
-    epochs = "" if job.budget.epochs is None else f"{job.budget.epochs:g} epochs"
-    if job.budget.is_open:
-        return f"{epochs}, in steps"
-    return f"{job.total_steps} steps{', or ' + epochs + ' if they are fewer,' if epochs else ''}"
+    steps = f"{job.total_steps} steps"
+    if job.budget.epochs is None:
+        return steps
+    epochs = f"{job.budget.epochs:g} epochs"
+    return f"{epochs}, in steps" if job.budget.is_open else f"{steps}, or {epochs} if they are fewer,"
 
 
 @click.command()

@@ -50,10 +50,7 @@ _one_way_option = click.option("--one-way", "is_one_way", is_flag=True, help="On
 )
 @click.option("--seed", default=0, show_default=True, help="Of jitter and loss.")
 @click.option("--no-services", is_flag=True, help="The network alone, without a coordinator and workers.")
-@data_root_option(
-    shown="the working directory",
-    meaning="Folder that workers read data from.",
-)
+@data_root_option(shown="the working directory", meaning="Folder that workers read data from.")
 @click.option("--closed-homes", is_flag=True, help="Behind NAT no port is forwarded: nobody can dial in.")
 @_directory_option
 @json_option
