@@ -220,10 +220,10 @@ async def test_each_file_that_is_deleted_is_a_sign_of_life(store: CheckpointStor
     for version in (10, 20, 30):
         write(url, version)
         store.write_manifest(checkpointed(JOB, version, file_of(), url=url), job_spec())
-    outside = Outside()
-    await outside.answer(partial(store.prune, JOB, url, (Step(30),)), url)
+    asked = Outside()
+    await asked.answer(partial(store.prune, JOB, url, (Step(30),)), url)
     # Of each the file, and its folder.
-    assert outside.num_moved == 4
+    assert asked.num_moved == 4
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -22,8 +22,6 @@ from tests.coordinator.builders import checkpointed, committed, submitted
 from tests.coordinator.serving import connected, coordinator, write_log
 
 DATA = bytes(range(256)) * 10
-
-
 FILE = CheckpointFile(
     name="stage-000.model.safetensors",
     num_bytes=len(DATA),

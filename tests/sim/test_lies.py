@@ -90,8 +90,9 @@ def test_a_newcomer_that_disagrees_with_a_holder_of_long_standing_goes_alone() -
     tell = world._send_report
 
     def lie(worker: SimWorker, report: Report) -> None:
-        is_lie = isinstance(report, Vote) and worker.machine.identity.worker == newcomer
-        tell(worker, replace(report, digest="another") if is_lie and isinstance(report, Vote) else report)
+        if isinstance(report, Vote) and worker.machine.identity.worker == newcomer:
+            report = replace(report, digest="another")
+        tell(worker, report)
 
     world._send_report = lie  # type: ignore[method-assign]
     run = finish(world, about="a lying newcomer")

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from client.cli import run
 from client.cli.show import plain
 from skein.plan.redundancy import LeftOut, Shortfall
@@ -40,7 +38,6 @@ def test_status_names_stages_with_fewer_holders_than_asked(coordinator: Scripted
     ]
 
 
-@pytest.mark.usefixtures("coordinator")
 def test_status_names_the_rule(capsys: Captured) -> None:
     assert run(["status", "first-job-1"]) == 0
     [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rule")]

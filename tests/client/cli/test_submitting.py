@@ -22,8 +22,6 @@ def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsy
 
 
 REPLICAS = ("--set", "parallel.replicas=2", "--set", "parallel.stages=1")
-
-
 COST = "all_reduce: each worker sends 3.6 MiB a step, as much as all-reduce in fp32"
 
 
