@@ -139,3 +139,16 @@ def test_where_nobody_is_more_credible_nobody_is_pardoned() -> None:
     strikes.convict(W, "disagrees", may_be_wrong=False)
     assert not strikes.may_pardon
     assert strikes.acquit((W,)) == ()
+
+
+@pytest.mark.parametrize("may_be_wrong", [True, False])
+def test_who_is_convicted_does_not_come_back_by_itself_whatever_peers_said_of_it_before(
+    may_be_wrong: bool,
+) -> None:
+    strikes = Strikes()
+    strikes.joined(W, FIRST)
+    strike_often(strikes, W, True)
+    strikes.convict(W, "disagrees", may_be_wrong=may_be_wrong)
+    go_and_come_back(strikes)
+    assert strikes.excluded == {"w": "disagrees"}
+    assert strikes.may_pardon is may_be_wrong

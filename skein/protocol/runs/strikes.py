@@ -98,6 +98,7 @@ class Strikes:
         """Give a worker no more work that others dispute with; `may_be_wrong`: unless the run cannot do without it."""
         self._set_aside.discard(worker)
         self._unfit.discard(worker)
+        self._accused.discard(worker)
         self._excluded[worker] = reason
         if may_be_wrong:
             self._disputed.add(worker)
