@@ -223,6 +223,8 @@ def follow(
     progress = Progressed(total_steps=total_steps)
     for event in told:
         progress.take(event)
+    # What epochs were told to be may be another budget since.
+    progress.total_steps = total_steps
     with ExitStack() as stack:
         if shown is not None:
             stack.enter_context(shown)

@@ -14,6 +14,7 @@ from skein.wire.extra import LogLevel
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
+    EpochsCounted,
     GenerationBegun,
     IncidentEnded,
     JobEvent,
@@ -178,3 +179,9 @@ def skipped(body: StepFinished) -> StepFinished:
 def test_every_event_is_a_line(told: JobEvent, text: str) -> None:
     assert event_text(told) == text
     assert timed(told).endswith(f"  {text}")
+
+
+def test_what_epochs_were_is_forgotten_where_the_budget_is_another_by_now() -> None:
+    counted = event(2, EpochsCounted(num_train_samples=80, num_steps=10))
+    assert follow([counted], None, total_steps=100).total_steps == 10
+    assert follow([], None, total_steps=100, told=[counted]).total_steps == 100

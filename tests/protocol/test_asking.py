@@ -326,3 +326,19 @@ def test_a_wait_lasts_one_silence_at_least_and_a_few_at_most(
 ) -> None:
     ends_at = waits_until(since, wait_s, seen)
     assert since + wait_s <= ends_at <= since + TIMES_REACHED * wait_s
+
+
+def test_a_worker_that_comes_and_goes_does_not_keep_a_job_from_its_end() -> None:
+    desk = asked_to_end(CancelAsked)
+    began = desk.now
+    for incarnation in range(1, 10):
+        if desk.machine.history.jobs[desk.job].end is not None:
+            break
+        desk.join("x", incarnation=incarnation)
+        desk.wait(RETURN_S)
+        desk.acknowledge(desk.live)
+        if desk.found(MakePlan):
+            desk.plan(Infeasible(reason="too few workers"))
+        desk.wait(RETURN_S)
+    assert ended(desk)[0] is JobState.CANCELLED
+    assert desk.now - began < 2 * LEAST_S

@@ -203,7 +203,13 @@ def test_epochs_too_few_for_the_warm_up_end_the_job_before_its_first_step() -> N
     warm = LONG.optimizer.model_copy(update={"warmup_steps": 6})
     world = world_of(LONG.model_copy(update={"budget": EPOCHS, "optimizer": warm}))
     assert not finish(world, about="warm-up", state=JobState.FAILED).curve
-    (ended,) = of_kind(world.log, JobEnded)
-    assert ended.reason == (
-        "budget.epochs: 4e-05: optimizer.warmup_steps: 6: the job has 5 steps: give at most 5, or a larger budget"
+    insist(world, ResumeAsked(job=SIM_1), goes_on)
+    assert not finish(world, about="resumed as it was", state=JobState.FAILED).curve
+    first, second = (ended.reason for ended in of_kind(world.log, JobEnded))
+    assert (
+        first
+        == second
+        == (
+            "budget.epochs: 4e-05: optimizer.warmup_steps: 6: the job has 5 steps: give at most 5, or a larger budget"
+        )
     )

@@ -18,7 +18,7 @@ from skein.protocol.history import JobHistory
 from skein.protocol.incident import counted, short
 from skein.protocol.membership import Entry
 from skein.protocol.messages import ChunkVersion, Look, Member
-from skein.protocol.records import GenerationMember
+from skein.protocol.records import GenerationMember, HaltAsked
 from skein.protocol.reports import Ack
 from skein.protocol.runs.ending import rewind_of
 from skein.protocol.runs.giving_up import LONGEST_S, clock_time, patience_s, waits_until
@@ -70,6 +70,8 @@ class Asking:
         self._is_ending = False
         """A run that is to end waits for those who are silent."""
         self._since: float | None = None
+        self._halted: tuple[HaltAsked | None, float] | None = None
+        """Since when a run that is to end waits, at which wish; who comes and goes meanwhile does not begin it anew."""
         self._until = 0.0
         self._looks_at = 0.0
         self._told: tuple[WorkerId, ...] = ()
@@ -126,17 +128,19 @@ class Asking:
     def before_ending(self, saved: Step, *, now: float) -> str | None:
         """For whom a run waits that is to end: who may have steps newer than version `saved`; None: for nobody."""
         job = self._job
-        self._since = now if self._since is None else self._since
+        if self._halted is None or self._halted[0] is not job.halt:
+            self._halted = job.halt, now
+        since = self._halted[1]
         self.outcome, self._is_ending = "", False
         if job.version <= saved or job.plan is None:
             return None
         num_steps = job.version - saved
-        ends_at = self._ends_at(num_steps * self._step_s(job.plan.plan), self._since)
+        ends_at = self._ends_at(num_steps * self._step_s(job.plan.plan), since)
         awaited = {member: held for member, held in self._silent().items() if now < ends_at[member]}
         here = {member: held for member, held in job.may_hold.items() if self._is_here(member)}
         acks = {worker: ack for worker, ack in self._members.acks.items() if worker in self._live}
         if not awaited or self._placement.held(self._would_tell(here | awaited) | acks) is None:
-            self._tell_outcome(ends_at.keys() - awaited.keys(), now - self._since)
+            self._tell_outcome(ends_at.keys() - awaited.keys(), now - since)
             return None
         self._is_ending = True
         cost = f"they may have {counted(num_steps, 'step')} that no checkpoint has"

@@ -9,7 +9,7 @@ from skein.protocol.records import DataCounted
 
 
 def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
-    """Record what workers have found, if nobody has before.
+    """Record what workers have found, if nobody has before; says before the first step whether the job can be.
 
     Args:
         job: whose data they are.
@@ -20,25 +20,26 @@ def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: 
     Returns:
         Why the job cannot be: it does not agree with the steps that its epochs are. None if it can.
     """
-    if job.counted is not None:
+    counted = job.counted or _count(job, num_train_samples, outbox, now=now)
+    if counted.num_steps is None or job.version:
         return None
+    try:
+        check_admissible(with_steps(job.spec, job.total_steps))
+    except UserError as error:
+        return f"budget.epochs: {job.spec.budget.epochs:g}: {error}"
+    return None
+
+
+def _count(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> DataCounted:
     spec = job.spec
     num_steps = spec.budget.steps_of_epochs(num_train_samples, spec.batch.samples)
-    outbox.record(
-        DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
-    )
-    tokens = (
-        "" if spec.model.vocab_size is None else f", {num_train_samples * spec.data.sequence_tokens} tokens"
-    )
+    counted = DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
+    outbox.record(counted)
+    num_tokens = num_train_samples * spec.data.sequence_tokens
+    tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
     budget = "" if num_steps is None else f"; {spec.budget.epochs:g} of them are {num_steps} steps"
     outbox.log(
         f"job={job.job} data: an epoch is {num_train_samples} samples{tokens}, "
         f"{-(-num_train_samples // spec.batch.samples)} steps{budget}"
     )
-    if num_steps is None:
-        return None
-    try:
-        check_admissible(with_steps(spec, job.total_steps))
-    except UserError as error:
-        return f"budget.epochs: {spec.budget.epochs:g}: {error}"
-    return None
+    return counted
