@@ -92,6 +92,7 @@ class FetchedCopy:
         """Committed and not applied here yet, the oldest first."""
         self._working: asyncio.Task[None] | None = None
         self._applying: asyncio.Future[None] | None = None
+        self._is_catching_up = False
 
     @property
     def tensors(self) -> Mapping[str, WireTensor]:
@@ -127,12 +128,15 @@ class FetchedCopy:
         working, self._working = self._working, None
         if working is not None:
             working.cancel()
-        await _over(working, self._applying)
+        self._is_catching_up = True
         try:
+            await _over(working, self._applying)
             while self.version < version and self._records:
                 await self._take_step(members, patience_s=0.0)
         except (RemoteError, LocalError) as error:
             self._warn(error)
+        finally:
+            self._is_catching_up = False
         if self.version == version:
             return self.state
         self._work_on()
@@ -142,6 +146,8 @@ class FetchedCopy:
 
     def _work_on(self) -> None:
         before = self._working
+        if self._is_catching_up:
+            return  # Nobody else takes a step meanwhile.
         if before is None or before.done() or before.cancelling():
             self._working = self._group.create_task(self._work(before))
 

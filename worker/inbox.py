@@ -105,8 +105,9 @@ class WorkerInbox:
         if machine.may_fetch(door):
             return True
         if self._is_told_first(_ANYBODY, machine.generation):
-            line = "incident: state is asked for and refused, generation=%d: %s"
-            _log.error(line, machine.generation, "who asks has the token, and was not told to fetch it")
+            line = "state is asked for and refused, generation=%d: %s"
+            why = "who asks was not told to fetch it in this generation or the one before"
+            _log.warning(line, machine.generation, why)
         return False
 
     def _tell_forged(self, envelope: Envelope) -> None:

@@ -220,9 +220,10 @@ class SimCopies:
         prefetch, shelf = command.prefetch, self._shelf(worker)
         stage, version = prefetch.stage, prefetch.version
         known = shelf.backups.get((stage, version)) if prefetch.is_backup else shelf.followed.get(stage)
-        if known is not None and known.version == version and not known.is_whole:
+        if known is not None and known.prefetch.version == version:
             known.prefetch = prefetch
             self._fetch(worker, known)
+            self._advance(worker, known)
             return
         copy = _Copy(prefetch, version)
         if prefetch.is_backup:

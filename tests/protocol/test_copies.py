@@ -153,7 +153,24 @@ def test_what_is_asked_for_again_is_answered_if_it_is_here_and_goes_on_if_not() 
     others = replace(prefetch(3), donors=(donor("w1c"),))
     assert only(spare.take(others), StartPrefetch).prefetch == others
     spare.hear(ended(3))
-    assert only(spare.take(prefetch(3)), SendReport).report == prefetched(3)
+    assert spare.take(prefetch(3)) == [
+        SendReport(report=prefetched(3)),
+        StartPrefetch(prefetch=prefetch(3)),
+    ]
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_copy_that_is_here_learns_what_donors_want_to_be_shown_by_now(version: int) -> None:
+    spare = Spare()
+    spare.take(prefetch(3))
+    spare.hear(ended(3))
+    spare.take(follow(3))
+    anew = replace(prefetch(version), donors=(replace(donor("w1a"), door="new"),))
+    _, started = spare.take(anew)
+    assert isinstance(started, StartPrefetch)
+    # The driver knows a copy by the version that it began with.
+    assert started.prefetch.version == 3
+    assert [member.door for member in started.prefetch.donors] == ["new"]
 
 
 def test_a_copy_that_missed_commits_begins_anew_at_the_version_asked_for() -> None:
@@ -174,7 +191,8 @@ def test_a_copy_that_follows_is_asked_for_at_a_version_that_it_will_reach_by_its
     spare.take(prefetch(3))
     spare.hear(ended(3))
     spare.take(follow(3))
-    assert only(spare.take(prefetch(4)), SendReport).report == prefetched(3)
+    told, _ = spare.take(prefetch(4))
+    assert told == SendReport(report=prefetched(3))
 
 
 def test_a_fetch_that_is_asked_for_at_a_newer_version_keeps_the_commits_that_were_heard() -> None:

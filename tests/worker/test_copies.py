@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -116,7 +117,46 @@ async def test_a_copy_cannot_reach_what_it_was_not_told_of_nor_go_back(lab: Lab)
         assert await caught_up(newcomer, lab, 0, *holders) is None
 
 
+async def test_a_copy_that_is_asked_for_again_while_it_catches_up_takes_each_step_once(lab: Lab) -> None:
+    async def ask_again() -> None:
+        newcomer.start(prefetch_of(lab, 1, holders))
+
+    async with holding(lab) as holders, keeping("w9", patience_s=0.0) as newcomer:
+        await snapshot(lab, holders, 1)
+        nobody = prefetch_of(lab, 1, holders[:1])
+        newcomer.start(nobody)
+        await newcomer.reached(1)
+        records = [lab.step(1), lab.step(2)]
+        holders[0].compute.snapshots.clear()
+        newcomer.follow(nobody, *records)
+        state, _ = await asyncio.gather(caught_up(newcomer, lab, 3, *holders), ask_again())
+        assert_is_chunk(state, lab)
+
+
 # --- donors that fail ---
+
+
+class Wary(PeerService):
+    """Gives results to whoever shows what is new."""
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        if request.kind == IS_RESULT and request.door != "new":
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not told to fetch")
+        async for part in super().FetchState(request, context):
+            yield part
+
+
+async def test_a_copy_that_donors_refuse_goes_on_when_it_has_something_new_to_show(lab: Lab) -> None:
+    async with holding(lab, kinds=(Wary, Wary)) as holders, keeping("w9", patience_s=0.0) as newcomer:
+        await snapshot(lab, holders, 1)
+        asked = prefetch_of(lab, 1, holders)
+        newcomer.start(asked)
+        await newcomer.reached(1)
+        newcomer.follow(asked, lab.step(1))
+        donors = tuple(replace(donor, door="new") for donor in asked.donors)
+        newcomer.start(replace(asked, donors=donors))
+        await newcomer.reached(2)
+        assert_is_chunk(await caught_up(newcomer, lab, 2), lab)
 
 
 class Dying(PeerService):

@@ -11,7 +11,7 @@ Rules of this file
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skein.protocol.messages import ChunkVersion, Follow, OpenData, Prefetch, Snapshot, StepRecord
 from skein.protocol.ops import SnapshotOp
@@ -149,6 +149,9 @@ class Copies:
         is_repeated = known is not None and known.wanted == version
         if known is not None and known.version is not None and (is_repeated or known.may_reach(version)):
             self._tell(stage, known.version)
+            # It goes on to ask for results, and donors give them to whoever shows what is new of late.
+            again = replace(directive, version=known.wanted)
+            self._standing.commands.append(StartPrefetch(prefetch=again))
             return
         if not is_repeated:
             records = known.records[version - known.wanted :] if known and known.may_reach(version) else []
