@@ -119,6 +119,32 @@ def test_a_job_waits_for_a_damaged_checkpoint_that_it_begins_with_and_goes_on_wh
     assert {assign.begins for assign in desk.told(Assign).values()} == {BEGINNING}
 
 
+def begins_again(*more: Record) -> Desk:
+    """Everything died after the first step of a job that begins with another's checkpoint, and has none of its own."""
+    desk = building(begun())
+    desk.ready(PLAN.workers)
+    desk.step(PLAN)
+    desk = Desk([*desk.log, *more])
+    desk.join(*PLAN.workers, incarnation=3)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    return desk
+
+
+def test_a_job_that_must_begin_again_with_a_damaged_checkpoint_looks_until_that_is_back() -> None:
+    desk = begins_again(checked(is_whole=False))
+    assert desk.machine.history.jobs[OTHER].version == 1
+    assert "with which it begins, is damaged: put it back" in desk.machine.reason_of(OTHER)
+    later(desk, PARDON_S)
+    look(desk, Condition.DAMAGED, "other bytes")
+    later(desk, PARDON_S)
+    look(desk, Condition.WHOLE)
+    later(desk, PARDON_S)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert {assign.begins for assign in desk.told(Assign).values()} == {BEGINNING}
+
+
 def test_what_was_found_of_another_checkpoint_is_no_news_to_a_job_that_waits_for_its_beginning() -> None:
     desk = building(begun(checked(is_whole=False)))
     later(desk, PARDON_S)
@@ -130,8 +156,9 @@ def test_what_was_found_of_another_checkpoint_is_no_news_to_a_job_that_waits_for
     assert desk.found(VerifyCheckpoint) == [asked]
 
 
-def test_a_checkpoint_to_begin_with_that_nobody_can_read_is_looked_at_and_set_aside() -> None:
-    desk = building(begun())
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_checkpoint_to_begin_with_that_nobody_can_read_is_looked_at_and_set_aside(is_again: bool) -> None:
+    desk = begins_again() if is_again else building(begun())
     for worker in desk.live:
         trouble = Trouble(generation=desk.generation, is_fatal=False, reason="other bytes", is_unfit=True)
         desk.report(worker, trouble)

@@ -142,8 +142,10 @@ class Storage:
 
     def look_again(self, *, now: float) -> None:
         """Somebody may have mended what is waited for, if anything is; or what nobody can read is damaged."""
-        begins = self._job.begins
-        if begins is not None and not self._job.version and self._looks_elsewhere:
+        begins, has_own = self._job.begins, bool(self._job.version and self._job.checkpoints)
+        # With a version and no checkpoint of its own, a job may have to begin again.
+        may_begin = not has_own or (self._is_waiting and not self._is_lost)
+        if begins is not None and may_begin and self._looks_elsewhere:
             found = [x for x in self._out.history.jobs[begins.job].checkpoints if x.version == begins.version]
             self._out.commands += [VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found]
             self._looks_elsewhere = False
