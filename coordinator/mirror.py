@@ -62,7 +62,7 @@ def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
     """
     path = directory / KEY_FILE
     try:
-        kept = _key_of(path.read_text())
+        kept = _key_of(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         kept = b""
     except OSError as error:

@@ -191,8 +191,9 @@ def test_a_log_keeps_its_key_as_long_as_one_of_two_files_has_it(known: Path) -> 
     assert (known / KEY_FILE).stat().st_mode & 0o777 == 0o600
     (known / MIRROR_FILE).unlink()
     assert key_of(known) == (key, ())
-    (known / KEY_FILE).write_text("damaged")
-    assert key_of(known) == (key, ())
+    for damaged in (b"damaged", b"\xff\xfe\x80 no text at all", b""):
+        (known / KEY_FILE).write_bytes(damaged)
+        assert key_of(known) == (key, ())
     (known / KEY_FILE).unlink()
     assert key_of(known) == (key, ())
     assert bytes.fromhex((known / KEY_FILE).read_text()) == key
