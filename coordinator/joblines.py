@@ -126,15 +126,18 @@ class JobLines:
     def _write_all(self) -> None:
         """On a thread of its own, until it is closed."""
         while (given := self._waiting.get()) is not None:
-            self._write(*given)
-            with self._has_written:
-                self._num_written += 1
-                self._has_written.notify_all()
+            try:
+                self._write(*given)
+            finally:
+                # Readers wait for those before them, whatever became of each.
+                with self._has_written:
+                    self._num_written += 1
+                    self._has_written.notify_all()
 
     def _write(self, job: JobId, event: JobEvent) -> None:
-        text = json_format.MessageToJson(codec.JOB_EVENT.encode(event), indent=None)
         path = self._path(job)
         try:
+            text = json_format.MessageToJson(codec.JOB_EVENT.encode(event), indent=None)
             is_new = not path.exists()
             if is_new:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -146,6 +149,9 @@ class JobLines:
                 self._halve(path)
         except OSError as error:
             self._failed(error.strerror or str(error))
+        except (ValueError, TypeError) as error:
+            # Texts come from elsewhere too, and not each can be written: a file name with bytes that are no text.
+            self._failed(f"an event of {job}: {error}")
         else:
             self._is_failing = False
 
