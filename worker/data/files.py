@@ -1,8 +1,9 @@
 """Finding, reading and naming by content the files of a source."""
 
+import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -106,10 +107,22 @@ def _below(root: Path, folder: str, pattern: Sequence[str]) -> Iterator[str]:
                 if entry.is_dir(follow_symlinks=False):
                     yield from _below(root, f"{path}/", pattern)
             elif fnmatchcase(entry.name, first):
-                if rest and entry.is_dir():
+                if not _holds(entry.is_dir if rest else entry.is_file):
+                    continue
+                if rest:
                     yield from _below(root, f"{path}/", rest)
-                elif not rest and entry.is_file():
+                else:
                     yield path
+
+
+def _holds(asked: Callable[[], bool]) -> bool:
+    """Whether an entry is what is asked; a link that leads to itself is nothing."""
+    try:
+        return asked()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _moving(place: Inside) -> Inside:

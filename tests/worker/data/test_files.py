@@ -19,6 +19,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "in" / "round").symlink_to(tmp_path)
     (tmp_path / "link.txt").symlink_to("a.txt")
     (tmp_path / "broken.txt").symlink_to("nothing")
+    (tmp_path / "itself.txt").symlink_to("itself.txt")
     (tmp_path / "folder.txt").mkdir()
     return tmp_path
 
