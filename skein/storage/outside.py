@@ -27,8 +27,8 @@ SILENT_S = 30.0
 MAX_LEFT = 32
 """Threads left behind, beyond which nothing more is asked: each costs memory, and the next would not come back."""
 PIECE_BYTES = 1 << 22
-SYNC_BYTES = 1 << 28
-"""Written between two syncs, so that the last one of a large file is not so long that it counts as silence."""
+SYNC_BYTES = 1 << 24
+"""Written between two syncs, so that none is so long that it counts as silence, though many share a slow disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _here = threading.local()
 

@@ -245,6 +245,14 @@ async def test_a_large_file_is_synced_as_it_is_written(
         assert asked.num_moved == 20
 
 
+async def test_no_more_than_16_mib_are_written_without_a_sync(store: CheckpointStore) -> None:
+    """32 uploads to a disk that takes 20 MB a second must not seem silent for 30 s."""
+    asked, data = Outside(), bytes(16 << 20)
+    with store.upload(JOB, Step(10), NAME, len(data), replaces=True) as upload:
+        await asked.answer(partial(upload.write, data), "the coordinator's checkpoints")
+    assert asked.num_moved == 1
+
+
 def test_pruning_where_nothing_is_changes_nothing(store: CheckpointStore, url: str) -> None:
     store.prune(JOB, url, (Step(5),))
     store.prune(JOB, url, ())
