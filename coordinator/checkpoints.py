@@ -89,10 +89,11 @@ class Upload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
+        # A thread that was left behind may be about to finish.
+        if (file := self._file) is not None:
             # What is still in memory may have no room either.
             with suppress(OSError):
-                self._file.close()
+                file.close()
             self._part.unlink(missing_ok=True)
 
     @property

@@ -1,10 +1,11 @@
 """Checkpoint files of jobs that name no URL: uploads from workers, downloads to workers and clients."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from threading import Lock, Thread
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
@@ -79,17 +80,21 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def _opened(self, start: PutStart, *, replaces: bool) -> AsyncIterator[Upload]:
         """A file to write to, which is gone in the end if it was not finished."""
         make = partial(self._store.upload, start.job, start.version, start.name, start.num_bytes)
-        stack = ExitStack()
-        upload = await self._outside.answer(lambda: stack.enter_context(make(replaces=replaces)), _DISK)
+        file = _Opened(partial(make, replaces=replaces))
+        # Not one of those that may be left behind: these are refused when there are many.
+        closing = Thread(target=file.close, name="upload-end", daemon=True)
+        is_silent = False
         try:
-            yield upload
+            yield await self._outside.answer(file.open, _DISK)
         except SilentError:
-            # A thread that was left behind has the file, and would keep another one that closes it.
-            stack.pop_all()
+            is_silent = True
             raise
         finally:
-            with suppress(SilentError):
-                await self._outside.answer(stack.close, _DISK)
+            closing.start()
+            # A thread that was left behind may have the file for as long as the disk takes: nobody waits for that.
+            if not is_silent:
+                with suppress(SilentError):
+                    await self._outside.answer(closing.join, _DISK)
 
     async def _receive(self, upload: Upload, parts: AsyncIterator[checkpoint_pb2.PutPart]) -> str:
         """Write data until FileEnd; gives the hash that was announced with it."""
@@ -170,6 +175,28 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         if found is None:
             raise NotFoundError("job", job, "no such job; see skein jobs")
         return found
+
+
+class _Opened:
+    """A file that one thread opens, and another closes: at once, or as soon as it is open."""
+
+    def __init__(self, make: Callable[[], Upload]) -> None:
+        self._make = make
+        self._stack = ExitStack()
+        self._is_over = False
+        self._lock = Lock()
+
+    def open(self) -> Upload:
+        with self._lock:
+            if self._is_over:
+                raise SilentError("whoever wanted the file has gone")
+            return self._stack.enter_context(self._make())
+
+    def close(self) -> None:
+        # Why there is to be no file was told already.
+        with self._lock, suppress(OSError):
+            self._is_over = True
+            self._stack.close()
 
 
 def _checkpoint(job: JobHistory, version: Step) -> CheckpointCommitted | None:

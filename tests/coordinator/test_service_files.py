@@ -1,13 +1,16 @@
 """Checkpoint files, through the coordinator's services."""
 
+import asyncio
 import hashlib
 import threading
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from grpc import StatusCode, aio
 
+from coordinator import checkpoints
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.service import checkpoint as checkpoint_service
 from skein.protocol.messages import CheckpointFile
@@ -18,7 +21,7 @@ from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetStart, PutStart
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import CheckpointView
-from tests.coordinator.builders import checkpointed, committed, submitted
+from tests.coordinator.builders import WAIT_S, checkpointed, committed, eventually, submitted
 from tests.coordinator.serving import connected, coordinator, write_log
 
 DATA = bytes(range(256)) * 10
@@ -131,6 +134,64 @@ async def test_a_disk_that_does_not_answer_fails_the_upload_and_nothing_else(
         never.set()
 
 
+def ends_of(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[None]:
+    """Gets an entry whenever an upload has been closed."""
+    ends: SimpleQueue[None] = SimpleQueue()
+    close = Upload.__exit__
+
+    def told(upload: Upload, *error: object) -> None:
+        close(upload, None, None, None)
+        ends.put(None)
+
+    monkeypatch.setattr(Upload, "__exit__", told)
+    return ends
+
+
+def files_in(state_dir: Path) -> list[Path]:
+    return [path for path in (state_dir / "checkpoints").rglob("*") if path.is_file()]
+
+
+async def test_an_upload_that_a_slow_disk_ended_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_service, "Outside", partial(Outside, silent_s=0.2))
+    monkeypatch.setattr(checkpoints, "SYNC_BYTES", 1000)
+    ends, slow = ends_of(monkeypatch), threading.Event()
+    monkeypatch.setattr(checkpoints, "sync", lambda _: slow.wait())
+    log_with_steps(tmp_path)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        with pytest.raises(aio.AioRpcError, match="gave no sign of life"):
+            await put(channel)
+        slow.set()
+        await asyncio.to_thread(ends.get, timeout=WAIT_S)
+    assert files_in(tmp_path) == []
+
+
+async def test_an_upload_that_is_given_up_while_its_file_is_opened_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = Outside()
+    monkeypatch.setattr(checkpoint_service, "Outside", lambda: outside)
+    ends, began, slow = ends_of(monkeypatch), threading.Event(), threading.Event()
+    enter = Upload.__enter__
+
+    def slowly(upload: Upload) -> Upload:
+        began.set()
+        slow.wait()
+        return enter(upload)
+
+    monkeypatch.setattr(Upload, "__enter__", slowly)
+    log_with_steps(tmp_path)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        giving_up = asyncio.ensure_future(put(channel))
+        await asyncio.to_thread(began.wait, WAIT_S)
+        giving_up.cancel()
+        await eventually(lambda: outside.num_left == 1)
+        slow.set()
+        await asyncio.to_thread(ends.get, timeout=WAIT_S)
+    assert files_in(tmp_path) == []
+
+
 async def test_a_file_that_is_not_what_was_sent_is_refused(tmp_path: Path) -> None:
     log_with_steps(tmp_path)
     async with coordinator(tmp_path) as running, connected(running) as channel:
@@ -143,7 +204,7 @@ async def test_a_file_that_is_not_what_was_sent_is_refused(tmp_path: Path) -> No
             with pytest.raises(aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is StatusCode.FAILED_PRECONDITION
-    assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
+    assert files_in(tmp_path) == []
 
 
 async def test_only_files_of_checkpoints_that_exist_can_be_had(tmp_path: Path) -> None:
