@@ -410,11 +410,11 @@ class Builder:
 
     async def _begin_from(self, begins: Beginning, chunk: Chunk) -> None:
         """Take over the parameters of another job's main walker; all else of the chunk begins anew."""
-        manifest = await self._files.manifest(begins.job, begins.version)
-        archive = archive_of(manifest.url, self._files, begins.job, manifest.version, self.places)
         names = frozenset(name for name, _ in chunk.module.named_parameters())
         which = f"{begins.job}@{begins.version}"
         try:
+            manifest = await self._files.manifest(begins.job, begins.version)
+            archive = archive_of(manifest.url, self._files, begins.job, manifest.version, self.places)
             tensors = await self._outside.answer(
                 partial(read_state, manifest.stages, names, archive),
                 f"the checkpoint at {manifest.url or 'the coordinator'}",

@@ -17,6 +17,7 @@ from skein.protocol.messages import Beginning
 from skein.protocol.records import HaltAsked, JobEnded, JobHeld, JobResumed
 from skein.protocol.runs.keeping import newest_good
 from skein.protocol.runs.run import Run
+from skein.protocol.runs.storage import lost_beginning
 from skein.types import JobState, Step
 
 
@@ -90,14 +91,9 @@ def check_resumable(job: JobHistory, steps: int | None) -> None:
 
 def end_unbegun(job: JobHistory, history: History, outbox: Outbox, *, now: float) -> bool:
     """End a job that has made no step, if what it begins with is no more; True if it has ended."""
-    begins = job.begins
-    if (
-        begins is None
-        or job.version
-        or any(saved.version == begins.version for saved in history.jobs[begins.job].checkpoints)
-    ):
+    reason = lost_beginning(job, history)
+    if job.version or not reason:
         return False
-    reason = f"checkpoint {begins.version} of {begins.job}, with which it begins, is no more: submit it with another"
     outbox.record(JobEnded(job=job.job, state=JobState.FAILED, reason=reason, wall_s=now))
     outbox.log(f"job={job.job} failed: {reason}")
     return True

@@ -170,10 +170,13 @@ def test_a_checkpoint_to_begin_with_that_nobody_can_read_is_looked_at_and_set_as
     assert desk.machine.history.jobs[JOB].damaged == {2: "other bytes"}
 
 
-def test_a_job_whose_beginning_is_no_more_ends_and_says_so() -> None:
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_job_whose_beginning_is_no_more_ends_and_says_so(is_again: bool) -> None:
     back = RolledBack(job=JOB, from_version=Step(3), to_version=Step(0), reason="diverged", wall_s=1.0)
-    desk = begun(back)
-    desk.give(TimePassed())
+    desk = begins_again(back) if is_again else begun(back)
+    if not is_again:
+        desk.give(TimePassed())
+    assert not desk.told(Assign)
     assert ended(desk) == (
         JobState.FAILED,
         "checkpoint 2 of small-1, with which it begins, is no more: submit it with another",

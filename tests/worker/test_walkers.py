@@ -11,6 +11,7 @@ from torch import Tensor
 from skein.config.aggregation import AggregationSpec, DiLoCo, Gossip, Lsgd, Walkers
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
+from skein.errors import RemoteError
 from skein.numeric.aggregate.diloco import GLOBAL, RESIDUAL
 from skein.numeric.aggregate.gossip import MOMENTUM
 from skein.numeric.aggregate.shared_moment import OWN_SQUARES, SHARED_SQUARES
@@ -225,6 +226,22 @@ async def test_another_jobs_checkpoint_that_is_never_read_is_the_workers_own_tro
     assert ended.is_unfit
     assert f"from: '{JOB}@{VERSION}': cannot be read on this worker" in ended.reason
     assert "gave no sign of life" in ended.reason
+
+
+async def test_another_jobs_checkpoint_that_the_coordinator_does_not_tell_of_is_no_fault_of_the_workers(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tells_nothing(*_: object) -> ManifestReply:
+        raise RemoteError("no such checkpoint")
+
+    job = job_of("gossip", text)
+    kept = Kept(job, tmp_path / "ck", save(tmp_path / "ck", drawn(job, 1)))
+    monkeypatch.setattr(Kept, "manifest", tells_nothing)
+    async with keeping("w0") as keeper:
+        ended = await _ended(keeper, job, kept, 0, 2, begins=Beginning(job=JOB, version=VERSION))
+    assert isinstance(ended, BuildFailed)
+    assert ended.is_unfit
+    assert "no such checkpoint" in ended.reason
 
 
 async def test_a_walker_that_the_checkpoint_lacks_copies_another_and_begins_without_momentum(

@@ -509,8 +509,12 @@ class Run:
             if first.opens_generation:
                 self._bump(first.reason, now=now)
             return
-        if lacking := self._storage.lacks(self._placement.sources(plan), now=now):
-            self._wait(lacking)
+        lacking = self._storage.lacks(self._placement.sources(plan), now=now)
+        if lacking.must_wait:
+            self._wait(lacking.reason)
+            return
+        if lacking.reason:
+            self.end(JobState.FAILED, lacking.reason, now=now)
             return
         self.phase = RunPhase.BUILDING
         self._may_go_on = False

@@ -3,13 +3,14 @@
 Rules of this file
 - A worker's word sets no checkpoint aside: the coordinator reads all of it first. A damaged one is set aside, which is
   recorded; of one that is whole, that worker alone gets nothing, and is set aside itself.
-- No job ends for what storage did. It waits, says what is to be mended, and looks again.
+- No job ends for what storage did. It waits, says what is to be mended, and looks again. What was deleted
+  is not put back: a job ends that cannot begin without it.
 """
 
 from dataclasses import dataclass
 
 from skein.protocol.coordinator_io import CheckpointVerified, Outbox, VerifyCheckpoint
-from skein.protocol.history import JobHistory
+from skein.protocol.history import History, JobHistory
 from skein.protocol.messages import SourceKind
 from skein.protocol.records import CheckpointChecked, CheckpointCommitted, IncidentKind
 from skein.protocol.reports import CheckpointUnread
@@ -35,9 +36,17 @@ def judge(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: fl
         outbox.log(f"job={job.job} checkpoint={version} {said}")
 
 
+def lost_beginning(job: JobHistory, history: History) -> str:
+    """Why a job cannot begin: the checkpoint of another that it begins with is no more; "" if it can."""
+    begins = job.begins
+    if begins is None or any(x.version == begins.version for x in history.jobs[begins.job].checkpoints):
+        return ""
+    return f"checkpoint {begins.version} of {begins.job}, with which it begins, is no more: submit it with another"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What follows from a look at a checkpoint: `reason` to plan anew, or to wait if it `must_wait`; "" for nothing."""
+    """What follows from a look: `reason` to plan anew or to end, or to wait if it `must_wait`; "" for nothing."""
 
     reason: str = ""
     must_wait: bool = False
@@ -109,21 +118,24 @@ class Storage:
 
     # --- waiting ---
 
-    def lacks(self, sources: Sources, *, now: float) -> str:
-        """Why the run waits instead of taking state from `sources`; "" if it does not."""
+    def lacks(self, sources: Sources, *, now: float) -> Finding:
+        """Why the run waits or ends instead of taking state from `sources`, if it does."""
         job = self._job
         if job.damaged and job.version and not sources.version:
-            return self._lost(now=now)
+            return Finding(reason=self._lost(now=now), must_wait=True)
         begins = job.begins
         is_drawn = any(source.kind is SourceKind.INITIAL for source in sources.by_chunk.values())
         if begins is None or not is_drawn:
-            return ""
+            return Finding()
+        if lost := lost_beginning(job, self._out.history):
+            return Finding(reason=lost)
         damage = self._out.history.jobs[begins.job].damaged.get(begins.version)
         if damage is None:
-            return ""
+            return Finding()
         self._wait(now=now)
         which = f"checkpoint {begins.version} of {begins.job}, with which it begins, is damaged"
-        return f"{which}: put it back, or cancel and submit it with another ({damage})"
+        reason = f"{which}: put it back, or cancel and submit it with another ({damage})"
+        return Finding(reason=reason, must_wait=True)
 
     def _lost(self, *, now: float) -> str:
         """Every checkpoint that it could go on from is damaged, so the run waits; gives why."""
