@@ -59,6 +59,8 @@ class Executor:
         self._waited_s = waited_s
         self._waited_before_s: float | None = None
         """What the thread had waited when the running op began; None if none runs."""
+        self._waited_last_s = 0.0
+        """Seconds of the op that has ended, until the next one is asked for."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="torch", daemon=True)
 
@@ -73,12 +75,15 @@ class Executor:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the running op in which others had the processors; 0 if none runs."""
+        """Seconds of the op in which others had the processors; after its end still, for who has not heard of that."""
         before_s, thread = self._waited_before_s, self._thread.native_id
-        return 0.0 if before_s is None or thread is None else max(0.0, self._waited_s(thread) - before_s)
+        if before_s is None or thread is None:
+            return self._waited_last_s
+        return max(0.0, self._waited_s(thread) - before_s)
 
     def run(self, op: Op, operands: Mapping[TensorKey, Payload], on_ran: Callable[[Ran], None]) -> None:
         """Queue an op. `on_ran` is called on the torch thread; an exception becomes the outcome `OpFailed`."""
+        self._waited_last_s = 0.0
         self._jobs.put(lambda: on_ran(self._timed(op, operands)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -98,8 +103,10 @@ class Executor:
 
     def _timed(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Ran:
         began = time.perf_counter()
-        self._waited_before_s = self._waited_s(threading.get_native_id())
+        thread = threading.get_native_id()
+        self._waited_before_s = before_s = self._waited_s(thread)
         done = self._run(op, operands)
+        self._waited_last_s = max(0.0, self._waited_s(thread) - before_s)
         self._waited_before_s = None
         return Ran(op=op, done=done, seconds=time.perf_counter() - began)
 

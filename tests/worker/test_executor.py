@@ -56,8 +56,8 @@ class Standing:
         pass
 
 
-def test_what_an_op_waits_for_a_processor_is_known_while_it_runs() -> None:
-    standing, waits, ran = Standing(), iter([5.0, 5.0, 12.5]), Future[Ran]()
+def test_what_an_op_waits_for_a_processor_is_known_until_the_next_one_is_asked_for() -> None:
+    standing, waits, ran = Standing(), iter([5.0, 5.0, 12.5, 14.0, 14.0, 14.0]), Future[Ran]()
     executor = Executor(cast(Compute, standing), waited_s=lambda _: next(waits))
     executor.start()
     assert executor.waited_s == 0.0
@@ -67,6 +67,11 @@ def test_what_an_op_waits_for_a_processor_is_known_while_it_runs() -> None:
     assert [executor.waited_s, executor.waited_s] == [0.0, 7.5]
     standing.may_end.set()
     ran.result()
+    # Whoever asks may not have heard yet that the op has ended.
+    assert executor.waited_s == 9.0
+    again = Future[Ran]()
+    executor.run(op, {}, again.set_result)
+    again.result()
     assert executor.waited_s == 0.0
     executor.stop()
 
