@@ -48,7 +48,7 @@ def parse_job(text: str, *, origin: str, overrides: Sequence[str] = ()) -> JobSp
     >>> parse_job("{name: a, model: {family: llama}, budget: {}}", origin="job.yaml")
     Traceback (most recent call last):
     skein.config.load.JobFileErrors: data: missing: give a mapping with sources
-    budget.steps: none: give steps or tokens, with hours beside them if wanted
+    budget.steps: none: give steps, tokens or epochs, with hours beside them if wanted
     """
     return job_from_document(apply_overrides(parse_document(text, origin=origin), overrides))
 

@@ -31,7 +31,7 @@ TOP = (
     "checkpoint, recovery, backup, on_divergence, seed"
 )
 STEPS = "give a whole number from 1 to 100000000, or null"
-NO_BUDGET = "budget.steps: none: give steps or tokens, with hours beside them if wanted"
+NO_BUDGET = "budget.steps: none: give steps, tokens or epochs, with hours beside them if wanted"
 RATE = "give a number above 0 and at most 10"
 BETA = "give a number of at least 0 and below 1"
 BETAS = "give a list of 2, each a number of at least 0 and below 1"
@@ -52,7 +52,7 @@ WRONG_VALUES = {
     "budget.steps=12:30": f"budget.steps: '12:30': {STEPS}",
     "budget.steps=[5]": f"budget.steps: [5]: {STEPS}",
     "budget={}": NO_BUDGET,
-    "budget=7": "budget: 7: give a mapping of steps, tokens, hours",
+    "budget=7": "budget: 7: give a mapping of steps, tokens, epochs, hours",
     "optimizer.learning_rate=0": f"optimizer.learning_rate: 0: {RATE}",
     "optimizer.learning_rate=.nan": f"optimizer.learning_rate: nan: {RATE}",
     "optimizer.learning_rate=.inf": f"optimizer.learning_rate: inf: {RATE}",
