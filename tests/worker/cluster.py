@@ -42,7 +42,7 @@ from skein.wire.extra import FileData, FileEnd, GetStart, LogLines, ManifestRepl
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from tests.worker.puppet import Context, Running, listening, running, setting
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 """Nothing here takes long; this only turns a hang into a failure."""
 R = TypeVar("R", bound=Record)
 
