@@ -31,7 +31,8 @@ def unwatched(_: str) -> None:
 def named(happening: WorkerCommand | WorkerEvent) -> str:
     """A command or an event, with what matters of it.
 
-    >>> from skein.protocol.messages import Dismiss, Leaving
+    >>> from skein.protocol.messages import Dismiss
+    >>> from skein.protocol.reports import Leaving
     >>> from skein.protocol.worker_io import CancelBuild
     >>> from skein.types import Epoch
     >>> named(SendReport(report=Leaving(reason="")))
