@@ -6,7 +6,7 @@ from skein.plan.plan import Infeasible
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.protocol.messages import Commit, NewGeneration, OpenData
 from skein.protocol.records import GenerationOpened, JobEnded
-from skein.protocol.reports import Beat, DataOpened, Trouble
+from skein.protocol.reports import Beat, DataOpened, Leaving, Trouble
 from skein.protocol.runs.gathering import PARDON_S
 from skein.protocol.runs.phase import RunPhase
 from skein.types import JobId, JobState
@@ -197,3 +197,19 @@ def test_a_newcomer_that_cannot_open_the_data_is_set_aside() -> None:
     make_steps(desk, PRESENT, seconds=1.0, count=1)
     desk.report("w2a", DataOpened(job=job_of(desk), error=ABSENT, is_unfit=True))
     assert any(f"excluded=w2a for now: {ABSENT}" in line for line in desk.lines())
+
+
+def test_who_was_set_aside_is_asked_again_when_the_others_have_gone() -> None:
+    desk = began(PAIRS_SPEC, PAIRS)
+    desk.settle(PAIRS)
+    for worker in ("w1a", "w1b"):
+        desk.report(worker, Leaving(reason="drained"))
+    lacks_data(desk, "w0a")
+    desk.acknowledge(desk.live)
+    lacks_data(desk, "w0b")
+    assert phase(desk) is RunPhase.GATHERING
+    generation = desk.generation
+    for worker in ("w1a", "w1b"):
+        desk.break_stream(worker)
+    wait(desk, PARDON_S + 1.0)
+    assert desk.generation > generation

@@ -45,7 +45,13 @@ class Gathering:
     def failed(self, *, may_pardon: bool, now: float) -> None:
         """No plan was found for the generation's members; who came meanwhile may change that."""
         self.is_hopeless = not self.has_newcomer
-        self.pardons_at = now + PARDON_S if may_pardon else None
+        self.pardons_at = None
+        if may_pardon:
+            self.pardons_later(now=now)
+
+    def pardons_later(self, *, now: float) -> None:
+        """Those who were excluded get another chance, if nothing changes before."""
+        self.pardons_at = now + PARDON_S
 
     def may_pardon(self, *, now: float) -> bool:
         """Whether those who were excluded, or checkpoints that could not be read, get another chance now."""

@@ -420,6 +420,8 @@ class Run:
 
     def _give_up_or_wait(self, reason: str, *, now: float) -> None:
         if not self._live or self._holders():
+            if self._strikes.may_pardon:
+                self._gathering.pardons_later(now=now)
             self._wait(f"no workers ({reason})")
         elif self._strikes.lacking is not None:
             self._gathering.failed(may_pardon=True, now=now)
