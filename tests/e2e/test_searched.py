@@ -41,7 +41,7 @@ def searched_job(text: Path) -> JobSpec:
     return whole.model_copy(
         update={
             "skip": SkipSpec(ratio=1 / 3, max_swaps=1),
-            "plan": PlanSpec(budget_s=0.5, replan_if_off_by=10.0),
+            "plan": PlanSpec(budget_s=0.5, replan_if_off_by=1e6),
         }
     )
 
