@@ -1,9 +1,12 @@
 """What all tests share: how Hypothesis draws, and one thread per test process."""
 
+import asyncio
 import os
 import tempfile
 
 from hypothesis import settings
+
+from tests.support.turns import TurningPolicy
 
 # Before torch or a BLAS is imported; `make test` sets it too, for child processes and for speed.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,3 +17,6 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 settings.register_profile("skein", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("skein")
+
+# Loops of tests say when they have turned.
+asyncio.set_event_loop_policy(TurningPolicy())

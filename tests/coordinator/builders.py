@@ -28,6 +28,7 @@ from skein.protocol.records import (
 from skein.protocol.reports import Ack, Hello, Report
 from skein.topology.fleet import Fleet, FleetWorker, Profile
 from skein.types import Epoch, Incarnation, JobId, SiteId, StageIndex, Step, WorkerId
+from tests.support.turns import until
 
 WAIT_S = 10.0
 """Far above what anything here takes; reached only when something hangs."""
@@ -239,7 +240,6 @@ async def lab(
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    """Gives others the loop until `holds`; fails if it never does."""
+    """Waits for the turn of the loop after which `holds`; fails if none comes."""
     async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110 - it asks threads and machines, which know no events
-            await asyncio.sleep(0.001)
+        await until(holds)
