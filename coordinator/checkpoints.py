@@ -26,7 +26,7 @@ from skein.config.job import JobSpec
 from skein.errors import RemoteError, SkeinError, UserError
 from skein.protocol.records import CheckpointCommitted, checkpoint_folder
 from skein.storage.folders import Folder, RootedFolder
-from skein.storage.outside import PIECE_BYTES, SYNC_BYTES, moved, require_room, room_explained, sync
+from skein.storage.outside import PIECE_BYTES, Synced, moved, require_room, room_explained
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.storage.roots import Inside
 from skein.types import JobId, Step
@@ -76,14 +76,15 @@ class Upload:
     def __init__(self, target: Path, num_bytes: int) -> None:
         self._target = target
         self._left = self._num_bytes = num_bytes
-        self._num_unsynced = 0
         self._digest = hashlib.sha256()
         self._part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         self._file: BinaryIO | None = None
+        self._synced: Synced | None = None
 
     def __enter__(self) -> Self:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._part.open("xb")
+        self._synced = Synced(self._file)
         return self
 
     def __exit__(
@@ -113,17 +114,13 @@ class Upload:
             RemoteError: more than announced.
             NoRoomError: the disk has become full.
         """
-        assert self._file is not None
+        assert self._synced is not None
         self._left -= len(data)
         if self._left < 0:
             raise RemoteError(f"{self._target.name}: {-self._left} bytes more than announced")
         self._digest.update(data)
-        self._num_unsynced += len(data)
         with self._room_explained():
-            self._file.write(data)
-            if self._num_unsynced >= SYNC_BYTES:
-                sync(self._file)
-                self._num_unsynced = 0
+            self._synced.write(data)
 
     def _room_explained(self) -> AbstractContextManager[None]:
         return room_explained(self._num_bytes, self._target.parent)

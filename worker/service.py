@@ -12,6 +12,7 @@ from grpc import aio
 from skein.errors import RemoteError
 from skein.types import Generation
 from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
+from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
 from skein.wire.health import Health
@@ -27,7 +28,6 @@ from worker.transport.window import Window
 
 StateOf = Callable[[FetchStateRequest], Awaitable[Mapping[str, WireTensor] | None]]
 """What is asked for, perhaps with more names; None if it is not here. Awaited, for only the executor copies a chunk."""
-Context = aio.ServicerContext[object, object]
 
 GIVES_WAY = 4.0
 """State waits for tensors of the running step up to so many times as long as it travels: raise it if joins slow steps

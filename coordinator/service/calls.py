@@ -10,9 +10,10 @@ from grpc import aio
 
 from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
+from skein.wire.context import Context, Parse
 from skein.wire.failures import refuse, status_of
 from skein.wire.health import HEALTH_SERVICE
-from skein.wire.reading import Behaviour, Context, Method, Parse, answer, with_behaviour
+from skein.wire.reading import Behaviour, Method, answer, with_behaviour
 
 
 class NotFoundError(UserError):

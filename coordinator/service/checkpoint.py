@@ -10,7 +10,6 @@ from threading import Lock, Thread
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
 from coordinator.service.calls import NotFoundError
-from coordinator.service.context import Context
 from skein.errors import RemoteError
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile
@@ -19,6 +18,7 @@ from skein.storage.outside import Outside, SilentError
 from skein.types import Condition, JobId, Step
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
+from skein.wire.context import Context
 from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from skein.wire.views import CheckpointView

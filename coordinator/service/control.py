@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
-from coordinator.service.context import Context
 from coordinator.streams import Stream
 from skein.errors import RemoteError
 from skein.protocol.messages import Refused
 from skein.protocol.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
+from skein.wire.context import Context
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 

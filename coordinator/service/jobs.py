@@ -9,7 +9,6 @@ from pydantic import ValidationError
 import skein
 from coordinator.driver import Driver
 from coordinator.service.calls import BusyError, NotFoundError
-from coordinator.service.context import Context
 from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
@@ -28,6 +27,7 @@ from skein.protocol.records import Incident, JobSubmitted
 from skein.storage.places import Places
 from skein.types import JobId, Step, WorkerId
 from skein.wire import codec
+from skein.wire.context import Context
 from skein.wire.mapping import check_request
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
 from skein.wire.views import JobStatus, SubmitReply, VersionReply

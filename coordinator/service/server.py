@@ -13,11 +13,11 @@ from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
 from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
-from coordinator.service.context import Context
 from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
 from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
+from skein.wire.context import Context
 from skein.wire.doorway import CALLED_BYTES, Doorway
 from skein.wire.health import NOT_SERVING, SERVING, Health
 from skein.wire.leader import LEADER_KEY

@@ -158,18 +158,25 @@ def room_explained(num_bytes: int, folder: Path) -> Iterator[None]:
 
 def copy_pieces(source: BinaryIO, target: BinaryIO, *, syncs: bool = False) -> None:
     """Copy all that is left of a file, telling with each piece that it moves; `syncs`: to the disk itself."""
-    num_written = 0
+    write: Callable[[bytes], object] = Synced(target).write if syncs else target.write
     while piece := source.read(PIECE_BYTES):
-        target.write(piece)
+        write(piece)
         moved()
-        num_written += len(piece)
-        if syncs and num_written >= SYNC_BYTES:
-            sync(target)
-            num_written = 0
 
 
-def sync(file: BinaryIO) -> None:
-    """Make durable what was written of a file so far, which is a sign of life."""
-    file.flush()
-    os.fdatasync(file.fileno())
-    moved()
+class Synced:
+    """A file that is made durable as it is written, which is a sign of life each time: none is long in coming."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Write it, and make durable what was written before once that is much."""
+        self._file.write(data)
+        self._num_bytes += len(data)
+        if self._num_bytes >= SYNC_BYTES:
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+            self._num_bytes = 0
+            moved()

@@ -7,13 +7,12 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
-from grpc import aio
 from grpc_health.v1 import health_pb2
 
+from skein.wire.context import Context
 from skein.wire.hosts import host_of
 from skein.wire.room import Room
 
-Context = aio.ServicerContext[object, object]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

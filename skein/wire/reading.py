@@ -9,10 +9,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from skein.wire.context import Context, Parse
+
 Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
-Context: TypeAlias = "aio.ServicerContext[object, object]"
 Behaviour = Callable[[object, Context], object]
-Parse = Callable[[bytes], object]
 
 
 class _Unreadable:

@@ -12,6 +12,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import UserError
+from skein.wire.context import Parse
 
 MIN_LENGTH = 16
 
@@ -19,7 +20,6 @@ _KEY = "authorization"
 _HEALTH = "/grpc.health.v1.Health/"
 
 Serialize = Callable[[object], bytes]
-Parse = Callable[[bytes], object]
 
 
 def read_token(path: Path) -> str:

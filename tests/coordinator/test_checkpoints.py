@@ -11,7 +11,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from coordinator import checkpoints
 from coordinator.checkpoints import MANIFEST, CheckpointStore, DamagedError
 from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
@@ -231,7 +230,7 @@ async def test_a_large_file_is_synced_as_it_is_written(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     """A sync of all of it at the end may take longer than silence is borne."""
-    monkeypatch.setattr(checkpoints if is_local else outside, "SYNC_BYTES", 100)
+    monkeypatch.setattr(outside, "SYNC_BYTES", 100)
     monkeypatch.setattr(outside, "PIECE_BYTES", 100)
     asked = Outside()
     if is_local:

@@ -10,12 +10,11 @@ from queue import SimpleQueue
 import pytest
 from grpc import StatusCode, aio
 
-from coordinator import checkpoints
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.service import checkpoint as checkpoint_service
 from skein.protocol.messages import CheckpointFile
 from skein.protocol.records import Record
-from skein.storage.outside import Outside
+from skein.storage.outside import Outside, Synced
 from skein.types import Condition
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetStart, PutStart
@@ -155,9 +154,8 @@ async def test_an_upload_that_a_slow_disk_ended_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_service, "Outside", partial(Outside, silent_s=0.2))
-    monkeypatch.setattr(checkpoints, "SYNC_BYTES", 1000)
     ends, slow = ends_of(monkeypatch), threading.Event()
-    monkeypatch.setattr(checkpoints, "sync", lambda _: slow.wait())
+    monkeypatch.setattr(Synced, "write", lambda *_: slow.wait())
     log_with_steps(tmp_path)
     async with coordinator(tmp_path) as running, connected(running) as channel:
         with pytest.raises(aio.AioRpcError, match="gave no sign of life"):

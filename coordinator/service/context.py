@@ -1,7 +1,0 @@
-"""The type of a call's context."""
-
-from typing import TypeAlias
-
-from grpc import aio
-
-Context: TypeAlias = "aio.ServicerContext[object, object]"
