@@ -1,7 +1,7 @@
 """What every plan must satisfy, whoever made it. A coordinator adopts none that violates any of it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from skein.config.aggregation import AllReduce, DiLoCo, Krum, NoRobust, TrimmedMean, Walkers
 from skein.config.job import JobSpec
@@ -11,7 +11,7 @@ from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, OpKind, Path, Plan, PlannedOp, Schedule
 from skein.plan.walkers import walkers_of
 from skein.topology.fleet import Fleet
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 from skein.units import format_bytes
 
 
@@ -34,6 +34,15 @@ def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
     return tuple(sentence for sentences in found for sentence in sentences)
 
 
+def misplaced_stages(stages: Sequence[StageSpec]) -> Iterator[str]:
+    """Stages that hold no layer or do not begin where the one before ends, a sentence each."""
+    reached = 0
+    for index, stage in enumerate(stages):
+        if stage.index != index or stage.first != reached or stage.stop <= stage.first:
+            yield f"stage {index} is {stage}, expected layers from {reached} on"
+        reached = stage.stop
+
+
 def _cut(plan: Plan, job: JobSpec) -> Iterator[str]:
     num_layers, parallel = len(job_layers(job)), job.parallel
     num_stages = parallel.stages + (parallel.layout is Layout.LOOP)
@@ -41,11 +50,8 @@ def _cut(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"the layout is {plan.layout}, the job asks for {parallel.layout}"
     if len(plan.stages) != num_stages:
         yield f"{len(plan.stages)} stages, the job asks for {num_stages}"
-    reached = 0
-    for index, stage in enumerate(plan.stages):
-        if stage.index != index or stage.first != reached or stage.stop <= stage.first:
-            yield f"stage {index} is {stage}, expected layers from {reached} on"
-        reached = stage.stop
+    yield from misplaced_stages(plan.stages)
+    reached = plan.stages[-1].stop if plan.stages else 0
     if reached != num_layers:
         yield f"the stages end at layer {reached} of {num_layers}"
     if parallel.layout is Layout.LOOP and plan.stages and plan.stages[-1].first != num_layers - 1:

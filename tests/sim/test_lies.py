@@ -13,7 +13,7 @@ from skein.protocol.reports import Beat, Hello, Report, StageDone, Vote
 from skein.sim.lies import mutated
 from skein.sim.process import SimWorker
 from skein.sim.scenario import disturbed, judge, make_world
-from skein.sim.shapes import SHAPES, Shape
+from skein.sim.shapes import SHAPES, Shape, shape_of
 from skein.types import JobState
 from tests.support.jobs import small_job
 from tests.support.reports import hello, ledger, stage_done, vote
@@ -27,6 +27,12 @@ ENDS = (JobState.FINISHED, JobState.FAILED, JobState.PAUSED)
 def test_lies_bring_a_job_to_its_end_or_to_a_reason(shape: Shape) -> None:
     world = disturbed(shape, seed=4, num_faults=4, kinds=("lie",))
     assert judge(shape, world).state in ENDS
+
+
+def test_a_stage_that_no_cut_has_is_not_planned_with() -> None:
+    """A liar acknowledged layers 3 to 0, and they completed what the others hold."""
+    shape = shape_of("loop 4x2 tied skip 1/2")
+    assert judge(shape, disturbed(shape, seed=20009728, num_faults=8)).state in ENDS
 
 
 def test_most_jobs_with_liars_are_finished_all_the_same() -> None:

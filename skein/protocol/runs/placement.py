@@ -151,7 +151,7 @@ class Placement:
         Args:
             acks: what they hold, if not what they have said.
         """
-        parallel, acks = self._job.spec.parallel, self._members.acks if acks is None else acks
+        acks = self._members.acks if acks is None else acks
         if rewind_of(self._job) is not None:
             return None  # Nobody wants it.
         if self._job.spec.aggregation.walkers is Walkers.MANY:
@@ -159,7 +159,7 @@ class Placement:
             if before is None:
                 return None
             return held_walkers(before, acks, version=self._job.version, given=self._changed())
-        return held_plan(acks, version=self._job.version, parallel=parallel)
+        return held_plan(acks, version=self._job.version, parallel=self._job.spec.parallel)
 
     def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
         """The ledger that each chunk will have at the end of the present step."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.config.job import ParallelSpec
-from skein.plan.check import violations
+from skein.plan.check import misplaced_stages, violations
 from skein.plan.plan import MOVES, ChunkPlan, Plan
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry
@@ -46,11 +46,11 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
 
 
 def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
-    """What members hold at `version`, as a plan without paths; None if a stage is missing."""
+    """What members hold at `version`, as a plan without paths; None if a stage is missing or no cut has it."""
     held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
     stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
-    num_stages = parallel.stages + (parallel.layout is Layout.LOOP)
-    if [stage.index for stage in stages] != list(range(num_stages)):
+    # A worker may say that it holds layers 3 to 0.
+    if len(stages) != parallel.stages + (parallel.layout is Layout.LOOP) or any(misplaced_stages(stages)):
         return None
     chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
     return Plan(
