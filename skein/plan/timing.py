@@ -142,7 +142,7 @@ def lower_bound_s(of: Traffic, loads: Sequence[StageLoad], pool: Pool) -> float:
         workers_by_stage[chunk.stage].add(chunk.worker)
     total_s = flops_by_stage.total() / sum(speed_by_worker[worker] for worker in of.busy_s)
     stage_s = (
-        flops_by_stage[stage] / sum(speed_by_worker[worker] for worker in workers)
+        flops_by_stage[stage] / sum(speed_by_worker[worker] for worker in sorted(workers))
         for stage, workers in workers_by_stage.items()
     )
     return max(total_s, *stage_s, *(sum(trip.op_s) for trip in of.trips))
