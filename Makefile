@@ -70,11 +70,11 @@ sim: setup ## SEEDS=300 simulated fault schedules, STRIKES=20 strikes for each a
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2
 	$(TEST_ENV) $(BIN)/python -m skein.sim --rule all --seeds $(STRIKES) --processes 2
 
-bench: setup ## every comparison under bench/, one JSON line each
+bench: setup ## every comparison under bench/ (studies aside), one JSON line each
 	$(BIN)/skein bench all
 
 bench-aggregation: setup ## what aggregation rules cost, teach and bear; figures and plots go to docs/plots
-	$(TEST_ENV) $(BIN)/skein bench aggregation --record docs/plots/aggregation.json --plots docs/plots
+	$(TEST_ENV) $(BIN)/python -m bench.studies.aggregation --record docs/plots/aggregation.json --plots docs/plots
 
 compose-test: ## docker-compose up for real, a job through the published port, every dashboard query
 	deploy/compose-test.sh

@@ -4,17 +4,12 @@ import importlib
 import sys
 
 NAMES = (
-    "aggregation",
     "chaos",
-    "chaos-compare",
-    "convergence",
     "detect",
     "hostile",
     "overhead",
     "plan",
     "recovery",
-    "replan",
-    "routes",
     "scale",
     "schedules",
     "wire",
@@ -35,7 +30,7 @@ def main() -> int:
     worst = 0
     for name in names:
         sys.argv = [f"bench {name}", *arguments]
-        worst = max(worst, importlib.import_module(f"bench.{name.replace('-', '_')}").main())
+        worst = max(worst, importlib.import_module(f"bench.{name}").main())
     return worst
 
 

@@ -1,7 +1,7 @@
 """What a vector weighs on the wire, by format: the same bytes as `skein.numeric.compress` makes, without torch.
 
 Names and shapes of tensors, and what gRPC, TCP and IP add, are left out: measured on Ethernet, 3.6 % for the headers of
-full packets, and about 1 kB for each message with what answers it (`bench.aggregating.wire_bytes`).
+full packets, and about 1 kB for each message with what answers it (`bench.studies.aggregation.wire_bytes`).
 """
 
 from typing import assert_never

@@ -67,9 +67,7 @@ def test_help_of_the_services_is_their_own(service: str) -> None:
     assert "--token-file" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [("sim",), ("bench", "plan"), ("bench", "wire"), ("bench", "chaos-compare")]
-)
+@pytest.mark.parametrize("arguments", [("sim",), ("bench", "plan"), ("bench", "wire"), ("bench", "recovery")])
 def test_help_of_programs_is_that_of_the_command(arguments: tuple[str, ...]) -> None:
     done = skein(*arguments, "--help")
     assert done.returncode == 0

@@ -1,7 +1,7 @@
 """Both 1-bit rules against what DeepSpeed 0.18.9 made of the same gradients on CPU over gloo, in float64.
 
-The figures come from `python -m bench.aggregating.one_bit_deepspeed tests/numeric/aggregate/one_bit_deepspeed.json`,
-which installs DeepSpeed in an environment of its own.
+`python -m bench.studies.aggregation.one_bit_deepspeed FILE` writes the figures; it installs DeepSpeed in an environment
+of its own.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.aggregating.one_bit_deepspeed import Contest, Kind, run_ours, sample
+from tests.support.one_bit_contest import Contest, Kind, run_ours, sample
 
 RECORDED: dict[str, dict[str, list[float]]] = json.loads(
     Path(__file__).with_name("one_bit_deepspeed.json").read_text()
