@@ -29,6 +29,7 @@ from skein.sim.invariants import Violated
 from skein.sim.process import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
 from skein.sim.shapes import SHAPES, Shape, shape_of
+from skein.sim.transcript import small_life
 from skein.sim.world import World
 
 _EVENT_CHARACTERS = 160
@@ -71,7 +72,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds of --shape")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the coordinator's lines")
     parser.add_argument("--trace", action="store_true", help="print every event of every worker, too")
+    parser.add_argument("--transcript", action="store_true", help="print a small life, event by event")
     args = parser.parse_args()
+    if args.transcript:
+        print("\n".join(small_life().page))
+        return 0
     if args.rule is not None:
         return _judge_strikes(args)
     if args.shape is not None:

@@ -199,9 +199,14 @@ class Service(ABC):
             return
         commands: list[CoordinatorCommand] = []
         while self._inbox:
-            commands += self.coordinator.handle(self._inbox.popleft(), now=self._wall_s)
+            commands += self._decide(self._inbox.popleft())
         self._carry_out(commands)
         self._wake()
+
+    def _decide(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+        """What the coordinator's machine does about an event."""
+        assert self.coordinator is not None
+        return self.coordinator.handle(event, now=self._wall_s)
 
     def _wake(self) -> None:
         deadline = self._deadline()

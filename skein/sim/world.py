@@ -273,7 +273,7 @@ class World(Service):
 
     def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
         try:
-            commands = worker.machine.handle(event, now=self.clock.now)
+            commands = self._decide_for(worker, event)
         except AssertionError as error:
             self._crash(worker, error)
             return
@@ -284,6 +284,10 @@ class World(Service):
             worker.wakes_at = deadline
             self.clock.at(deadline, partial(self._worker_due, worker))
         self.invariants.handled(worker.machine)
+
+    def _decide_for(self, worker: SimWorker, event: WorkerEvent) -> list[WorkerCommand]:
+        """What a worker's machine does about an event."""
+        return worker.machine.handle(event, now=self.clock.now)
 
     def _crash(self, worker: SimWorker, error: AssertionError) -> None:
         """A process ends with an error of its own. Only what follows from its own lies may bring it there."""
