@@ -441,8 +441,7 @@ def _read_walker(
         if_there=saved_names(job, stages, own),
         walker=walker % available,
     )
-    is_many = job.aggregation.walkers is Walkers.MANY
-    place = (available, walker) if is_many else None
+    place = (available, walker) if job.aggregation.walkers.are_lines else None
     return _Saved(tensors=tensors, version=manifest.version, place=place)
 
 

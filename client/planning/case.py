@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from client.planning.errand import NoPlan, Objective
-from skein.config.aggregation import Walkers
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.errors import UserError
@@ -129,10 +128,9 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
         raise NoPlan(plan.reason)
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
-    is_many = job.aggregation.walkers is Walkers.MANY
     sites = tuple(str(worker.site) for worker in fleet.workers)
     return Case(
-        problem=without_reduction(posed.problem) if is_many else posed.problem,
+        problem=posed.problem if job.aggregation.walkers.sum_every_step else without_reduction(posed.problem),
         objective=objective,
         names=tuple(str(worker.worker) for worker in fleet.workers),
         boundary_bytes=max((load.output_bytes for load in posed.loads[:-1]), default=0),
@@ -162,7 +160,7 @@ def _timed(fleet: Fleet, stages: Sequence[StageSpec]) -> tuple[Fleet, tuple[str,
 
 def _walking(job: JobSpec) -> tuple[str, ...]:
     """What is different where each replica is a walker: exchanges are not a sum in every step, and ways are given."""
-    if job.aggregation.walkers is Walkers.ONE:
+    if job.aggregation.walkers.sum_every_step:
         return ()
     rule = job.aggregation.rule
     return (

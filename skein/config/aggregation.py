@@ -24,6 +24,21 @@ class Walkers(StrEnum):
     ONE = "one"
     MANY = "many"
 
+    @property
+    def have_equal_holders(self) -> bool:
+        """Whether holders of a stage are equal, so that any may give its state, save it or do another's part."""
+        return self is Walkers.ONE
+
+    @property
+    def are_lines(self) -> bool:
+        """Whether each walker is a line of holders of its own, with microbatches and files that are no other's."""
+        return self is Walkers.MANY
+
+    @property
+    def sum_every_step(self) -> bool:
+        """Whether gradients of all holders are summed in every step, unless an exchange ends it."""
+        return self is Walkers.ONE
+
 
 class Reach(StrEnum):
     """Who takes part in an exchange: every walker, those of one group (a site), or each with its neighbours."""

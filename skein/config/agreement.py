@@ -21,7 +21,6 @@ from skein.config.aggregation import (
     OneBitLamb,
     RobustSpec,
     TrimmedMean,
-    Walkers,
 )
 from skein.config.explain import Words
 from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
@@ -41,7 +40,7 @@ def check_aggregation(job: "JobSpec") -> None:
     Raises:
         UserError: with the first field that does not fit.
     """
-    if job.aggregation.walkers is Walkers.MANY:
+    if job.aggregation.walkers.are_lines:
         _check_walkers(job)
     match job.aggregation:
         case AllReduce() as rule:

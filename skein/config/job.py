@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from skein.config.aggregation import AggregationSpec, AllReduce, Walkers
+from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.agreement import check_aggregation
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
@@ -275,7 +275,7 @@ class JobSpec(Spec):
     def _check(self) -> "JobSpec":
         if self.skip.ratio:
             self._check_skip_ratio()
-        if self.budget.hours is not None and self.aggregation.walkers is Walkers.MANY:
+        if self.budget.hours is not None and self.aggregation.walkers.are_lines:
             hint = (
                 f"walkers of {self.aggregation.rule} meet in the last step, which must be known: leave it out"
             )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
@@ -228,7 +227,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     # Who holds several stages has only a part of its time for each.
     speeds = pool.speeds / np.array([max(len(held), 1) for held in seating.held])
     layout = setting.job.parallel.layout
-    if setting.job.aggregation.walkers is Walkers.MANY:
+    if setting.job.aggregation.walkers.are_lines:
         earlier = () if previous is None else [[x.worker for x in line] for line in walkers_of(previous)]
         lines = lines_of(holders, pool, [line[: len(holders)] for line in earlier])
         holders = [[line[stage] for line in lines] for stage in range(len(holders))]
@@ -250,7 +249,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
     # An exchange is no part of every step; what it costs is told by skein.plan.estimates.
-    is_plain = setting.job.aggregation.walkers is Walkers.ONE
+    is_plain = setting.job.aggregation.walkers.sum_every_step
     reductions_s = [reduction_s(group, num_bytes, pool) if is_plain else 0.0 for group, num_bytes in groups]
     schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))
     forward_s, backward_s = op_times(setting.fleet, loads, pool)

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from skein.config.aggregation import AllReduce, DiLoCo, Krum, NoRobust, TrimmedMean, Walkers
+from skein.config.aggregation import AllReduce, DiLoCo, Krum, NoRobust, TrimmedMean
 from skein.config.job import JobSpec
 from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
@@ -231,7 +231,7 @@ def too_few(plan: Plan, job: JobSpec) -> str | None:
 
 def _walkers(plan: Plan, job: JobSpec) -> Iterator[str]:
     """Under a rule of many walkers each has one holder of every stage, and its microbatches never leave it."""
-    if job.aggregation.walkers is Walkers.ONE:
+    if not job.aggregation.walkers.are_lines:
         return
     counts = {stage.index: len(plan.holders(stage.index)) for stage in plan.stages}
     if len(set(counts.values())) > 1:

@@ -21,7 +21,6 @@ from skein.config.aggregation import (
     Lsgd,
     NormClip,
     Reach,
-    Walkers,
     dues_at,
 )
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
@@ -126,7 +125,7 @@ def step_groups(
         tree: how a leader's parameters spread.
     """
     dues = tuple(due for due in dues_at(aggregation, step, num_steps=num_steps) if not due.overlap_steps)
-    if aggregation.walkers is Walkers.ONE and not dues:
+    if aggregation.walkers.sum_every_step and not dues:
         return plain_groups(plan)
     asked = [
         (due.reach, exchange)
@@ -141,7 +140,7 @@ def step_groups(
         exchanged=tuple(exchange for _, exchange in asked),
         reach=tuple(reach for reach, _ in asked),
     )
-    if aggregation.walkers is Walkers.ONE:
+    if not aggregation.walkers.are_lines:
         alone = tuple((group.group,) for group in groups.reduced)
         if isinstance(aggregation, AllReduce):
             # Each sends the mean of its own, weighed by what it is of: who has more to do is not longer for that.

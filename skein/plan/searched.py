@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, counted, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
@@ -74,7 +73,7 @@ def make_plan(
     plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
     if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
         return plan
-    if job.aggregation.walkers is Walkers.MANY:
+    if job.aggregation.walkers.are_lines:
         # The search lets microbatches go through any holder; walkers keep to their own.
         return plan
     if previous is not None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
 
-from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec, with_steps
 from skein.plan.plan import Plan
 from skein.plan.reroute import ways
@@ -247,8 +246,8 @@ class History:
                 job.num_late_samples += record.record.num_late_samples
                 job.learned = _learned(job, record.record)
                 job.worked, job.worked_by = job.plan, job.members
-                is_many = job.spec.aggregation.walkers is Walkers.MANY
-                job.standing = walkers_of(job.plan.plan) if is_many and job.plan is not None else ()
+                are_lines = job.spec.aggregation.walkers.are_lines
+                job.standing = walkers_of(job.plan.plan) if are_lines and job.plan is not None else ()
                 if job.outdated and job.plan is not None:
                     placed = set(job.plan.plan.workers)
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
@@ -413,7 +412,7 @@ def _still_learned(job: JobHistory, plan: Plan) -> tuple[int, ...]:
 
 
 def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
-    if job.spec.aggregation.walkers is Walkers.ONE or job.plan is None:
+    if not job.spec.aggregation.walkers.are_lines or job.plan is None:
         return ()
     if record.decision is not Decision.APPLY:
         return job.learned

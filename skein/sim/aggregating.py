@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skein.config.aggregation import Walkers, dues_at
+from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.conserved import Offer, lost
@@ -81,7 +81,7 @@ class AggregatingModel(NumericModel):
         Raises:
             Violated: another has something else of the same history where all should have the same.
         """
-        walker, is_one = held.walker, self.walkers is Walkers.ONE
+        walker, is_one = held.walker, self.walkers.have_equal_holders
         own = dict(replicated(self.rule, walker, is_one=is_one))
         for (history, other), by_stage in self._held.items():
             if history == lineage and stage in by_stage:
@@ -98,7 +98,7 @@ class AggregatingModel(NumericModel):
         Raises:
             Violated: another stage of it is of another trajectory.
         """
-        if self.walkers is Walkers.ONE:
+        if not self.walkers.are_lines:
             return trajectory
         known = self._trajectories.setdefault((lineage, walker), trajectory)
         if known != trajectory:
@@ -111,7 +111,7 @@ class AggregatingModel(NumericModel):
         if stage in by_stage:
             return by_stage[stage]
         others = (x[stage] for (history, _), x in self._held.items() if history == lineage and stage in x)
-        found = next(others, None) if self.walkers is Walkers.ONE else None
+        found = next(others, None) if self.walkers.have_equal_holders else None
         if found is None:
             raise Violated(f"{worker} gives {stage} after {lineage}, and has never had it")
         return found
@@ -205,7 +205,7 @@ class AggregatingExecutor(NumericExecutor):
         """From files of its own walker; one that they lack is a newcomer, and of one walker all are."""
         files, num_saved = self._files[chunk.stage.index]
         given = self._model.read(files, chunk.stage)
-        if self._model.walkers is Walkers.ONE or chunk.walker >= num_saved:
+        if not self._model.walkers.are_lines or chunk.walker >= num_saved:
             walker = newcomer(self._rule, given.walker, before=before, after=after, only_saved=True)
             return Held(walker, given.trajectory)
         walker = given.walker.copy()
@@ -326,7 +326,7 @@ class AggregatingExecutor(NumericExecutor):
         flat = self._exchanges.join(key, self._rule, results)
         # What goes on beside steps is joined by some before and by others after what replicates changes.
         is_at_rest = op.exchange.taken_at is None
-        is_one = self._model.walkers is Walkers.ONE
+        is_one = self._model.walkers.have_equal_holders
         known = replicated(self._rule, self._walkers[stage].walker, is_one=is_one) if is_at_rest else []
         vote = measured(flat, [tensor for _, tensor in known])
         offer, lineage = self._offers[key]

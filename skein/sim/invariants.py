@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
 from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.history import History
@@ -201,7 +200,7 @@ class Invariants:
         else:
             saved = 0 if job.newest_checkpoint is None else job.newest_checkpoint.version
             first, last = Step(max(saved, job.version - 1)), job.version
-        if is_wanted or job.spec.aggregation.walkers is Walkers.MANY or job.worked is None:
+        if is_wanted or not job.spec.aggregation.walkers.have_equal_holders or job.worked is None:
             return
         held: dict[int, dict[StageSpec, WorkerId]] = {}
         for found in within_reach:

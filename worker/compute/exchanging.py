@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Reach, Walkers, dues_at
+from skein.config.aggregation import Reach, dues_at
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
@@ -167,7 +167,7 @@ class Exchanging:
         return self._replicated(chunk) if begun_with is None else [begun_with]
 
     def _replicated(self, chunk: Chunk) -> list[Tensor]:
-        is_one = self._job.aggregation.walkers is Walkers.ONE
+        is_one = self._job.aggregation.walkers.have_equal_holders
         return [tensor for _, tensor in replicated(chunk.rule, chunk.walker, is_one=is_one)]
 
     def _place(self, group: Group) -> int:

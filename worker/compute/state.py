@@ -35,11 +35,11 @@ def saved(slots: Mapping[str, Slot], walkers: Walkers = Walkers.ONE) -> frozense
     Of one walker that is what all can begin with, for one holder saves it. Each of many saves its own and goes on with
     it; but who sums which shard may be another then.
     """
-    is_many = walkers is Walkers.MANY
     return frozenset(
         name
         for name, slot in slots.items()
-        if slot.is_saved and (slot.is_copied or (is_many and slot.kind is not StateClass.SHARD))
+        if slot.is_saved
+        and (slot.is_copied or (not walkers.have_equal_holders and slot.kind is not StateClass.SHARD))
     )
 
 

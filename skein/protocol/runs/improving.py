@@ -11,7 +11,6 @@ Rules of this file
 
 from collections.abc import Mapping
 
-from skein.config.aggregation import Walkers
 from skein.config.job import ParallelSpec
 from skein.plan.exchange import is_additive
 from skein.protocol.coordinator_io import Outbox, PlanMade
@@ -56,7 +55,7 @@ class Improving:
         self._joining = Joining(job, members, outbox, may_follow=may_follow)
         self._backups = Backups(job, members, outbox, links)
         self._losses: dict[WorkerId, Backoff] = {}
-        self._may_back_up = job.spec.aggregation.walkers is Walkers.ONE
+        self._may_back_up = job.spec.aggregation.walkers.have_equal_holders
 
     # --- what happens ---
 

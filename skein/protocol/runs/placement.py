@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from skein.config.aggregation import Walkers
 from skein.plan.broadcast import BroadcastProblem, parents_of
 from skein.plan.check import violations
 from skein.plan.load import job_layers, stage_loads
@@ -87,8 +86,8 @@ class Placement:
         if recorded is None:
             before = self.plan or self._adopted_before()
             # What is held does not tell who belongs to one walker.
-            is_many = self._job.spec.aggregation.walkers is Walkers.MANY
-            self._ask(fleet, before if is_many and before is not None else self.held() or before)
+            are_lines = self._job.spec.aggregation.walkers.are_lines
+            self._ask(fleet, before if are_lines and before is not None else self.held() or before)
         return recorded
 
     def _adopted_before(self) -> Plan | None:
@@ -154,7 +153,7 @@ class Placement:
         acks = self._members.acks if acks is None else acks
         if rewind_of(self._job) is not None:
             return None  # Nobody wants it.
-        if self._job.spec.aggregation.walkers is Walkers.MANY:
+        if self._job.spec.aggregation.walkers.are_lines:
             before = self._walked()
             if before is None:
                 return None
@@ -171,7 +170,7 @@ class Placement:
         members = [entry for entry in entries if self._members.is_this(entry)]
         if self._job.version >= self._job.total_steps or rewind_of(self._job) is not None:
             return None
-        if self._job.spec.aggregation.walkers is Walkers.MANY:
+        if not self._job.spec.aggregation.walkers.have_equal_holders:
             # Nobody else has the lost one's parameters, so nobody can take over its part of this step.
             return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
@@ -199,7 +198,7 @@ class Placement:
             return None
         listed = list(candidates)
         here = [entry.hello.worker for entry in listed]
-        if self._job.spec.aggregation.walkers is Walkers.MANY:
+        if not self._job.spec.aggregation.walkers.have_equal_holders:
             return None
         if self._tried == (present.chunks, here):
             return None
@@ -283,7 +282,7 @@ class Placement:
             # Whatever is held has seen what is to be forgotten.
             version, acks = rewind.version, {}
             checkpoint = next((x for x in job.checkpoints if x.version == version), None)
-        if job.spec.aggregation.walkers is Walkers.MANY:
+        if job.spec.aggregation.walkers.are_lines:
             before, given = self._walked(), self._changed()
             return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
         return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))

@@ -12,7 +12,6 @@ Rules of this file
 from collections.abc import Mapping
 from dataclasses import replace
 
-from skein.config.aggregation import Walkers
 from skein.plan.plan import Plan
 from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import ManifestWritten, Outbox, PruneCheckpoints, WriteManifest
@@ -109,8 +108,8 @@ class Savings:
 
     def _parts(self, plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
         """Who is to save what."""
-        is_many = self._job.spec.aggregation.walkers is Walkers.MANY
-        return _own_parts(plan, main) if is_many else self._shared_out(plan)
+        are_lines = self._job.spec.aggregation.walkers.are_lines
+        return _own_parts(plan, main) if are_lines else self._shared_out(plan)
 
     def tick(self, *, now: float) -> None:
         """Ask again for what failed, if it is time; of other holders, where there are."""

@@ -1,0 +1,178 @@
+"""A question that has variants is asked where they are told apart, and nowhere else: others ask for what follows.
+
+Which aggregation rule a job has, which layout, which phase a microbatch is of, one walker or many: who compares with
+a variant has to be found again when another one comes. So a variant answers for itself (a trait of its spec, a property
+of its enumeration, a figure of the plan), and files that still tell variants apart are listed here.
+"""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.source import PACKAGES, ROOT, parse, python_files
+
+RULES = frozenset({"AllReduce", "OneBitAdam", "OneBitLamb", "_OneBit", "Lsgd", "Gossip", "DiLoCo"})
+NUMERIC_RULES = frozenset({"AllReduceRule", "OneBit", "LsgdRule", "GossipRule", "DiLoCoRule"})
+RULE_NAMES = frozenset({"all_reduce", "one_bit_adam", "one_bit_lamb", "lsgd", "gossip", "diloco"})
+HOMES = {
+    "rule": {"skein/config/aggregation.py", "skein/numeric/aggregate/choose.py"},
+    "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/place.py", "skein/plan/check.py"},
+    "phase": {"skein/protocol/tensors.py"},
+    "walkers": {"skein/config/aggregation.py"},
+}
+"""Where variants are defined, and where what follows from them is told."""
+ASKING: dict[str, frozenset[str]] = {
+    "rule": frozenset(
+        {
+            "client/card.py",
+            "client/download.py",
+            "skein/config/agreement.py",
+            "skein/numeric/aggregate/conserved.py",
+            "skein/plan/admission.py",
+            "skein/plan/check.py",
+            "skein/plan/costs.py",
+            "skein/plan/estimates.py",
+            "skein/plan/exchange.py",
+            "skein/plan/groups.py",
+            "skein/plan/rounds.py",
+            "skein/plan/timing.py",
+            "skein/protocol/runs/leading.py",
+            "skein/protocol/runs/overlapping.py",
+            "skein/protocol/runs/stepping.py",
+            "worker/compute/batches.py",
+            "worker/compute/ops.py",
+            "worker/compute/telling.py",
+        }
+    ),
+    "layout": frozenset(
+        {
+            "skein/config/agreement.py",
+            "skein/config/job.py",
+            "skein/plan/admission.py",
+            "skein/plan/balanced.py",
+            "skein/plan/estimates.py",
+            "skein/plan/methods/genetic.py",
+            "skein/plan/methods/matching.py",
+            "skein/plan/methods/rotation.py",
+            "skein/plan/methods/wave.py",
+            "skein/plan/moving.py",
+            "skein/plan/paths.py",
+            "skein/plan/recut.py",
+            "skein/plan/redundancy.py",
+            "skein/plan/replan/needs.py",
+            "skein/plan/replan/of_job.py",
+            "skein/plan/replan/repair.py",
+            "skein/plan/reroute.py",
+            "skein/plan/route/bound.py",
+            "skein/plan/route/exact.py",
+            "skein/plan/route/of_job.py",
+            "skein/plan/route/orders.py",
+            "skein/plan/route/problem.py",
+            "skein/plan/route/rules.py",
+            "skein/plan/route/trips.py",
+            "skein/plan/route/warm.py",
+            "skein/plan/searched.py",
+            "skein/plan/silent.py",
+            "skein/plan/walked.py",
+            "skein/plan/walkers.py",
+            "skein/protocol/runs/leading.py",
+            "skein/protocol/runs/planning.py",
+            "skein/protocol/runs/resuming.py",
+            "worker/compute/ops.py",
+        }
+    ),
+    "phase": frozenset(
+        {
+            "coordinator/metrics.py",
+            "skein/protocol/runs/evaluation.py",
+            "skein/protocol/runs/leading.py",
+            "skein/protocol/work/pipeline.py",
+            "skein/protocol/work/steps.py",
+            "skein/protocol/work/timing.py",
+            "skein/sim/executor.py",
+            "skein/sim/moments.py",
+            "skein/sim/numeric.py",
+            "worker/boundary.py",
+            "worker/compute/batches.py",
+            "worker/compute/ops.py",
+            "worker/compute/payload.py",
+        }
+    ),
+    "walkers": frozenset(),
+}
+"""Who asks besides."""
+
+
+def asked(tree: ast.Module) -> set[str]:
+    """Which questions a file asks."""
+    return {question for element in ast.walk(tree) for question in _asked_by(element)}
+
+
+def _asked_by(element: ast.AST) -> Iterator[str]:
+    match element:
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
+            yield from _rules(_names(classes))
+        case ast.MatchClass(cls=cls):
+            yield from _rules(_names(cls))
+        case ast.MatchValue(value=value):
+            yield from _variants(value)
+        case ast.Compare(left=left, comparators=others):
+            for side in (left, *others):
+                yield from _variants(side)
+                yield from _rules(_names(side))
+            found = {
+                x.value for side in (left, *others) for x in ast.walk(side) if isinstance(x, ast.Constant)
+            }
+            if found & RULE_NAMES:
+                yield "rule"
+
+
+def _rules(names: set[str]) -> Iterator[str]:
+    if names & (RULES | NUMERIC_RULES):
+        yield "rule"
+
+
+def _variants(value: ast.expr) -> Iterator[str]:
+    for element in ast.walk(value):
+        match element:
+            case ast.Attribute(value=ast.Name(id="Layout" | "Phase" | "Walkers" as name)):
+                yield name.lower()
+
+
+def _names(value: ast.expr) -> set[str]:
+    found = {x.id for x in ast.walk(value) if isinstance(x, ast.Name)}
+    return found | {x.attr for x in ast.walk(value) if isinstance(x, ast.Attribute)}
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("isinstance(rule, Gossip)", "rule"),
+        ("isinstance(rule, aggregation.Lsgd | DiLoCo)", "rule"),
+        ("match rule:\n case AllReduce(): ...", "rule"),
+        ("match rule:\n case aggregation.AllReduce(): ...", "rule"),
+        ("type(rule) is Gossip", "rule"),
+        ("job.aggregation.rule in ('lsgd', 'gossip')", "rule"),
+        ("plan.layout is not Layout.LOOP", "layout"),
+        ("n - (job.parallel.layout is Layout.LINE)", "layout"),
+        ("match op:\n case ForwardOp(phase=Phase.TRAIN): ...", "phase"),
+        ("key[0] is not Phase.TRAIN", "phase"),
+        ("walkers in (Walkers.MANY,)", "walkers"),
+    ],
+)
+def test_every_way_of_asking_is_found(text: str, question: str) -> None:
+    assert asked(ast.parse(text)) == {question}
+
+
+def test_naming_a_variant_without_asking_is_left_alone() -> None:
+    text = "Evaluate(phase=Phase.PROBE); AllReduce(); layout = Layout.LOOP; x: Gossip; 'gossip'"
+    assert not asked(ast.parse(text))
+
+
+@pytest.mark.parametrize("question", HOMES)
+def test_no_other_file_tells_variants_apart(question: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)) for path in python_files(*PACKAGES) if question in asked(parse(path))
+    }
+    assert found - HOMES[question] == ASKING[question]
