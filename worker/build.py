@@ -19,8 +19,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
+from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import OpKind

@@ -6,112 +6,16 @@ Rules of this file
 - Under ONE walker all holders have equal parameters; under MANY each replica is a walker with parameters of its own.
 """
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
+from skein.config.robust import NoRobust, RobustSpec
+from skein.config.rule import Due, PatternName, Reach, Walkers, Wire
 from skein.errors import UserError
 from skein.spec import Spec, told_by
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
-
-
-class Walkers(StrEnum):
-    """How many trajectories of parameters a job has: one for all replicas, or one for each."""
-
-    ONE = "one"
-    MANY = "many"
-
-    @property
-    def have_equal_holders(self) -> bool:
-        """Whether holders of a stage are equal, so that any may give its state, save it or do another's part."""
-        return self is Walkers.ONE
-
-    @property
-    def are_lines(self) -> bool:
-        """Whether each walker is a line of holders of its own, with microbatches and files that are no other's."""
-        return self is Walkers.MANY
-
-    @property
-    def sum_every_step(self) -> bool:
-        """Whether gradients of all holders are summed in every step, unless an exchange ends it."""
-        return self is Walkers.ONE
-
-
-class Reach(StrEnum):
-    """Who takes part in an exchange: every walker, those of one group (a site), or each with its neighbours."""
-
-    ALL = "all"
-    GROUP = "group"
-    NEIGHBOURS = "neighbours"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """An exchange at the end of a step: the how-manieth of its kind (from 0), which fragment, who takes part.
-
-    `overlap_steps` steps later the result is applied; 0: in the same.
-    """
-
-    round: int
-    fragment: int = 0
-    reach: Reach = Reach.ALL
-    overlap_steps: int = 0
-
-
-# --- robust combining ---
-
-
-class NoRobust(Spec):
-    """Plain weighted mean: one bad member moves everybody."""
-
-    kind: Literal["none"] = "none"
-
-
-class NormClip(Spec):
-    """Members whose norm exceeds `times` the median norm are scaled down to that: the cheapest rule that works."""
-
-    kind: Literal["median_norm_clip"]
-    times: Annotated[float, Field(ge=1, le=100)] = 1.0
-    """Raise this if honest members differ much in norm, for instance in their numbers of tokens."""
-
-
-class TrimmedMean(Spec):
-    """Mean without the `trimmed` largest and smallest of each coordinate; wants more than twice as many members."""
-
-    kind: Literal["trimmed_mean"]
-    trimmed: Annotated[int, Field(ge=1, le=1024)] = 1
-    """As many bad members as are to be borne."""
-
-
-class Krum(Spec):
-    """Mean of the `chosen` members nearest to their neighbours; wants at least 2 * `bad` + 3 members."""
-
-    kind: Literal["krum"]
-    bad: Annotated[int, Field(ge=0, le=1024)] = 1
-    """As many bad members as are to be borne."""
-    chosen: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Raise this to lose less of what honest members have learned."""
-
-
-class CentredClip(Spec):
-    """Iterated mean of differences from the last aggregate, each clipped to `radius` times their median norm."""
-
-    kind: Literal["centred_clip"]
-    radius: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Raise this if members' data differ much."""
-    rounds: Annotated[int, Field(ge=1, le=100)] = 3
-    """How often the centre moves to the mean around it; more where the first centre may be far off."""
-
-
-RobustSpec = Annotated[NoRobust | NormClip | TrimmedMean | Krum | CentredClip, Field(discriminator="kind")]
-
-# --- rules ---
-
-Wire = Literal["fp32", "bf16", "int8", "int4", "int2"]
-PatternName = Literal["auto", "direct", "ring", "tree"]
 
 
 class AllReduce(Spec):

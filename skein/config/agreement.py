@@ -8,22 +8,10 @@ Rules of this file
 import math
 from typing import TYPE_CHECKING
 
-from skein.config.aggregation import (
-    AllReduce,
-    CentredClip,
-    DiLoCo,
-    Gossip,
-    Krum,
-    Lsgd,
-    NormClip,
-    NoRobust,
-    OneBitAdam,
-    OneBitLamb,
-    RobustSpec,
-    TrimmedMean,
-)
+from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.explain import Words
 from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
+from skein.config.robust import CentredClip, NormClip, NoRobust, check_robust
 from skein.errors import UserError
 from skein.types import Layout, Precision
 
@@ -55,45 +43,6 @@ def check_aggregation(job: "JobSpec") -> None:
             _check_period(job, "local_steps", rule.local_steps)
             check_robust(rule.robust, job.parallel.replicas, "parallel.replicas gives")
             _check_wire(job, rule.wire)
-
-
-def check_robust(robust: RobustSpec, num_members: int, whence: str) -> None:
-    """Refuses a combiner that so few members leave nothing to choose from.
-
-    Args:
-        robust: how members are combined.
-        num_members: how many there are, oneself included.
-        whence: what gives that number, for people, as in "parallel.replicas gives".
-
-    Raises:
-        UserError: fewer than 2 trimmed + 1 (trimmed mean), than 2 bad + 3 or bad + chosen + 2 (Krum), or than 3.
-
-    >>> check_robust(TrimmedMean(kind="trimmed_mean", trimmed=2), 4, "parallel.replicas gives")
-    Traceback (most recent call last):
-    skein.errors.UserError: aggregation.robust.trimmed: 2: needs 5 members, parallel.replicas gives 4: give at most 1
-    """
-    match robust:
-        case TrimmedMean(trimmed=trimmed) if num_members <= 2 * trimmed:
-            raise _too_few("trimmed", trimmed, 2 * trimmed + 1, num_members, whence, (num_members - 1) // 2)
-        case Krum(bad=bad) if num_members < 2 * bad + 3:
-            raise _too_few("bad", bad, 2 * bad + 3, num_members, whence, (num_members - 3) // 2)
-        case Krum(bad=bad, chosen=chosen) if num_members < bad + chosen + 2:
-            most = num_members - bad - 2
-            hint = (
-                f"of {num_members} members {bad} may be bad, and two more are left out: give at most {most}"
-            )
-            raise UserError("aggregation.robust.chosen", chosen, hint)
-        case NormClip() | CentredClip() if num_members < 3:
-            hint = f"of fewer than 3 members none stands out, and {whence} {num_members}: give none, or more members"
-            raise UserError("aggregation.robust.kind", robust.kind, hint)
-        case _:
-            pass
-
-
-def _too_few(field: str, value: int, least: int, num_members: int, whence: str, most: int) -> UserError:
-    cure = f"give at most {most}" if most >= (1 if field == "trimmed" else 0) else "give robust: {kind: none}"
-    hint = f"needs {least} members, {whence} {num_members}: {cure}"
-    return UserError(f"aggregation.robust.{field}", value, hint)
 
 
 def _check_walkers(job: "JobSpec") -> None:

@@ -8,10 +8,11 @@ Rules of this file
 
 from typing import assert_never
 
-from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, NoRobust
+from skein.config.aggregation import AggregationSpec, AllReduce, Gossip
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.robust import NoRobust
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names

@@ -3,8 +3,9 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from skein.config.aggregation import AllReduce, DiLoCo, Krum, NoRobust, TrimmedMean
+from skein.config.aggregation import AllReduce, DiLoCo
 from skein.config.job import JobSpec
+from skein.config.robust import Krum, NoRobust, TrimmedMean
 from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.order import left_undone, ops_of

@@ -18,22 +18,11 @@ from typing import assert_never
 
 import numpy as np
 
-from skein.config.aggregation import (
-    AllReduce,
-    CentredClip,
-    DiLoCo,
-    Gossip,
-    Krum,
-    Lsgd,
-    NoRobust,
-    OneBitAdam,
-    OneBitLamb,
-    PatternName,
-    RobustSpec,
-    Wire,
-)
+from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
 from skein.config.optimizer import LambSpec, SgdSpec
+from skein.config.robust import CentredClip, Krum, NoRobust, RobustSpec
+from skein.config.rule import PatternName, Wire
 from skein.plan.broadcast import BroadcastProblem
 from skein.plan.exchange import DIRECT, Direct, Ring, Tree, cheapest, seconds
 from skein.plan.load import num_shards

@@ -16,7 +16,8 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from skein.config.aggregation import AggregationSpec, AllReduce, NoRobust
+from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.config.robust import NoRobust
 from skein.topology.links import F64
 
 I64 = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ full packets, and about 1 kB for each message with what answers it (`bench.studi
 
 from typing import assert_never
 
-from skein.config.aggregation import Wire
+from skein.config.rule import Wire
 
 _INT8_BLOCK, _INT4_BLOCK, _INT2_BLOCK = 256, 128, 256
 """Elements that share a scale."""

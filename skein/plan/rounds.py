@@ -10,19 +10,9 @@ Rules of this file
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from skein.config.aggregation import (
-    AggregationSpec,
-    AllReduce,
-    CentredClip,
-    DiLoCo,
-    Due,
-    Gossip,
-    Krum,
-    Lsgd,
-    NormClip,
-    Reach,
-    dues_at,
-)
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, dues_at
+from skein.config.robust import CentredClip, Krum, NormClip
+from skein.config.rule import Due, Reach
 from skein.plan.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.plan import Group, Plan
 from skein.plan.quorum import Eager, Quorum, token_weights

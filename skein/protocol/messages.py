@@ -8,7 +8,7 @@ them field by field, so names here are names there.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from skein.config.aggregation import Reach
+from skein.config.rule import Reach
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.positions import LogPosition
 from skein.protocol.tensors import HopTensor, Phase

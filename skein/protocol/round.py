@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import assert_never
 
-from skein.config.aggregation import Reach
+from skein.config.rule import Reach
 from skein.plan.plan import Group
 from skein.plan.quorum import Eager, Quorum
 from skein.plan.rounds import StepGroups, local_group, weighed

@@ -7,18 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from skein.config.aggregation import (
-    AggregationSpec,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    Lsgd,
-    NormClip,
-    OneBitAdam,
-    OneBitLamb,
-    TrimmedMean,
-)
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.robust import NormClip, TrimmedMean
 
 _ADAMW = AdamWSpec(learning_rate=0.01, warmup_steps=2)
 _SGD = SgdSpec(name="sgd", learning_rate=0.05, momentum=0.8, warmup_steps=2, weight_decay=0.0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from skein.config.aggregation import AllReduce, PatternName
+from skein.config.aggregation import AllReduce
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -16,6 +16,7 @@ from skein.config.job import (
     TextSource,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.config.rule import PatternName
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.sim.rules import RULES

@@ -2,10 +2,11 @@
 
 import pytest
 
-from skein.config.aggregation import DiLoCo, Krum, OneBitLamb, TrimmedMean, Walkers
-from skein.config.agreement import check_robust
+from skein.config.aggregation import DiLoCo, OneBitLamb
 from skein.config.job import JobSpec
 from skein.config.load import JobFileErrors, parse_job
+from skein.config.robust import Krum, TrimmedMean, check_robust
+from skein.config.rule import Walkers
 from skein.errors import UserError
 from skein.numeric.aggregate.robust import num_needed
 

@@ -19,7 +19,7 @@ HOMES = {
     "rule": {"skein/config/aggregation.py", "skein/numeric/aggregate/choose.py"},
     "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/place.py", "skein/plan/check.py"},
     "phase": {"skein/protocol/tensors.py"},
-    "walkers": {"skein/config/aggregation.py"},
+    "walkers": {"skein/config/rule.py"},
 }
 """Where variants are defined, and where what follows from them is told."""
 ASKING: dict[str, frozenset[str]] = {

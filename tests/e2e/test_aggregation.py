@@ -11,15 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from bench.cluster import Cluster, running
 from client.api import Job
-from skein.config.aggregation import (
-    AggregationSpec,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    Lsgd,
-    OneBitAdam,
-    OneBitLamb,
-)
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.job import CheckpointSpec, JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaModel

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.config.aggregation import AllReduce, PatternName
+from skein.config.aggregation import AllReduce
 from skein.config.job import JobSpec, SkipSpec
+from skein.config.rule import PatternName
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.exchange import Direct, Pattern, Ring, Tree

@@ -6,9 +6,10 @@ from typing import Literal
 
 import pytest
 
-from skein.config.aggregation import AllReduce, Gossip, TrimmedMean
+from skein.config.aggregation import AllReduce, Gossip
 from skein.config.job import JobSpec, SkipSpec
 from skein.config.optimizer import SgdSpec
+from skein.config.robust import TrimmedMean
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.exchange import Broadcast, Pattern, Ring, Tree

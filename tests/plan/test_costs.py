@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from skein.config.aggregation import Wire
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
+from skein.config.rule import Wire
 from skein.numeric.compress.choose import compressor_of
 from skein.plan.balanced import make_plan
 from skein.plan.costs import Circle

@@ -6,15 +6,15 @@ import pytest
 from skein.config.aggregation import (
     AggregationSpec,
     AllReduce,
-    CentredClip,
     DiLoCo,
     Gossip,
     GossipMethod,
     GraphName,
     Lsgd,
     OneBitLamb,
-    Reach,
 )
+from skein.config.robust import CentredClip
+from skein.config.rule import Reach
 from skein.plan.exchange import Broadcast, Direct, Neighbours
 from skein.plan.plan import Group, Plan
 from skein.plan.rounds import (

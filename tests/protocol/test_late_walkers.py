@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.config.aggregation import Reach
+from skein.config.rule import Reach
 from skein.plan.plan import Group
 from skein.plan.rounds import local_group
 from skein.protocol.messages import Commit, ExchangeTerms, Prepare, Save

@@ -4,7 +4,8 @@ from math import sqrt
 
 import pytest
 
-from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitAdam, Reach
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitAdam
+from skein.config.rule import Reach
 from skein.plan.exchange import Neighbours
 from skein.plan.plan import Plan
 from skein.plan.rounds import is_exchange, local_group, step_groups

@@ -2,7 +2,8 @@
 
 import pytest
 
-from skein.config.aggregation import DiLoCo, Reach
+from skein.config.aggregation import DiLoCo
+from skein.config.rule import Reach
 from skein.plan.plan import Plan
 from skein.plan.quorum import NUM_PROVEN, Quorum
 from skein.plan.rounds import local_group, step_groups

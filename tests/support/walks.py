@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Due
+from skein.config.rule import Due
 from skein.numeric.aggregate.exchange import Weights, talks_by_shard
 from skein.numeric.aggregate.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Rule, Terms

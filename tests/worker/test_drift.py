@@ -2,8 +2,9 @@
 
 import torch
 
-from skein.config.aggregation import DiLoCo, Reach
+from skein.config.aggregation import DiLoCo
 from skein.config.job import JobSpec
+from skein.config.rule import Reach
 from skein.numeric.aggregate.diloco import MOMENTUM
 from skein.plan.exchange import Row
 from skein.plan.plan import Group

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam, Reach
+from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam
 from skein.config.job import JobSpec
+from skein.config.rule import Reach
 from skein.plan.exchange import Row
 from skein.plan.load import job_layers
 from skein.plan.plan import Group

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from skein.config.aggregation import AllReduce, PatternName
+from skein.config.aggregation import AllReduce
 from skein.config.job import BudgetSpec, CheckpointSpec, JobSpec
+from skein.config.rule import PatternName
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, Evaluated, GenerationOpened, StepCommitted
 from skein.protocol.worker_io import StopRequested

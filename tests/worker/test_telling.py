@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Due, Gossip, Lsgd, OneBitAdam, Reach
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.exchange import exchange, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.lsgd import led_by

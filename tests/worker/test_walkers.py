@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AggregationSpec, DiLoCo, Gossip, Lsgd, Walkers
+from skein.config.aggregation import AggregationSpec, DiLoCo, Gossip, Lsgd
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
+from skein.config.rule import Walkers
 from skein.errors import RemoteError
 from skein.numeric.aggregate.diloco import GLOBAL, RESIDUAL
 from skein.numeric.aggregate.gossip import MOMENTUM

@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Walkers
 from skein.config.job import JobSpec
+from skein.config.rule import Walkers
 from skein.errors import LocalError
 from skein.model.layers import tied_names
 from skein.numeric.aggregate.choose import rule_of

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Reach, dues_at
+from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
+from skein.config.rule import Reach
 from skein.errors import LocalError
 from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms

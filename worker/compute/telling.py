@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from skein.config.aggregation import AggregationSpec, DiLoCo, Due, Gossip, Lsgd
+from skein.config.aggregation import AggregationSpec, DiLoCo, Gossip, Lsgd
+from skein.config.rule import Due
 from skein.numeric.aggregate import all_reduce, diloco, gossip, lsgd, one_bit
 from skein.numeric.aggregate.fragments import fragment_spans, gathered
 from skein.numeric.aggregate.rule import Talk

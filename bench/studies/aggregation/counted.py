@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from skein.config.aggregation import Due
+from skein.config.rule import Due
 from skein.numeric.aggregate.exchange import talks_by_shard
 from skein.numeric.aggregate.overlapped import put, take
 from skein.numeric.aggregate.rule import Rule, Terms

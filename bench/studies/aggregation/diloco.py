@@ -16,9 +16,10 @@ from torch import Tensor
 from bench.report import Row, spread
 from bench.studies.aggregation.measured import Measured, banded
 from bench.studies.plot import Chart
-from skein.config.aggregation import DiLoCo, Wire
+from skein.config.aggregation import DiLoCo
 from skein.config.job import BatchSpec, DataSpec, TextSource
 from skein.config.optimizer import AdamWSpec
+from skein.config.rule import Wire
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.model.families.llama import LlamaModel, LlamaShape

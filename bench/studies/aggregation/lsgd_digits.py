@@ -14,7 +14,8 @@ import torch
 
 from bench.report import Row, spread
 from bench.studies.aggregation.digits_mlp import Samples, batch, gradient, initial, loss, split
-from skein.config.aggregation import Due, Lsgd, Reach
+from skein.config.aggregation import Lsgd
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.exchange import talks_by_shard
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
 from skein.numeric.aggregate.overlapped import put, take

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AllReduce, Due
+from skein.config.aggregation import AllReduce
+from skein.config.rule import Due
 from skein.numeric.aggregate.robust import combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.choose import compressor_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import NoRobust
+from skein.config.robust import NoRobust
 from skein.numeric.aggregate import all_reduce, diloco, one_bit
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule

@@ -26,7 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import CentredClip, DiLoCo, Due
+from skein.config.aggregation import DiLoCo
+from skein.config.robust import CentredClip
+from skein.config.rule import Due
 from skein.numeric.aggregate.fragments import (
     Span,
     equal_range,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from skein.config.aggregation import Due
+from skein.config.rule import Due
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker
 

@@ -32,8 +32,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import CentredClip, Due, Gossip, NormClip, NoRobust
+from skein.config.aggregation import Gossip
 from skein.config.optimizer import OptimizerSpec, SgdSpec
+from skein.config.robust import CentredClip, NormClip, NoRobust
+from skein.config.rule import Due
 from skein.errors import UserError
 from skein.numeric.aggregate.robust import Part, clipped_gossip, gates, part_of, row_without
 from skein.numeric.aggregate.rule import Talk, Terms

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Due, Lsgd, Reach
+from skein.config.aggregation import Lsgd
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form, form_of
 from skein.numeric.gradients import flatten, is_finite, shard_bounds, unflatten

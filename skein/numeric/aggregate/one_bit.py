@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from skein.config import aggregation
-from skein.config.aggregation import Due
 from skein.config.optimizer import AdamWSpec, LambSpec
+from skein.config.rule import Due
 from skein.numeric.aggregate.robust import NORM_LIMIT
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.aggregate.sign_mean import (

@@ -22,7 +22,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
+from skein.config.robust import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
 from skein.numeric.gradients import is_finite, squared_norm, sum_in_order
 
 NORM_LIMIT = 10.0

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from skein.config.aggregation import Due, Reach
+from skein.config.rule import Due, Reach
 from skein.numeric.compress.compressor import Form
 from skein.numeric.walker import Slot, Tensors, Walker
 

@@ -8,7 +8,8 @@ Rules of this file
 
 from dataclasses import dataclass, field
 
-from skein.config.aggregation import DiLoCo, Due, Reach
+from skein.config.aggregation import DiLoCo
+from skein.config.rule import Due, Reach
 from skein.plan.plan import Group, Plan
 from skein.plan.rounds import exchange_of_all, weighed
 from skein.protocol.coordinator_io import Outbox

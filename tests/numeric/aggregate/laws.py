@@ -11,23 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import (
-    AllReduce,
-    CentredClip,
-    DiLoCo,
-    Due,
-    Gossip,
-    Krum,
-    Lsgd,
-    NormClip,
-    Reach,
-    RobustSpec,
-    TrimmedMean,
-    Walkers,
-)
+from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd
 from skein.config.aggregation import OneBitAdam as OneBitAdamSpec
 from skein.config.aggregation import OneBitLamb as OneBitLambSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.robust import CentredClip, Krum, NormClip, RobustSpec, TrimmedMean
+from skein.config.rule import Due, Reach, Walkers
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.exchange import owner_of, talks_by_row, talks_by_shard

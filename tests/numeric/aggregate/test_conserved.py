@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skein.config.aggregation import AllReduce, DiLoCo, Due, Gossip, Lsgd, OneBitAdam, OneBitLamb, Reach
+from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.optimizer import AdamWSpec, LambSpec, SgdSpec
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate import all_reduce, diloco, one_bit
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.conserved import Offer, lost

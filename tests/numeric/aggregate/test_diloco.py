@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import CentredClip, DiLoCo, Due, Krum, NormClip, TrimmedMean, Wire
+from skein.config.aggregation import DiLoCo
+from skein.config.robust import CentredClip, Krum, NormClip, TrimmedMean
+from skein.config.rule import Due, Wire
 from skein.numeric.aggregate.diloco import (
     GLOBAL,
     MOMENTUM,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from skein.config.aggregation import Walkers
+from skein.config.rule import Walkers
 from skein.numeric.aggregate.exchange import owner_of
 from skein.numeric.compress.compressor import form_of
 from skein.numeric.optim.groups import decayed_names

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import Due, Lsgd, Reach
+from skein.config.aggregation import Lsgd
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.exchange import talks_by_shard
 from skein.numeric.aggregate.lsgd import START, LsgdRule, led_by
 from skein.numeric.aggregate.overlapped import InFlight, put, take

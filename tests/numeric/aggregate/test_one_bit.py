@@ -9,8 +9,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from skein.config import aggregation
-from skein.config.aggregation import Due
 from skein.config.optimizer import AdamWSpec, LambSpec
+from skein.config.rule import Due
 from skein.numeric.aggregate.exchange import exchange, talks_by_shard
 from skein.numeric.aggregate.one_bit import (
     ERROR,

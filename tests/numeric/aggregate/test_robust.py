@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skein.config.aggregation import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
+from skein.config.robust import CentredClip, Krum, NormClip, NoRobust, RobustSpec, TrimmedMean
 from skein.numeric.aggregate.robust import (
     Part,
     clipped_gossip,

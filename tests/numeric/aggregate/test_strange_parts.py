@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Due, Gossip, Lsgd, OneBitAdam, Reach
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
+from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.all_reduce import RESIDUAL
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.exchange import talks_by_row, talks_by_shard
