@@ -1,0 +1,75 @@
+"""How the tree is cut: one public class name, one module; packages of at most a dozen modules, files of 500 lines.
+
+Who looks for a class finds one, and who opens a folder takes it in at a glance. What does not hold yet is listed below;
+an entry that holds is deleted, so the lists only become shorter.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+from tests.contract.source import PACKAGES, ROOT, parse, python_files
+
+MAX_MODULES = 12
+MAX_LINES = 500
+SEVERAL_MODULES = {
+    "Block", "Case", "CheckpointFiles", "Clock", "Control", "Copies", "Cut", "Doors", "Doubt",
+    "Driver", "Effort", "Ended", "Entry", "Exchanges", "Fault", "Finding", "Folder", "Found",
+    "Gathering", "Group", "Held", "Joined", "Kind", "Layout", "LinkSpec", "Measure", "Measured",
+    "Memory", "Metrics", "Moves", "Network", "Norm", "OneBitAdam", "OneBitLamb", "OpKind",
+    "Opening", "Outbox", "Outcome", "Pace", "Part", "Patience", "PlacedOp", "Placement", "Pool",
+    "Program", "Progressed", "Reach", "Refusal", "Refused", "Rejected", "Round", "Ruling",
+    "Schedule", "Service", "Setting", "Shape", "Slot", "Span", "StageCost", "Standing", "State",
+    "Stop", "TimePassed", "Timing", "Traffic", "Trip", "Trips", "Visit", "Windows",
+}  # fmt: skip
+"""Classes of one name in more than one module."""
+LARGE_PACKAGES = {
+    "client",
+    "client/cli",
+    "client/lab",
+    "coordinator",
+    "skein/numeric/aggregate",
+    "skein/plan",
+    "skein/plan/route",
+    "skein/protocol",
+    "skein/protocol/runs",
+    "skein/sim",
+    "skein/wire",
+    "worker",
+    "worker/transport",
+}
+"""Folders of more modules."""
+LONG_FILES = {"skein/protocol/runs/run.py"}
+"""Files of more lines."""
+
+
+def public_classes(tree: ast.Module) -> set[str]:
+    """Names of the classes that others import.
+
+    >>> sorted(public_classes(ast.parse("class Plan: ...\\nclass _Cut: ...\\ndef f():\\n    class Local: ...")))
+    ['Plan']
+    """
+    return {x.name for x in tree.body if isinstance(x, ast.ClassDef) and not x.name.startswith("_")}
+
+
+def test_one_public_class_name_is_defined_in_one_module() -> None:
+    modules: dict[str, list[Path]] = defaultdict(list)
+    for path in python_files(*PACKAGES):
+        for name in public_classes(parse(path)):
+            modules[name].append(path)
+    assert {name for name, paths in modules.items() if len(paths) > 1} == SEVERAL_MODULES
+
+
+def test_no_package_has_more_than_a_dozen_modules() -> None:
+    modules: dict[str, int] = defaultdict(int)
+    for path in python_files(*PACKAGES):
+        modules[str(path.parent.relative_to(ROOT))] += path.stem != "__init__"
+    assert {folder for folder, count in modules.items() if count > MAX_MODULES} == LARGE_PACKAGES
+
+
+def test_no_file_is_longer_than_people_read_in_one_sitting() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in python_files(*PACKAGES)
+    }
+    assert {path for path, lines in lengths.items() if lines > MAX_LINES} == LONG_FILES
