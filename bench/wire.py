@@ -18,8 +18,9 @@ from grpc import aio
 
 from bench.report import Row, finish, spread
 from skein.plan import plan
+from skein.plan.ops import Direction
 from skein.protocol.messages import Member
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase
+from skein.protocol.tensors import Envelope, HopTensor, Phase
 from skein.types import (
     ChunkRef,
     Epoch,

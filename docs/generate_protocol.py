@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import get_args, get_origin, get_type_hints
 
 from skein.plan import plan
+from skein.plan.ops import Direction
 from skein.protocol import (
     coordinator,
     coordinator_io,
@@ -172,7 +173,7 @@ MESSAGES = (
     Table(title="Phase", members=tensors.Phase),
     Table(title="Decision", members=messages.Decision),
     Table(title="SourceKind", members=messages.SourceKind),
-    Table(title="Direction", members=tensors.Direction),
+    Table(title="Direction", members=Direction),
     Table(title="ShardKind", members=tensors.ShardKind),
 )
 RECORDS = (Table(title="The run log", members=records.Record),)

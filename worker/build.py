@@ -23,7 +23,7 @@ from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import job_layers, stage_loads
-from skein.plan.plan import OpKind
+from skein.plan.ops import OpKind
 from skein.protocol.messages import (
     Assign,
     Beginning,

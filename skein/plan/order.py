@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.plan import OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.ops import OpKind
+from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
@@ -102,8 +103,8 @@ class _ChunkQueue:
         listed = list(ops)
         self.arrived: dict[PlannedOp, PlacedOp] = {}
         self._free_slots = slots
-        self._forwards = deque(op for op in listed if not op.kind.is_accumulating)
-        self._accumulations = deque(op for op in listed if op.kind.is_accumulating)
+        self._forwards = deque(op for op in listed if not op.kind.row.is_accumulating)
+        self._accumulations = deque(op for op in listed if op.kind.row.is_accumulating)
 
     def take_due(self) -> Iterator[PlacedOp]:
         """What may run now and was not given before."""
@@ -114,7 +115,7 @@ class _ChunkQueue:
 
     def end(self, op: PlannedOp) -> None:
         """What `take_due` gave is over."""
-        if op.kind.is_accumulating:
+        if op.kind.row.is_accumulating:
             self._accumulations.popleft()
         else:
             self._forwards.popleft()

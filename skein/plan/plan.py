@@ -3,9 +3,9 @@ reduces with whom."""
 
 import hashlib
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from skein.plan.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
+from skein.plan.ops import OpKind
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
 
@@ -18,19 +18,6 @@ class Path:
     """
 
     hops: tuple[ChunkRef, ...]
-
-
-class OpKind(StrEnum):
-    """What a worker does with a microbatch: LOSS is the last hop of a path, forward and backward in one."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether such an op adds to its chunk's gradient."""
-        return self is not OpKind.FORWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +163,7 @@ class Plan:
         visits: dict[ChunkRef, list[MicrobatchId]] = {plan.chunk: [] for plan in self.chunks}
         for schedule in self.schedules:
             for op in schedule.ops:
-                if op.kind.is_accumulating:
+                if op.kind.row.is_accumulating:
                     visits[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op.microbatch)
         return {chunk: tuple(ids) for chunk, ids in visits.items()}
 

@@ -12,8 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
+from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 Contribution = tuple[MicrobatchId, StageIndex]

@@ -18,8 +18,9 @@ from skein.plan.check import violations
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.moving import Held
+from skein.plan.ops import OpKind
 from skein.plan.paths import find_paths
-from skein.plan.plan import ChunkPlan, Infeasible, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.recut import recut, widths
 from skein.plan.replan.of_job import follow
 from skein.plan.route.arrays import op_numbers

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from skein.plan.load import StageLoad, num_shards
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.place import Pool
-from skein.plan.plan import Group, OpKind, Path, PlannedOp, Schedule
+from skein.plan.plan import Group, Path, PlannedOp, Schedule
 from skein.topology.links import F64
 from skein.types import Layout, MicrobatchId, WorkerId
 
@@ -141,7 +142,7 @@ class _Walk:
             worker = placed.chunk.worker
             self._busy.discard(worker)
             self._at[worker] += 1
-            if placed.op.kind.is_accumulating:
+            if placed.op.kind.row.is_accumulating:
                 ends_s[placed.chunk.stage] = max(ends_s[placed.chunk.stage], end_s)
             self._reached[m] += 1
             if self._reached[m] < len(self._ways[m]):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from math import fsum, isfinite
 from typing import NamedTuple
 
+from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
 from skein.protocol.messages import ExchangeTerms, StepRecord
-from skein.protocol.tensors import Direction, HopTensor, Phase, ShardTensor
+from skein.protocol.tensors import HopTensor, Phase, ShardTensor
 from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 
 

@@ -6,6 +6,7 @@ Names here are those of protos/skein/wire/v1; `skein.wire.codec` maps them field
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from skein.plan.ops import Direction
 from skein.plan.plan import Path
 from skein.types import (
     Attempt,
@@ -30,13 +31,6 @@ class Phase(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     PROBE = "probe"
-
-
-class Direction(StrEnum):
-    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,7 +250,7 @@ class Invariants:
         owners = self._owners.setdefault((assign.epoch, assign.generation), {})
         me = resumption.schedule.worker
         kept = [(m, chunk.stage) for chunk in resumption.chunks for m in chunk.ledger]
-        left = [(op.microbatch, op.stage) for op in resumption.schedule.ops if op.kind.is_accumulating]
+        left = [(op.microbatch, op.stage) for op in resumption.schedule.ops if op.kind.row.is_accumulating]
         if len({*kept, *left}) < len(kept) + len(left):
             raise Violated(f"{me} is to add up twice, of {kept} and {left}")
         for contribution in (*kept, *left):

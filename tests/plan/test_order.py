@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
+from skein.plan.ops import OpKind
 from skein.plan.order import ascending_schedules, ops_of
-from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
+from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 from tests.support.plans import chunk, path, words_of
 
@@ -66,7 +67,7 @@ def test_every_op_is_scheduled_once_on_its_worker_each_chunk_by_microbatch(seed:
 
 def check_chunk(ops: list[PlannedOp], slots: int) -> None:
     forwards = [op.microbatch for op in ops if op.kind is OpKind.FORWARD]
-    accumulated = [op.microbatch for op in ops if op.kind.is_accumulating]
+    accumulated = [op.microbatch for op in ops if op.kind.row.is_accumulating]
     assert forwards == sorted(forwards)
     assert accumulated == sorted(accumulated)
     in_flight = 0

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.plan.plan import OpKind, Plan
+from skein.plan.plan import Plan
 from skein.plan.reroute import rerouted
 from skein.plan.rest import Need, Rest, rest_of
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from skein.plan.ops import Direction
 from skein.plan.plan import Plan
 from skein.protocol.messages import ChunkProgress, Evaluate, Origin, ResumedChunk, Resumption
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, OpFailed, hop_key
 from skein.protocol.reports import Ack, StageDone, Trouble
-from skein.protocol.tensors import Direction, HopTensor, Phase
+from skein.protocol.tensors import HopTensor, Phase
 from skein.protocol.worker_io import Build, BuildFailed, DropTensor, LogShortened, RunOp, SendTensor
 from skein.types import Epoch, Generation, MicrobatchId, StageIndex, Step
 from tests.support.hands import Hand, record

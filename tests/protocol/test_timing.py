@@ -1,9 +1,10 @@
 """What a worker tells of its times: medians of training, bounded, once for each piece of news."""
 
+from skein.plan.ops import Direction
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
 from skein.protocol.reports import TimesMeasured
-from skein.protocol.tensors import Direction, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.work.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
 from skein.types import Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.plans import chunk, path

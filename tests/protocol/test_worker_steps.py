@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from skein.plan.ops import Direction
 from skein.protocol.messages import ChunkVersion, Decision, Evaluate, Save, StepRecord
 from skein.protocol.ops import (
     ApplyOp,
@@ -22,7 +23,7 @@ from skein.protocol.reports import (
     Trouble,
     Vote,
 )
-from skein.protocol.tensors import Direction, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker_io import (
     BytesMoved,
     CheckpointSaved,

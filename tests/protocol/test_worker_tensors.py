@@ -2,9 +2,10 @@
 
 import pytest
 
+from skein.plan.ops import Direction
 from skein.protocol.ops import ApplyOp, LossOp
 from skein.protocol.reports import Suspected
-from skein.protocol.tensors import Direction, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker_io import DropTensor, SendFailed
 from skein.types import Generation, GroupId, JobId, MicrobatchId, Step, WorkerId
 from tests.support.hands import envelope

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skein.model.layers import layers_of
+from skein.plan.ops import Direction
 from skein.plan.plan import Plan
 from skein.protocol.history import History
 from skein.protocol.messages import (
@@ -31,7 +32,7 @@ from skein.protocol.records import (
     StepCommitted,
 )
 from skein.protocol.runs.giving_up import LEAST_S
-from skein.protocol.tensors import Direction, HopTensor, Phase
+from skein.protocol.tensors import HopTensor, Phase
 from skein.protocol.worker import Worker
 from skein.sim.executor import SimExecutor, stage_times
 from skein.sim.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of

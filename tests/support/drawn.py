@@ -3,8 +3,9 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.plan.plan import OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 from tests.support.plans import chunk, path, plan_of
 

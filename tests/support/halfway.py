@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.plan.plan import OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.protocol.messages import ChunkProgress, ChunkVersion
 from skein.protocol.reports import Ack
 from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
@@ -82,7 +83,7 @@ class Halfway:
         for schedule in schedules:
             for op in schedule.ops:
                 at = ChunkRef(stage=op.stage, worker=schedule.worker)
-                queues[at, op.kind.is_accumulating].append(op)
+                queues[at, op.kind.row.is_accumulating].append(op)
         following: dict[PlannedOp, PlacedOp] = {}
         arrived = {placed.op: placed for placed in given}
         for m, path in enumerate(paths):

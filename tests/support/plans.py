@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
+from skein.plan.ops import OpKind
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import (
     Alternates,
     ChunkPlan,
     Group,
-    OpKind,
     Path,
     Plan,
     PlannedOp,

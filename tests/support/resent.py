@@ -1,8 +1,8 @@
 """Boundary tensors that are sent again, as the ops that take them."""
 
+from skein.plan.ops import Direction, OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.plan.plan import OpKind
-from skein.protocol.tensors import Direction, HopTensor
+from skein.protocol.tensors import HopTensor
 
 
 def op_of(header: HopTensor) -> PlacedOp:

@@ -5,8 +5,9 @@ from threading import Event
 import pytest
 import torch
 
+from skein.plan.ops import Direction
 from skein.protocol.ops import HopKey
-from skein.protocol.tensors import Direction, Phase, ShardKind, ShardTensor
+from skein.protocol.tensors import Phase, ShardKind, ShardTensor
 from skein.types import GroupId, MicrobatchId, Step
 from skein.wire.extra import DType
 from tests.support.plans import chunk

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from skein.errors import LocalError
+from skein.plan.ops import Direction
 from skein.plan.plan import Path
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp
-from skein.plan.plan import OpKind, Plan
+from skein.plan.plan import Plan
 from skein.protocol.messages import Resumption
 from skein.protocol.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, hop_key
 from skein.protocol.runs.resuming import resume

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from skein.errors import LocalError
+from skein.plan.ops import Direction
 from skein.protocol.ops import TensorKey, hop_key
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import Generation, Step
 from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
 

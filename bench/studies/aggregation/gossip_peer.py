@@ -15,9 +15,10 @@ from grpc import aio
 from pydantic import BaseModel, ConfigDict
 
 from bench.emulated.fleet import WORKER_HOST
+from skein.plan.ops import Direction
 from skein.plan.plan import Path as HopPath
 from skein.protocol.messages import Member
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase
+from skein.protocol.tensors import Envelope, HopTensor, Phase
 from skein.rng import stream
 from skein.types import (
     ChunkRef,

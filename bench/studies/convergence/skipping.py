@@ -22,7 +22,8 @@ from skein.config.schedule import learning_rate
 from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
 from skein.plan.cut import cut
-from skein.plan.plan import Alternates, ChunkPlan, Group, OpKind, Path, Plan, PlannedOp, Schedule
+from skein.plan.ops import OpKind
+from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
 from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Ledger, StepRecord
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.plan import OpKind, Plan
+from skein.plan.ops import OpKind
+from skein.plan.plan import Plan
 from skein.plan.route.evaluate import sequence_of, timeline
 from skein.plan.route.of_job import Posed
 from skein.plan.route.problem import F64, I64, Problem, Routing

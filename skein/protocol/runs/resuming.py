@@ -13,12 +13,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skein.plan.plan import OpKind, Path, Plan
+from skein.plan.ops import Direction, OpKind
+from skein.plan.plan import Path, Plan
 from skein.plan.reroute import rerouted, usable
 from skein.plan.rest import Contribution, Need, Rest, rest_of
 from skein.protocol.messages import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.reports import Ack
-from skein.protocol.tensors import Direction, HopTensor, Phase
+from skein.protocol.tensors import HopTensor, Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
 
 _Progress = Mapping[ChunkRef, ChunkProgress]
@@ -216,7 +217,7 @@ def _expected(
     expected = {x.chunk: [*progress[x.chunk].ledger] if x.chunk in counted else [] for x in plan.chunks}
     for schedule in rest.schedules:
         for op in schedule.ops:
-            if op.kind.is_accumulating:
+            if op.kind.row.is_accumulating:
                 expected[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op.microbatch)
     return {chunk: tuple(ids) for chunk, ids in expected.items()}
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, assert_never
 
-from skein.plan.plan import OpKind, Path, PlannedOp, Schedule
+from skein.plan.ops import Direction, OpKind
+from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages import ChunkAssignment, Ledger, Origin
 from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
-from skein.protocol.tensors import Direction, HopTensor, Phase
+from skein.protocol.tensors import HopTensor, Phase
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
 ComputeOp = ForwardOp | LossOp | BackwardOp
@@ -83,8 +84,8 @@ class _Chunk:
     def _plan(self, listed: Iterable[_Listed]) -> None:
         left = list(listed)
         self.planned = {listed_op.op for listed_op in left}
-        self._forwards = deque(listed_op for listed_op in left if not listed_op.op.kind.is_accumulating)
-        self._accumulations = deque(listed_op for listed_op in left if listed_op.op.kind.is_accumulating)
+        self._forwards = deque(listed_op for listed_op in left if not listed_op.op.kind.row.is_accumulating)
+        self._accumulations = deque(listed_op for listed_op in left if listed_op.op.kind.row.is_accumulating)
 
     @property
     def is_done(self) -> bool:

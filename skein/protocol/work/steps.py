@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
+from skein.plan.ops import Direction
 from skein.protocol.messages import (
     Assign,
     ChunkProgress,
@@ -43,7 +44,7 @@ from skein.protocol.ops import (
     hop_key,
 )
 from skein.protocol.reports import EvaluationDone, StageDone, Vote
-from skein.protocol.tensors import Direction, Envelope, HopTensor, Phase, ShardTensor, TensorHeader
+from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.work.exchanges import Exchanges
 from skein.protocol.work.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.work.reduction import Exchange, Moves, handed_out

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median, quantiles
 
-from skein.plan.plan import ChunkTime, OpKind, TransferTime
+from skein.plan.ops import OpKind
+from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.protocol.reports import TimesMeasured
 from skein.protocol.tensors import HopTensor, Phase, TensorHeader

@@ -11,7 +11,8 @@ from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
 from skein.plan.load import job_layers, stage_loads
-from skein.plan.plan import Infeasible, OpKind, Plan
+from skein.plan.ops import OpKind
+from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.of_job import Posed, pose
 from skein.plan.route.of_plan import routing_of

@@ -7,8 +7,9 @@ import pytest
 import torch
 from grpc import aio
 
+from skein.plan.ops import Direction
 from skein.protocol.messages import Member
-from skein.protocol.tensors import Direction, HopTensor
+from skein.protocol.tensors import HopTensor
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART

@@ -1,0 +1,202 @@
+"""The ops of a microbatch, one row for each kind: what it takes and gives, what it does to slots and sums, its cost.
+
+Rules of this file
+- Whoever asks what follows what, what an op waits for, frees or adds to, or what it costs, asks these rows, or
+  `path_ops`, which lays them out along a path. A new kind is a row here, and its deed where ops are carried out.
+- A path's ops are a graph: each waits for those whose outputs it takes. They are numbered so that every op comes after
+  what it waits for; a microbatch's ops may be taken in that order wherever a single line of them is wanted.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
+
+
+class Direction(StrEnum):
+    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+    @property
+    def step(self) -> int:
+        """From the hop that makes such a tensor to the hop that takes it."""
+        return 1 if self is Direction.FORWARD else -1
+
+
+class Kept(StrEnum):
+    """What an op leaves at its chunk for a later op of the same microbatch."""
+
+    GRAPH = "graph"
+
+
+class Cost(StrEnum):
+    """Whose seconds an op takes, of those that are known of a chunk: LOSS is both others, unless measured by itself."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+    def seconds(self, forward_s: float, backward_s: float) -> float:
+        """The op's seconds where a loss is its chunk's forward and backward."""
+        if self is Cost.LOSS:
+            return forward_s + backward_s
+        return forward_s if self is Cost.FORWARD else backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """What is asked about a kind of op.
+
+    Args:
+        letter: in plan files and pictures.
+        is_last: it is done at the last hop of a path; others at every hop before that.
+        takes: the boundary tensor that it waits for; where its path begins there is none.
+        gives: the boundary tensor that it makes, for which the neighbouring hop waits.
+        uses: what it waits for at its own chunk, and uses up.
+        leaves: what it leaves at its own chunk.
+        slots: how many slots of its chunk it takes (1), or gives back (-1).
+        is_accumulating: its end is the microbatch's contribution to the chunk's gradient.
+        cost: whose seconds it takes.
+        urgency: of what is ready, the least goes first where no order is given.
+    """
+
+    letter: str
+    is_last: bool = False
+    takes: Direction
+    gives: Direction | None = None
+    uses: Kept | None = None
+    leaves: Kept | None = None
+    slots: int = 0
+    is_accumulating: bool = False
+    cost: Cost
+    urgency: int
+
+
+class OpKind(StrEnum):
+    """What a worker does with a microbatch: LOSS is the last hop of a path, forward and backward in one."""
+
+    row: OpRow
+
+    FORWARD = (
+        "forward",
+        OpRow(
+            letter="F",
+            takes=Direction.FORWARD,
+            gives=Direction.FORWARD,
+            leaves=Kept.GRAPH,
+            slots=1,
+            cost=Cost.FORWARD,
+            urgency=2,
+        ),
+    )
+    LOSS = (
+        "loss",
+        OpRow(
+            letter="L",
+            is_last=True,
+            takes=Direction.FORWARD,
+            gives=Direction.BACKWARD,
+            is_accumulating=True,
+            cost=Cost.LOSS,
+            urgency=1,
+        ),
+    )
+    BACKWARD = (
+        "backward",
+        OpRow(
+            letter="B",
+            takes=Direction.BACKWARD,
+            gives=Direction.BACKWARD,
+            uses=Kept.GRAPH,
+            slots=-1,
+            is_accumulating=True,
+            cost=Cost.BACKWARD,
+            urgency=0,
+        ),
+    )
+
+    def __new__(cls, value: str, row: OpRow) -> "OpKind":
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.row = row
+        return kind
+
+
+class PathOp(NamedTuple):
+    """An op of a path, by its number: where it is done, and the numbers of what it waits for and what waits for it.
+
+    `inputs` make the boundary tensors that it takes, `own` what it uses at its own chunk.
+    """
+
+    number: int
+    kind: OpKind
+    hop: int
+    inputs: tuple[int, ...]
+    own: tuple[int, ...]
+    followers: tuple[int, ...]
+
+    @property
+    def num_awaited(self) -> int:
+        """Ops that end before this one begins."""
+        return len(self.inputs) + len(self.own)
+
+
+_Place = tuple[OpKind, int]
+"""A kind and the hop at which it is done."""
+
+
+@cache
+def path_ops(num_hops: int) -> tuple[PathOp, ...]:
+    """All ops of a path of so many hops, each after those that it waits for.
+
+    >>> [f"{op.kind.row.letter}{op.hop}" for op in path_ops(3)]
+    ['F0', 'F1', 'L2', 'B1', 'B0']
+    >>> path_ops(3)[3].inputs, path_ops(3)[3].own, path_ops(3)[1].followers
+    ((2,), (1,), (2, 3))
+    """
+    places = [(kind, hop) for kind in OpKind for hop in _hops(kind.row, num_hops)]
+    makers: defaultdict[tuple[int, Direction | Kept | None], list[_Place]] = defaultdict(list)
+    for kind, hop in places:
+        makers[hop, kind.row.gives].append((kind, hop))
+        makers[hop, kind.row.leaves].append((kind, hop))
+    inputs = {(kind, hop): makers[hop - kind.row.takes.step, kind.row.takes] for kind, hop in places}
+    own = {(kind, hop): makers[hop, kind.row.uses] if kind.row.uses else [] for kind, hop in places}
+    followers: defaultdict[_Place, list[_Place]] = defaultdict(list)
+    for place in places:
+        for awaited in (*inputs[place], *own[place]):
+            followers[awaited].append(place)
+    number = _numbered({place: len(inputs[place]) + len(own[place]) for place in places}, followers)
+    return tuple(
+        PathOp(
+            number=at,
+            kind=place[0],
+            hop=place[1],
+            inputs=tuple(number[x] for x in inputs[place]),
+            own=tuple(number[x] for x in own[place]),
+            followers=tuple(sorted(number[x] for x in followers[place])),
+        )
+        for place, at in number.items()
+    )
+
+
+def _hops(row: OpRow, num_hops: int) -> range:
+    return range(num_hops - 1, num_hops) if row.is_last else range(num_hops - 1)
+
+
+def _numbered(num_awaited: dict[_Place, int], followers: Mapping[_Place, list[_Place]]) -> dict[_Place, int]:
+    """Numbers of all ops, each above those of what it waits for; of those that may be next the first listed."""
+    ready = deque(place for place, num in num_awaited.items() if not num)
+    number: dict[_Place, int] = {}
+    while ready:
+        place = ready.popleft()
+        number[place] = len(number)
+        for follower in followers.get(place, ()):
+            num_awaited[follower] -= 1
+            if not num_awaited[follower]:
+                ready.append(follower)
+    assert len(number) == len(num_awaited), "the rows make ops wait for each other in a circle"
+    return number

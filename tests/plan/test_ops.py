@@ -1,0 +1,41 @@
+"""What the table of ops says of a path."""
+
+import pytest
+
+from skein.plan.ops import OpKind, PathOp, path_ops
+
+
+def named(op: PathOp) -> str:
+    return f"{op.kind.row.letter}{op.hop}"
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 5])
+def test_a_path_is_forwards_then_its_loss_then_backwards_home(num_hops: int) -> None:
+    last = num_hops - 1
+    there = [f"F{hop}" for hop in range(last)]
+    back = [f"B{hop}" for hop in reversed(range(last))]
+    assert [named(op) for op in path_ops(num_hops)] == [*there, f"L{last}", *back]
+
+
+def test_every_op_comes_after_what_it_waits_for_and_is_waited_for_by_it() -> None:
+    ops = path_ops(6)
+    for op in ops:
+        assert ops[op.number] is op
+        for before in (*op.inputs, *op.own):
+            assert before < op.number
+            assert op.number in ops[before].followers
+
+
+def test_tensors_come_from_neighbouring_hops_and_graphs_from_the_own_one() -> None:
+    ops = path_ops(4)
+    for op in ops:
+        assert {ops[x].hop - op.hop for x in op.inputs} <= {-1, 1}
+        assert all(ops[x].hop == op.hop for x in op.own)
+    assert [named(ops[x]) for op in ops if op.kind is OpKind.BACKWARD for x in op.own] == ["F2", "F1", "F0"]
+
+
+def test_what_a_path_takes_of_slots_it_gives_back_and_each_hop_accumulates_once() -> None:
+    ops = path_ops(5)
+    for hop in range(5):
+        assert sum(op.kind.row.slots for op in ops if op.hop == hop) == 0
+        assert sum(op.kind.row.is_accumulating for op in ops if op.hop == hop) == 1
