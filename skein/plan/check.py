@@ -8,7 +8,7 @@ from skein.config.job import JobSpec
 from skein.config.robust import Krum, NoRobust, TrimmedMean
 from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
 from skein.plan.load import job_layers, stage_loads, tied_bytes
-from skein.plan.ops import OpKind
+from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
 from skein.plan.walkers import walkers_of
@@ -169,12 +169,12 @@ def _schedule(schedule: Schedule, asked: Counter[PlannedOp]) -> Iterator[str]:
     for difference, word in ((asked - listed, "lacks"), (listed - asked, "has without need")):
         for op in list(difference)[:1]:
             yield f"the schedule of {schedule.worker} {word} {_named(op)}"
-    behind = {(op.stage, op.microbatch) for op in asked if op.kind is OpKind.BACKWARD}
+    left: set[tuple[StageIndex, MicrobatchId, Kept | None]] = set()
     for op in schedule.ops:
-        if op.kind is OpKind.BACKWARD and (op.stage, op.microbatch) in behind:
+        row = op.kind.row
+        if row.uses and op in asked and (op.stage, op.microbatch, row.uses) not in left:
             yield f"{schedule.worker} goes back through stage {op.stage} before forward: microbatch {op.microbatch}"
-        elif op.kind is OpKind.FORWARD:
-            behind.discard((op.stage, op.microbatch))
+        left.add((op.stage, op.microbatch, row.leaves))
 
 
 def _named(op: PlannedOp) -> str:

@@ -3,27 +3,32 @@
 Rules of this file
 - Nothing here knows times: an op takes one turn, and what it made is where it goes in the next.
 - What may run is decided by `DryRun` for every schedule alike: of one chunk, forwards in their order, what accumulates
-  in its order, a forward only into a free slot, and each op after the one whose output it takes. Whether all of that
+  in its order, a forward only into a free slot, and each op after those whose outputs it takes. Whether all of that
   can be met does not depend on which worker runs what first.
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.ops import OpKind
+from skein.plan.ops import PathOp, path_ops
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOp:
-    """An op of a training microbatch at the chunk of hop `hop` of its path."""
+    """An op of a training microbatch at the chunk of hop `hop` of its path, and how it lies there."""
 
     op: PlannedOp
     chunk: ChunkRef
-    hop: int
+    at: PathOp
+
+    @property
+    def hop(self) -> int:
+        return self.at.hop
 
 
 Urgency = Callable[[PlacedOp], tuple[int, ...]]
@@ -31,15 +36,11 @@ Urgency = Callable[[PlacedOp], tuple[int, ...]]
 
 
 def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
-    """Every op of a training microbatch, each after the one whose output it takes."""
-    last = len(path.hops) - 1
-    ways = [(hop, OpKind.FORWARD) for hop in range(last)]
-    ways += [(last, OpKind.LOSS)]
-    ways += [(hop, OpKind.BACKWARD) for hop in reversed(range(last))]
-    for hop, kind in ways:
-        chunk = path.hops[hop]
-        op = PlannedOp(kind=kind, stage=chunk.stage, microbatch=microbatch)
-        yield PlacedOp(op=op, chunk=chunk, hop=hop)
+    """Every op of a training microbatch, each after those whose outputs it takes, by number."""
+    for at in path_ops(len(path.hops)):
+        chunk = path.hops[at.hop]
+        op = PlannedOp(kind=at.kind, stage=chunk.stage, microbatch=microbatch)
+        yield PlacedOp(op=op, chunk=chunk, at=at)
 
 
 def ascending_schedules(
@@ -89,11 +90,8 @@ def left_undone(plan: Plan) -> tuple[PlannedOp, ...]:
     return walk.waiting()
 
 
-_PLACE_BY_KIND = {OpKind.BACKWARD: 0, OpKind.LOSS: 1, OpKind.FORWARD: 2}
-
-
 def _oldest_first(placed: PlacedOp) -> tuple[int, ...]:
-    return _PLACE_BY_KIND[placed.op.kind], placed.op.microbatch, -placed.hop
+    return placed.op.kind.row.urgency, placed.op.microbatch, -placed.hop
 
 
 class _ChunkQueue:
@@ -119,7 +117,7 @@ class _ChunkQueue:
             self._accumulations.popleft()
         else:
             self._forwards.popleft()
-        self._free_slots += {OpKind.FORWARD: -1, OpKind.LOSS: 0, OpKind.BACKWARD: 1}[op.kind]
+        self._free_slots -= op.kind.row.slots
 
 
 class DryRun:
@@ -142,11 +140,13 @@ class DryRun:
     ) -> None:
         self._urgency = urgency
         self._ways = [list(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
-        self._reached = [0] * len(self._ways)
+        self._awaited = [[placed.at.num_awaited for placed in way] for way in self._ways]
+        self._left = [set(range(len(way))) for way in self._ways]
         self._queues = {chunk: _ChunkQueue(listed, slots[chunk]) for chunk, listed in ops.items()}
         self._ready: dict[WorkerId, list[tuple[tuple[int, ...], PlacedOp]]] = {}
-        for way in self._ways:
-            self._arrive(way[0])
+        for placed in itertools.chain(*self._ways):
+            if not placed.at.num_awaited:
+                self._arrive(placed)
 
     def turn(self) -> list[PlacedOp]:
         """One op of each worker that has one ready, by worker; nothing if all is done or nothing can go on."""
@@ -159,17 +159,18 @@ class DryRun:
 
     def waiting(self) -> tuple[PlannedOp, ...]:
         """The next op of each microbatch that is not through."""
-        ways = zip(self._ways, self._reached, strict=True)
-        return tuple(way[reached].op for way, reached in ways if reached < len(way))
+        return tuple(way[min(left)].op for way, left in zip(self._ways, self._left, strict=True) if left)
 
     def _end(self, placed: PlacedOp) -> None:
         self._queues[placed.chunk].end(placed.op)
         self._release(placed.chunk)
         microbatch = placed.op.microbatch
-        self._reached[microbatch] += 1
-        way = self._ways[microbatch]
-        if self._reached[microbatch] < len(way):
-            self._arrive(way[self._reached[microbatch]])
+        self._left[microbatch].remove(placed.at.number)
+        awaited = self._awaited[microbatch]
+        for follower in placed.at.followers:
+            awaited[follower] -= 1
+            if not awaited[follower]:
+                self._arrive(self._ways[microbatch][follower])
 
     def _arrive(self, placed: PlacedOp) -> None:
         self._queues[placed.chunk].arrived[placed.op] = placed

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
@@ -76,9 +75,6 @@ def rest_of(
     )
 
 
-_PLACE_BY_KIND = {OpKind.BACKWARD: 0, OpKind.LOSS: 1, OpKind.FORWARD: 2}
-
-
 class _Walk:
     """One try, with these activations kept."""
 
@@ -97,22 +93,19 @@ class _Walk:
         ]
         self._next = [0] * len(self._ways)
         self._free = dict(slots)
-        for way in self._ways:
-            for placed in way:
-                if placed.op.kind is OpKind.FORWARD and _contribution(placed) in kept:
-                    self._free[placed.chunk] -= 1
+        for placed in itertools.chain(*self._ways):
+            if not placed.op.kind.row.is_accumulating and _contribution(placed) in kept:
+                self._free[placed.chunk] -= placed.op.kind.row.slots
         self._waiting: list[PlacedOp] = []
         self._forwards: defaultdict[ChunkRef, deque[MicrobatchId]] = defaultdict(deque)
         for way, left in zip(self._ways, self._left, strict=True):
             for placed in (way[place] for place in left):
-                if placed.op.kind is OpKind.FORWARD:
+                if not placed.op.kind.row.is_accumulating:
                     self._forwards[placed.chunk].append(placed.op.microbatch)
 
     def _is_done(self, placed: PlacedOp) -> bool:
         done = _contribution(placed) in self._ledger
-        if placed.op.kind is OpKind.FORWARD:
-            return done or _contribution(placed) in self._kept
-        return done
+        return done or (not placed.op.kind.row.is_accumulating and _contribution(placed) in self._kept)
 
     def turns(self) -> Iterator[PlacedOp]:
         """Every op that is left, as far as it can be run."""
@@ -130,18 +123,16 @@ class _Walk:
                 yield best[worker]
 
     def _may_run(self, placed: PlacedOp) -> bool:
-        if placed.op.kind is not OpKind.FORWARD:
+        if placed.op.kind.row.is_accumulating:
             return True
         chunk = placed.chunk
         return self._free[chunk] > 0 and self._forwards[chunk][0] == placed.op.microbatch
 
     def _run(self, placed: PlacedOp) -> None:
         self._next[placed.op.microbatch] += 1
-        if placed.op.kind is OpKind.FORWARD:
-            self._free[placed.chunk] -= 1
+        self._free[placed.chunk] -= placed.op.kind.row.slots
+        if not placed.op.kind.row.is_accumulating:
             self._forwards[placed.chunk].popleft()
-        elif placed.op.kind is OpKind.BACKWARD:
-            self._free[placed.chunk] += 1
 
     def _rows(self) -> Iterator[tuple[list[PlacedOp], list[int], int]]:
         return zip(self._ways, self._left, self._next, strict=True)
@@ -158,11 +149,12 @@ class _Walk:
         return next(x.chunk for x in self._ways[microbatch] if x.chunk.stage == stage)
 
     def needs(self) -> Iterator[Need]:
-        """Where an op that is left follows one that is done."""
+        """Where an op that is left takes a boundary tensor that one that is done has made."""
         for way in self._ways:
-            for before, placed in itertools.pairwise(way):
-                if self._is_done(before) and not self._is_done(placed):
-                    yield Need(op=placed, made_by=before)
+            for placed in way:
+                for before in (way[number] for number in placed.at.inputs):
+                    if self._is_done(before) and not self._is_done(placed):
+                        yield Need(op=placed, made_by=before)
 
 
 def _contribution(placed: PlacedOp) -> Contribution:
@@ -170,4 +162,4 @@ def _contribution(placed: PlacedOp) -> Contribution:
 
 
 def _urgency(placed: PlacedOp) -> tuple[int, int]:
-    return _PLACE_BY_KIND[placed.op.kind], placed.op.microbatch
+    return placed.op.kind.row.urgency, placed.op.microbatch

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from skein.plan.load import StageLoad, num_shards
-from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.place import Pool
 from skein.plan.plan import Group, Path, PlannedOp, Schedule
@@ -40,8 +39,8 @@ class Pace:
 
     def op_s(self, worker: int, op: PlannedOp) -> float:
         """One op."""
-        ahead_s, back_s = float(self.forward_s[worker, op.stage]), float(self.backward_s[worker, op.stage])
-        return {OpKind.FORWARD: ahead_s, OpKind.BACKWARD: back_s, OpKind.LOSS: ahead_s + back_s}[op.kind]
+        forward_s, backward_s = self.forward_s[worker, op.stage], self.backward_s[worker, op.stage]
+        return op.kind.row.cost.seconds(float(forward_s), float(backward_s))
 
 
 def pace_of(pool: Pool, loads: Sequence[StageLoad], forward_s: F64, backward_s: F64) -> Pace:
@@ -117,12 +116,13 @@ class _Walk:
         self._pace = pace
         self._position = {worker: i for i, worker in enumerate(pace.pool.workers)}
         self._ways = [tuple(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
-        self._reached = [0] * len(paths)
-        self._ready_s = [0.0] * len(paths)
+        self._number = [{placed.op: placed.at.number for placed in way} for way in self._ways]
+        self._awaited = [[placed.at.num_awaited for placed in way] for way in self._ways]
+        self._ready_s = [[0.0] * len(way) for way in self._ways]
         self._lists: Mapping[WorkerId, tuple[PlannedOp, ...]] = {x.worker: x.ops for x in schedules}
         self._at = dict.fromkeys(self._lists, 0)
         self._free_s = dict.fromkeys(self._lists, 0.0)
-        self._running: list[tuple[float, int, PlacedOp]] = []
+        self._running: list[tuple[float, int, int, PlacedOp]] = []
         self._busy: set[WorkerId] = set()
         self._up_s: defaultdict[int, float] = defaultdict(float)
         self._down_s: defaultdict[int, float] = defaultdict(float)
@@ -138,16 +138,17 @@ class _Walk:
         for worker in self._lists:
             self._begin(worker)
         while self._running:
-            end_s, m, placed = heappop(self._running)
+            end_s, m, _, placed = heappop(self._running)
             worker = placed.chunk.worker
             self._busy.discard(worker)
             self._at[worker] += 1
             if placed.op.kind.row.is_accumulating:
                 ends_s[placed.chunk.stage] = max(ends_s[placed.chunk.stage], end_s)
-            self._reached[m] += 1
-            if self._reached[m] < len(self._ways[m]):
-                target = self._ways[m][self._reached[m]].chunk.worker
-                self._ready_s[m] = self._arrival_s(worker, target, end_s)
+            for number in placed.at.followers:
+                target = self._ways[m][number].chunk.worker
+                ready_s = self._arrival_s(worker, target, end_s)
+                self._ready_s[m][number] = max(self._ready_s[m][number], ready_s)
+                self._awaited[m][number] -= 1
                 self._begin(target)
             self._begin(worker)
         return dict(ends_s)
@@ -158,14 +159,14 @@ class _Walk:
         if worker in self._busy or at == len(ops):
             return
         m = int(ops[at].microbatch)
-        way, reached = self._ways[m], self._reached[m]
-        if reached == len(way) or way[reached].op != ops[at] or way[reached].chunk.worker != worker:
+        number = self._number[m].get(ops[at])
+        if number is None or self._awaited[m][number] or self._ways[m][number].chunk.worker != worker:
             return
-        begin_s = max(self._free_s[worker], self._ready_s[m])
+        begin_s = max(self._free_s[worker], self._ready_s[m][number])
         end_s = begin_s + self._pace.op_s(self._position[worker], ops[at])
         self._free_s[worker] = end_s
         self._busy.add(worker)
-        heappush(self._running, (end_s, m, way[reached]))
+        heappush(self._running, (end_s, m, number, self._ways[m][number]))
 
     def _arrival_s(self, sender: WorkerId, receiver: WorkerId, ready_s: float) -> float:
         """When a tensor is there that is ready now; its lines are taken until then, latency apart."""
