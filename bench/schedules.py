@@ -14,8 +14,8 @@ from functools import cache
 import numpy as np
 
 from bench.report import Row, finish
-from skein.plan.schedules.choose import Candidate, choose
-from skein.plan.schedules.cost import Cut, Links, StageCost, even_cut
+from bench.scheduling.choice import Candidate, choose
+from bench.scheduling.pricing import Cut, Links, StageCost, even_cut
 from skein.plan.schedules.ops import Placement
 
 NUM_WORKERS = 4

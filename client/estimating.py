@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
+from skein.plan.agreeing.estimates import Estimate, estimate_of_job, estimate_of_plan
 from skein.plan.balanced import make_plan
-from skein.plan.estimates import Estimate, estimate_of_job, estimate_of_plan
+from skein.plan.changing.redundancy import shortfalls
 from skein.plan.plan import Infeasible
-from skein.plan.redundancy import shortfalls
 from skein.topology.fleet import Fleet, FleetWorker, Link
 from skein.wire.views import WorkerState, WorkerStatus
 

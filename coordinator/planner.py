@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, reckoned_s
+from skein.plan.changing.moving import between_s
 from skein.plan.check import violations
-from skein.plan.moving import between_s
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator_io import MakePlan, PlanMade
 from skein.rng import key

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from coordinator.journal import Journal
 from skein.config.job import JobSpec
+from skein.plan.changing.redundancy import Shortfall, shortfalls
+from skein.plan.changing.silent import busy_workers
 from skein.plan.plan import Plan
-from skein.plan.redundancy import Shortfall, shortfalls
-from skein.plan.silent import busy_workers
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.membership import Entry
 from skein.protocol.runs.measuring import Measured

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
-from skein.plan.costs import Circle
-from skein.plan.estimates import Estimate, estimate
+from skein.plan.agreeing.costs import Circle
+from skein.plan.agreeing.estimates import Estimate, estimate
 
 PAGE = Path(__file__).with_name("aggregation.md")
 BEGIN, END = "<!-- costs: generated, see docs/generate_aggregation.py -->", "<!-- end of costs -->"

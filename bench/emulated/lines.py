@@ -3,7 +3,7 @@
 Rules of this file
 - What one worker sends another takes bytes / bandwidth, during which it holds the sender's uplink and the receiver's
   downlink, and the link's latency after that. Who comes first goes first. That is what planners reckon with:
-  `skein.plan.route.cost.run_sequence`.
+  `skein.plan.route.kernels.cost.run_sequence`.
 - What is small (credit, acknowledgements, pings) holds nothing and waits for nothing: on a real line it goes between
   the packets of a transfer.
 """

@@ -18,7 +18,7 @@ from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
 from skein.model.parameters import parameter_shapes
-from skein.plan.estimates import estimate_of_job
+from skein.plan.agreeing.estimates import estimate_of_job
 
 
 def outline(job: JobSpec) -> str:

@@ -182,7 +182,7 @@ def best_of(standing: Standing) -> PlanFound:
 
 
 def _drawn(case: "Case", best: PlanFound) -> str:
-    from skein.plan.gantt import gantt_svg
+    from client.planning.gantt import gantt_svg
     from skein.plan.route.evaluate import timeline
 
     problem = replace(case.problem, path_len=best.path_len)
@@ -190,7 +190,7 @@ def _drawn(case: "Case", best: PlanFound) -> str:
 
 
 def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
-    from skein.plan.route.document import plan_document
+    from client.planning.files.document import plan_document
 
     bound_s = None if standing.bound is None else min(standing.bound.seconds, best.step_s)
     document = plan_document(

@@ -13,7 +13,7 @@ import click
 from client.documents import end_of_documents
 from skein.config.job import MOST_STEPS, JobSpec
 from skein.errors import UserError
-from skein.plan.estimates import estimate_of_job
+from skein.plan.agreeing.estimates import estimate_of_job
 from skein.protocol.incident import cost, counted, remedied, what
 from skein.protocol.runs.measuring import PARTED
 from skein.topology.fleet import Profile

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from client.planning.errand import NoPlan, Objective
+from client.planning.files.instance import activation_bytes_of, locations_of, problem_of, remarks
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.plan import Infeasible
-from skein.plan.route.instance import activation_bytes_of, locations_of, problem_of, remarks
 from skein.plan.route.problem import Problem, Routing
 from skein.topology.doubts import Doubt, questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import StageSpec
 
 if TYPE_CHECKING:
-    from skein.plan.estimates import Estimate
-    from skein.plan.route.of_job import Posed
+    from skein.plan.agreeing.estimates import Estimate
+    from skein.plan.route.job_problem import Posed
 
 _FLEET_KEYS = ("fleet", "job")
 
@@ -114,12 +114,12 @@ def _json(text: str, origin: str) -> Mapping[str, object]:
 
 def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
-    from client.planning.fleetfile import parse_fleet_file
+    from client.planning.files.fleetfile import parse_fleet_file
+    from skein.plan.agreeing.estimates import estimate_of_plan
     from skein.plan.balanced import make_plan, pool_of
-    from skein.plan.estimates import estimate_of_plan
     from skein.plan.load import job_layers
     from skein.plan.route.evaluate import ordered
-    from skein.plan.route.of_job import pose
+    from skein.plan.route.job_problem import pose
 
     given = parse_fleet_file(text, origin=origin)
     job, fleet = given.job, given.fleet

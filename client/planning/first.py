@@ -7,8 +7,8 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import sequence_of
+from skein.plan.route.kernels.simulate import NEVER, simulate
 from skein.plan.route.problem import Problem, Routing
-from skein.plan.route.simulate import NEVER, simulate
 from skein.plan.route.start import first_paths
 
 _MAX_OPS = 20_000

@@ -63,7 +63,7 @@ def told(text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
 
 def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
     """Bounds of rising effort, each at least as high as the one before."""
-    from skein.plan.route.bound import Effort, lower_bound
+    from skein.plan.route.bounds.bound import Effort, lower_bound
 
     best = bounded(lower_bound(problem, cutoff_s=cutoff_s, effort=Effort.SIMPLE))
     yield best
@@ -129,7 +129,7 @@ def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], floa
 
 def _is_compiled() -> bool:
     """Whether machine code of the longest loop is kept, or no loop's is: then nothing is gained by waiting for it."""
-    from skein.plan.route.anneal import anneal
+    from skein.plan.route.kernels.anneal import anneal
 
     kept_at = getattr(getattr(anneal, "stats", None), "cache_path", None)
     return not isinstance(kept_at, str) or any(Path(kept_at).glob("anneal.anneal-*.nbi"))

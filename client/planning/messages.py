@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 if TYPE_CHECKING:
-    from skein.plan.route.bound import Bound
+    from skein.plan.route.bounds.bound import Bound
     from skein.plan.route.problem import Routing
 
 

@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from client.planning.case import Case, without_reduction
-from client.planning.errand import Objective
-from client.planning.messages import Bounded, PlanFound
-from client.planning.portfolio import Standing
-from skein.plan.estimates import Estimate
-from skein.plan.route.account import (
+from client.planning.account import (
     CriticalWay,
     critical_way,
     holders_of,
@@ -19,6 +14,11 @@ from skein.plan.route.account import (
     reduction_bytes,
     transfer_counts,
 )
+from client.planning.case import Case, without_reduction
+from client.planning.errand import Objective
+from client.planning.messages import Bounded, PlanFound
+from client.planning.portfolio import Standing
+from skein.plan.agreeing.estimates import Estimate
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
 from skein.topology.doubts import Doubt

@@ -19,9 +19,14 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
+from skein.plan.agreeing.exchange import is_additive
+from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
+from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
+from skein.plan.clock.times import op_times, with_times
+from skein.plan.clock.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.plan.clock.walked import pace_of, sums_of, walked_s
 from skein.plan.cut import cut, cut_costs
-from skein.plan.exchange import is_additive
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
@@ -35,11 +40,6 @@ from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan
-from skein.plan.silent import with_silent, working
-from skein.plan.times import op_times, with_times
-from skein.plan.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
-from skein.plan.walked import pace_of, sums_of, walked_s
-from skein.plan.walkers import lines_of, paths_within, walkers_of
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
 from skein.types import ChunkRef, Layout, StageSpec, WorkerId
@@ -248,7 +248,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     slots = _slots(chunks, loads, wanted, pool)
     shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
-    # An exchange is no part of every step; what it costs is told by skein.plan.estimates.
+    # An exchange is no part of every step; what it costs is told by skein.plan.agreeing.estimates.
     is_plain = setting.job.aggregation.walkers.sum_every_step
     reductions_s = [reduction_s(group, num_bytes, pool) if is_plain else 0.0 for group, num_bytes in groups]
     schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from skein.config.aggregation import AllReduce, DiLoCo
 from skein.config.job import JobSpec
 from skein.config.robust import Krum, NoRobust, TrimmedMean
-from skein.plan.exchange import Direct, Ring, Tree, is_additive, is_tree
+from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_additive, is_tree
+from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
-from skein.plan.walkers import walkers_of
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 from skein.units import format_bytes

@@ -8,12 +8,12 @@ import numpy as np
 
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec
-from skein.plan.exchange import Row
+from skein.plan.agreeing.exchange import Row
+from skein.plan.agreeing.rounds import rows_of
+from skein.plan.clock.timing import pattern_of
 from skein.plan.load import StageLoad, num_shards
 from skein.plan.place import Pool
 from skein.plan.plan import Alternates, Group
-from skein.plan.rounds import rows_of
-from skein.plan.timing import pattern_of
 from skein.topology.consensus import choose
 from skein.topology.links import LinkMatrices
 from skein.types import ChunkRef, GroupId, StageSpec, WorkerId

@@ -4,7 +4,7 @@ reduces with whom."""
 import hashlib
 from dataclasses import dataclass, replace
 
-from skein.plan.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
+from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
 from skein.plan.ops import OpKind
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 

@@ -14,25 +14,25 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, counted, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.changing.moving import Held
+from skein.plan.changing.recut import recut, widths
+from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
+from skein.plan.clock.times import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
-from skein.plan.moving import Held
 from skein.plan.ops import OpKind
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
-from skein.plan.recut import recut, widths
-from skein.plan.replan.of_job import follow
-from skein.plan.route.arrays import op_numbers
-from skein.plan.route.bound import Bound, Effort, lower_bound
+from skein.plan.replan.job_replan import follow
+from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
-from skein.plan.route.of_job import Posed, pose, resized
-from skein.plan.route.of_plan import routing_of
+from skein.plan.route.job_problem import Posed, pose, resized
+from skein.plan.route.kernels.arrays import op_numbers
 from skein.plan.route.orders import FIRST_COME, named_orders
+from skein.plan.route.plan_routing import routing_of
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
-from skein.plan.silent import slower_s, with_silent, working
-from skein.plan.times import op_times, with_times
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId

@@ -7,10 +7,10 @@ from math import inf, isfinite, prod
 from typing import assert_never
 
 from skein.config.job import JobSpec, with_steps
+from skein.plan.agreeing.rounds import is_exchange, local_group
+from skein.plan.agreeing.walkers import walkers_of
+from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
-from skein.plan.reroute import ways
-from skein.plan.rounds import is_exchange, local_group
-from skein.plan.walkers import walkers_of
 from skein.protocol.divergence import LossWatch
 from skein.protocol.messages import Beginning, ChunkVersion, Decision, StepRecord
 from skein.protocol.positions import LogPosition

@@ -10,7 +10,7 @@ Rules of this file
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skein.plan.silent import busy_workers
+from skein.plan.changing.silent import busy_workers
 from skein.protocol.runs.measuring import Measured
 from skein.protocol.runs.phase import RunPhase
 from skein.protocol.runs.replanning import Backoff

@@ -19,9 +19,9 @@ from math import isfinite, sqrt
 from typing import assert_never
 
 from skein.config.rule import Reach
+from skein.plan.agreeing.quorum import Eager, Quorum
+from skein.plan.agreeing.rounds import StepGroups, local_group, weighed
 from skein.plan.plan import Group
-from skein.plan.quorum import Eager, Quorum
-from skein.plan.rounds import StepGroups, local_group, weighed
 from skein.protocol.messages import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.ops import exact_sum
 from skein.protocol.reports import StageDone, Vote

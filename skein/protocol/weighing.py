@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
-from skein.plan.rounds import StepGroups
+from skein.plan.agreeing.rounds import StepGroups
 from skein.protocol.ops import exact_sum
 from skein.protocol.reports import Vote
 from skein.types import GroupId

@@ -18,9 +18,9 @@ from skein.numeric.aggregate.member import Exchanges, measured, newcomer, replic
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
-from skein.plan.exchange import Broadcast
+from skein.plan.agreeing.exchange import Broadcast
+from skein.plan.agreeing.rounds import exchanged_stage, local_group
 from skein.plan.plan import Group
-from skein.plan.rounds import exchanged_stage, local_group
 from skein.protocol.messages import Assign, ChunkAssignment, Decision, ExchangeTerms, SourceKind, StepRecord
 from skein.protocol.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.protocol.tensors import Envelope, ShardTensor

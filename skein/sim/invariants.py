@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from skein.plan.agreeing.rounds import is_exchange, local_group
 from skein.plan.plan import Plan
-from skein.plan.rounds import is_exchange, local_group
 from skein.protocol.history import History
 from skein.protocol.messages import Assign, Commit, Directive, NewGeneration, Prepare, Resumption, StepRecord
 from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skein.plan.exchange import Broadcast, Neighbours
+from skein.plan.agreeing.exchange import Broadcast, Neighbours
+from skein.plan.agreeing.rounds import exchanged_stage, local_group
 from skein.plan.plan import Group
-from skein.plan.rounds import exchanged_stage, local_group
 from skein.protocol.messages import GroupResult
 from skein.sim.invariants import Violated, Visits
 from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId

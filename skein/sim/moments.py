@@ -12,9 +12,9 @@ from typing import Final
 
 from skein import rng
 from skein.config.job import JobSpec
+from skein.plan.agreeing.rounds import is_exchange
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
-from skein.plan.rounds import is_exchange
 from skein.protocol.coordinator_io import DrainAsked
 from skein.protocol.messages import Assign, Evaluate, Prepare
 from skein.protocol.ops import ApplyOp, JoinOp, OpOutcome, SumOp

@@ -13,7 +13,7 @@ from functools import partial
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, reckoned_s
-from skein.plan.moving import between_s
+from skein.plan.changing.moving import between_s
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator import Coordinator
 from skein.protocol.coordinator_io import (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.plan.changing.redundancy import Shortfall
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.plan.redundancy import Shortfall
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import Incident
 from skein.topology.fleet import Profile

@@ -11,7 +11,8 @@ import pytest
 from client.cli import run
 from client.planning.case import case_of
 from client.planning.errand import Errand, Role
-from client.planning.fleetfile import parse_fleet_file
+from client.planning.files.document import routing_of
+from client.planning.files.fleetfile import parse_fleet_file
 from client.planning.member import told
 from client.planning.messages import PlanFound
 from client.planning.portfolio import Standing
@@ -20,10 +21,9 @@ from client.planning.text import report_lines
 from skein.errors import UserError
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Plan
-from skein.plan.route.document import routing_of
 from skein.plan.route.evaluate import timeline
-from skein.plan.route.rules import violations
 from tests.support.instances import instance, matrix
+from tests.support.routing_rules import violations
 
 Captured = pytest.CaptureFixture[str]
 ROUNDS = ["--rounds", "2", "--budget-s", "60"]

@@ -28,9 +28,9 @@ from client.planning.messages import (
 from client.planning.portfolio import Portfolio, Standing
 from skein.plan.methods.table import METHODS as TABLE
 from skein.plan.route.evaluate import jittered_mean_s, timeline
-from skein.plan.route.rules import violations
 from skein.plan.route.search import Found, Search
 from tests.support.instances import instance
+from tests.support.routing_rules import violations
 
 TEXT = json.dumps(instance(sizes=(3, 2, 2), memory=2, waves=2, has_reduction=True))
 END_S = 30.0

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from client.jobfile import prepare_job, read_job_text
-from client.planning.fleetfile import parse_fleet_file
+from client.planning.files.fleetfile import parse_fleet_file
 from skein.config.job import JobSpec
 from skein.config.load import job_from_document
 from tests.contract.source import ROOT

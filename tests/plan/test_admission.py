@@ -10,7 +10,7 @@ from skein.config.load import parse_job
 from skein.errors import UserError
 from skein.model.layers import tied_names
 from skein.plan.admission import check_admissible, settled
-from skein.plan.estimates import estimate_of_job
+from skein.plan.agreeing.estimates import estimate_of_job
 from tests.contract.source import ROOT
 
 GOOD = """

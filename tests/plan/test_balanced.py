@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from skein.config.aggregation import AllReduce
 from skein.config.job import JobSpec, SkipSpec
 from skein.config.rule import PatternName
+from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
-from skein.plan.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Infeasible, Plan
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId

@@ -10,9 +10,9 @@ from skein.config.aggregation import AllReduce, Gossip
 from skein.config.job import JobSpec, SkipSpec
 from skein.config.optimizer import SgdSpec
 from skein.config.robust import TrimmedMean
+from skein.plan.agreeing.exchange import Broadcast, Pattern, Ring, Tree
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
-from skein.plan.exchange import Broadcast, Pattern, Ring, Tree
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkPlan, Infeasible, Path, Plan, PlannedOp
 from skein.types import ChunkRef, GroupId, Layout, StageIndex, WorkerId

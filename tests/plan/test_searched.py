@@ -12,14 +12,14 @@ from skein.config.job import JobSpec, PlanSpec, SkipSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
 from skein.plan.check import violations
+from skein.plan.clock.timing import reduction_s
 from skein.plan.load import job_layers, tied_bytes
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
-from skein.plan.route.of_job import pose, resized
-from skein.plan.route.of_plan import routing_of
+from skein.plan.route.job_problem import pose, resized
+from skein.plan.route.plan_routing import routing_of
 from skein.plan.searched import always, make_plan, reckoned_s
-from skein.plan.timing import reduction_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without

@@ -6,7 +6,7 @@ import pytest
 
 from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
-from skein.plan.rounds import local_group
+from skein.plan.agreeing.rounds import local_group
 from skein.protocol.history import History, JobHistory
 from skein.protocol.messages import GroupResult
 from skein.protocol.records import (

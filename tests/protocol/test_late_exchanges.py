@@ -1,8 +1,8 @@
 """An exchange that a walker comes late to: whoever is left out of the step takes part in what ends it."""
 
 from skein.config.aggregation import DiLoCo
-from skein.plan.quorum import NUM_PROVEN
-from skein.plan.rounds import local_group
+from skein.plan.agreeing.quorum import NUM_PROVEN
+from skein.plan.agreeing.rounds import local_group
 from skein.protocol.messages import Commit, Prepare
 from skein.protocol.reports import StageDone, Vote
 from skein.types import ChunkRef, GroupId

@@ -3,8 +3,8 @@
 import pytest
 
 from skein.config.rule import Reach
+from skein.plan.agreeing.rounds import local_group
 from skein.plan.plan import Group
-from skein.plan.rounds import local_group
 from skein.protocol.messages import Commit, ExchangeTerms, Prepare, Save
 from skein.protocol.ops import ApplyOp, LossOp, PackOp, SaveOp
 from skein.protocol.reports import StageDone

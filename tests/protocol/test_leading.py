@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from skein.config.aggregation import Lsgd
-from skein.plan.exchange import Broadcast
+from skein.plan.agreeing.exchange import Broadcast
+from skein.plan.agreeing.rounds import Leaders
 from skein.plan.plan import Group
-from skein.plan.rounds import Leaders
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import History, JobHistory
 from skein.protocol.membership import Membership

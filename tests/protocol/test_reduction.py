@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from skein.plan.exchange import Broadcast, Direct, Neighbours, Pattern, Ring, Row, Tree
+from skein.plan.agreeing.exchange import Broadcast, Direct, Neighbours, Pattern, Ring, Row, Tree
 from skein.plan.plan import Group
 from skein.protocol.ops import JoinOp, PackOp, Parcel, SumOp
 from skein.protocol.tensors import ShardKind, ShardTensor

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from skein.plan.changing.reroute import rerouted
 from skein.plan.ops import Direction
 from skein.plan.order import ops_of
 from skein.plan.plan import Plan
-from skein.plan.reroute import rerouted
 from skein.protocol.messages import ChunkProgress
 from skein.protocol.reports import Ack
 from skein.protocol.runs.resuming import Resumed, resume

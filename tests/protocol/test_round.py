@@ -6,8 +6,8 @@ from math import fsum, inf, isfinite, nan, sqrt
 
 import pytest
 
+from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.plan import Plan
-from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Decision, Ledger, StepRecord
 from skein.protocol.reports import Vote
 from skein.protocol.round import (

@@ -6,9 +6,9 @@ import pytest
 
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitAdam
 from skein.config.rule import Reach
-from skein.plan.exchange import Neighbours
+from skein.plan.agreeing.exchange import Neighbours
+from skein.plan.agreeing.rounds import is_exchange, local_group, step_groups
 from skein.plan.plan import Plan
-from skein.plan.rounds import is_exchange, local_group, step_groups
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.round import (
     AskReduction,

@@ -4,9 +4,9 @@ import pytest
 
 from skein.config.aggregation import DiLoCo
 from skein.config.rule import Reach
+from skein.plan.agreeing.quorum import NUM_PROVEN, Quorum
+from skein.plan.agreeing.rounds import local_group, step_groups
 from skein.plan.plan import Plan
-from skein.plan.quorum import NUM_PROVEN, Quorum
-from skein.plan.rounds import local_group, step_groups
 from skein.protocol.messages import Decision, StepRecord
 from skein.protocol.round import (
     AskReduction,

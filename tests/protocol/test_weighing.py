@@ -5,8 +5,8 @@ from math import inf, nan
 
 import pytest
 
+from skein.plan.agreeing.rounds import StepGroups, local_group
 from skein.plan.plan import Group
-from skein.plan.rounds import StepGroups, local_group
 from skein.protocol.reports import Vote
 from skein.protocol.weighing import Numbers, weigh
 from skein.types import GroupId

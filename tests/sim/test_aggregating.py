@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from skein.config.job import BudgetSpec
 from skein.config.optimizer import AdamWSpec
-from skein.plan.rounds import is_exchange
+from skein.plan.agreeing.rounds import is_exchange
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import CheckpointCommitted, RolledBack, StepCommitted
 from skein.sim.aggregating import AggregatingModel, Held

@@ -1,7 +1,7 @@
 """First measurements that were wrong: they are taken again, and plans follow."""
 
-from skein.plan.redundancy import num_missing
-from skein.plan.silent import busy_workers, silent_chunks
+from skein.plan.changing.redundancy import num_missing
+from skein.plan.changing.silent import busy_workers, silent_chunks
 from skein.protocol.coordinator_io import MeasureAsked
 from skein.protocol.records import GenerationOpened, PlanAdopted, RolledBack
 from skein.protocol.remeasuring import FIRST_PAUSE_S

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
+from skein.plan.changing.redundancy import num_missing
+from skein.plan.changing.silent import silent_chunks
 from skein.plan.plan import Plan
-from skein.plan.redundancy import num_missing
-from skein.plan.silent import silent_chunks
 from skein.protocol.records import Incident, PlanAdopted
 from skein.sim.scenario import LIMIT_S, curve_of, make_world, run_to_end, small_fleet, undisturbed_curve
 from skein.sim.shapes import shape_of

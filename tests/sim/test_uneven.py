@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from skein.plan.rounds import is_exchange, is_local
+from skein.plan.agreeing.rounds import is_exchange, is_local
 from skein.protocol.messages import StepRecord
 from skein.protocol.records import GenerationOpened, Incident, StepCommitted
 from skein.sim.aggregating import AggregatingModel

@@ -5,9 +5,9 @@ from functools import cache
 
 import numpy as np
 
-from skein.plan.route.exact import Optimum, optimum, stage_walks
 from skein.plan.route.problem import Problem
 from skein.types import Layout
+from tests.support.exact import Optimum, optimum, stage_walks
 
 SEEDS = tuple(range(80))
 _MOST_CASES = 20_000

@@ -14,7 +14,7 @@ from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of, tied_names
-from skein.plan.exchange import DIRECT, Pattern
+from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages import Decision, GroupResult, Resumption, StepRecord
 from skein.protocol.ops import (

@@ -6,7 +6,7 @@ from skein.config.aggregation import DiLoCo
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
 from skein.numeric.aggregate.diloco import MOMENTUM
-from skein.plan.exchange import Row
+from skein.plan.agreeing.exchange import Row
 from skein.plan.plan import Group
 from skein.protocol.messages import ExchangeTerms
 from skein.protocol.ops import JoinOp, PackOp

@@ -8,7 +8,7 @@ import torch
 from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
-from skein.plan.exchange import Row
+from skein.plan.agreeing.exchange import Row
 from skein.plan.load import job_layers
 from skein.plan.plan import Group
 from skein.protocol.messages import ExchangeTerms

@@ -20,9 +20,9 @@ from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
-from skein.plan.exchange import Broadcast
+from skein.plan.agreeing.exchange import Broadcast
+from skein.plan.agreeing.rounds import exchanged_stage, is_exchange
 from skein.plan.plan import Group
-from skein.plan.rounds import exchanged_stage, is_exchange
 from skein.protocol.messages import ExchangeTerms, StepRecord
 from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId

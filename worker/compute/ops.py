@@ -20,9 +20,9 @@ from skein.config.aggregation import OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
+from skein.plan.agreeing.rounds import local_group
 from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
-from skein.plan.rounds import local_group
 from skein.protocol.messages import Decision, Resumption, StepRecord
 from skein.protocol.ops import (
     ApplyOp,

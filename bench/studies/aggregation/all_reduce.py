@@ -26,7 +26,7 @@ from torch import Tensor, distributed
 from bench.report import Row, spread
 from skein.errors import UserError
 from skein.numeric.gradients import shard_bounds, sum_in_order
-from skein.plan.exchange import DIRECT, Pattern, Ring
+from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring
 from skein.plan.plan import Group
 from skein.protocol.messages import Member
 from skein.protocol.ops import JoinOp, PackOp, SumOp, TensorKey

@@ -13,7 +13,7 @@ from skein.numeric.aggregate.overlapped import put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import Walker
-from skein.plan.election import elect
+from skein.plan.agreeing.election import elect
 
 _SIZE = 100
 """Rows and columns of the matrix."""

@@ -27,7 +27,7 @@ from bench.studies.aggregation.landscapes import (
 )
 from bench.studies.aggregation.measured import Measured
 from bench.studies.plot import Chart, Line
-from skein.plan.election import local_steps_by_walker
+from skein.plan.agreeing.election import local_steps_by_walker
 
 RANKS = (1, 5, 10)
 SEEDS = (0, 1, 2, 3, 4)

@@ -22,7 +22,7 @@ from skein.numeric.aggregate.overlapped import put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import Walker
-from skein.plan.election import elect, probe_positions
+from skein.plan.agreeing.election import elect, probe_positions
 
 NUM_WALKERS = 4
 SEEDS = (0, 1, 2)

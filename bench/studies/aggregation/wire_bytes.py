@@ -14,7 +14,7 @@ from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip,
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaShape
-from skein.plan.estimates import estimate_of_job
+from skein.plan.agreeing.estimates import estimate_of_job
 
 _NUM_WORKERS = 4
 _PRESET = "two-sites"

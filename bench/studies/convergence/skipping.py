@@ -21,10 +21,10 @@ from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
+from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.cut import cut
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
-from skein.plan.rounds import plain_groups
 from skein.protocol.messages import Ledger, StepRecord
 from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.protocol.reports import StageDone, Vote

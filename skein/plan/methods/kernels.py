@@ -10,7 +10,7 @@ whose local pass takes its cycles from the literature on multiway partitioning.
 
 import numpy as np
 
-from skein.plan.route.compiled import compiled
+from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
 

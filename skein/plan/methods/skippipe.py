@@ -15,8 +15,8 @@ from skein.plan.methods.method import MayGoOn
 from skein.plan.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
+from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.route.simulate import simulate
 
 
 def skippipe(problem: Problem, *, seed: int, may_go_on: MayGoOn) -> tuple[Problem, Routing] | Infeasible:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from skein.plan.replan.before import Seats, num_held
-from skein.plan.route.arrays import fixed, state
-from skein.plan.route.cost import fit
+from skein.plan.route.kernels.arrays import fixed, state
+from skein.plan.route.kernels.cost import fit
 from skein.plan.route.problem import F64, I64, Problem
 from skein.types import Layout
 

@@ -20,8 +20,8 @@ from skein.plan.replan.needs import Needs, needs_of, needs_of_devices
 from skein.plan.replan.repair import posed, repaired
 from skein.plan.replan.seats import filled, one_move
 from skein.plan.replan.trial import Trial, annealed, as_before, moves_s, priced, roughly
-from skein.plan.route.arrays import num_seats
 from skein.plan.route.evaluate import jittered_mean_s
+from skein.plan.route.kernels.arrays import num_seats
 from skein.plan.route.problem import F64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS
 

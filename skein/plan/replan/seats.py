@@ -7,7 +7,7 @@ import numpy as np
 from skein.plan.plan import Infeasible
 from skein.plan.replan.before import Seats, num_held
 from skein.plan.replan.needs import Needs
-from skein.plan.route.arrays import num_seats
+from skein.plan.route.kernels.arrays import num_seats
 from skein.plan.route.problem import F64, Problem
 
 _PER_PAIR = 4

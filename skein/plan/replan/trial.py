@@ -7,12 +7,12 @@ import numpy as np
 from skein.plan.replan.before import Before, Seats, seats_of, worker_of
 from skein.plan.replan.needs import Needs
 from skein.plan.replan.repair import posed, repaired
-from skein.plan.route.anneal import Cooling, anneal, anneal_surrogate
-from skein.plan.route.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.cost import fit, scratch
 from skein.plan.route.evaluate import ordered, timeline
-from skein.plan.route.moves import dice, undo_space
-from skein.plan.route.of_plan import in_time
+from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
+from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
+from skein.plan.route.kernels.cost import fit, scratch
+from skein.plan.route.kernels.moves import dice, undo_space
+from skein.plan.route.plan_routing import in_time
 from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.rng import key
 

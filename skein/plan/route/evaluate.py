@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.route.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.cost import BLOCKED, NEVER, fit, run_sequence, scratch
+from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
+from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, run_sequence, scratch
+from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
-from skein.plan.route.simulate import simulate
 from skein.rng import stream
 
 

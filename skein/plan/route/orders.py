@@ -11,12 +11,12 @@ from itertools import pairwise
 import numpy as np
 
 from skein.errors import UserError
+from skein.plan.clock.timing import warm_up_depths
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.schedules.ops import Op, OpKind, Placement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
-from skein.plan.timing import warm_up_depths
 from skein.types import Layout
 
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"

@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from skein.plan.plan import Infeasible
-from skein.plan.route.anneal import Cooling, anneal, anneal_surrogate
-from skein.plan.route.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.cost import NEVER, fit, scratch
 from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
-from skein.plan.route.moves import dice, undo_space
+from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
+from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
+from skein.plan.route.kernels.cost import NEVER, fit, scratch
+from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.rounds import Round, rounds
 from skein.plan.route.start import first_paths

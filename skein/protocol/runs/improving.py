@@ -12,7 +12,7 @@ Rules of this file
 from collections.abc import Mapping
 
 from skein.config.job import ParallelSpec
-from skein.plan.exchange import is_additive
+from skein.plan.agreeing.exchange import is_additive
 from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry

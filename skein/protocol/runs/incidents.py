@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from skein.plan.rest import Contribution
+from skein.plan.changing.unfinished import Contribution
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.incident import told

@@ -10,11 +10,11 @@ Rules of this file
 from collections.abc import Mapping
 
 from skein.config.aggregation import Lsgd
-from skein.plan.election import Claim, Ruling, elect, judge, recheck, rechecking, scores_of
-from skein.plan.exchange import Broadcast
+from skein.plan.agreeing.election import Claim, Ruling, elect, judge, recheck, rechecking, scores_of
+from skein.plan.agreeing.exchange import Broadcast
+from skein.plan.agreeing.rounds import Leaders
+from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Group, Plan
-from skein.plan.rounds import Leaders
-from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Evaluate

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from skein.config.aggregation import DiLoCo
 from skein.config.rule import Due, Reach
+from skein.plan.agreeing.rounds import exchange_of_all, weighed
 from skein.plan.plan import Group, Plan
-from skein.plan.rounds import exchange_of_all, weighed
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import ExchangeTerms, Prepare

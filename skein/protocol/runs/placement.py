@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from skein.plan.broadcast import BroadcastProblem, parents_of
+from skein.plan.agreeing.broadcast import BroadcastProblem, parents_of
+from skein.plan.agreeing.walkers import walkers_of
+from skein.plan.changing.redundancy import shortfalls
+from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkPlan, Plan, with_clause
-from skein.plan.redundancy import shortfalls
-from skein.plan.reroute import renamed, rerouted, ways
-from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry

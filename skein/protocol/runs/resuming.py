@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from skein.plan.changing.reroute import rerouted, usable
+from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
 from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import Path, Plan
-from skein.plan.reroute import rerouted, usable
-from skein.plan.rest import Contribution, Need, Rest, rest_of
 from skein.protocol.messages import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.reports import Ack
 from skein.protocol.tensors import HopTensor, Phase

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import inf
 
+from skein.plan.changing.redundancy import num_missing
 from skein.plan.plan import Plan, with_clause
-from skein.plan.redundancy import num_missing
 from skein.protocol.coordinator_io import Outbox, PlanMade
 from skein.protocol.history import JobHistory
 from skein.protocol.membership import Entry

@@ -12,8 +12,8 @@ Rules of this file
 from collections.abc import Mapping
 from dataclasses import replace
 
+from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
-from skein.plan.walkers import walkers_of
 from skein.protocol.coordinator_io import ManifestWritten, Outbox, PruneCheckpoints, WriteManifest
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import CheckpointFile, Save

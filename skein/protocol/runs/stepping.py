@@ -6,8 +6,8 @@ from math import inf
 
 from skein.config.aggregation import Lsgd
 from skein.config.schedule import learning_rate
-from skein.plan.quorum import NUM_REMEMBERED, Eager
-from skein.plan.rounds import StepGroups, step_groups
+from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
+from skein.plan.agreeing.rounds import StepGroups, step_groups
 from skein.protocol.coordinator_io import Outbox
 from skein.protocol.history import JobHistory
 from skein.protocol.messages import Prepare, StepRecord

@@ -11,8 +11,8 @@ Rules of this file
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import ChunkPlan, Plan
-from skein.plan.walkers import walkers_of
 from skein.protocol.messages import SourceKind, StateSource
 from skein.protocol.records import CheckpointCommitted
 from skein.protocol.reports import Ack

@@ -7,8 +7,8 @@ Rules of this file
 
 from collections.abc import Collection, Iterable
 
+from skein.plan.agreeing.rounds import is_exchange, is_local, local_group
 from skein.plan.plan import Group
-from skein.plan.rounds import is_exchange, is_local, local_group
 from skein.protocol.messages import Decision, GroupResult, Prepare, StepRecord
 from skein.protocol.ops import JoinOp, PackOp, SumOp
 from skein.protocol.tensors import ShardTensor, TensorHeader

@@ -1,14 +1,15 @@
 """One attempt at reducing one group, as one worker sees it: pack, exchange parts, sum, pass results on, join them.
 
 Accumulators are never touched here; an attempt that fails leaves nothing to undo. Parts may arrive before the
-directive that explains them, so an exchange starts empty and learns its group later. Which shards go which way is the
-pattern's business (`skein.plan.exchange`); ops name all that they take and make, so executors know no patterns.
+directive that explains them, so an exchange starts empty and learns its group later. Which shards go which way is
+the pattern's business (`skein.plan.agreeing.exchange`); ops name all that they take and make, so executors know no
+patterns.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from skein.plan.exchange import (
+from skein.plan.agreeing.exchange import (
     Broadcast,
     Ring,
     Tree,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from client.cli import run
 from client.cli.show import plain
-from skein.plan.redundancy import LeftOut, Shortfall
+from skein.plan.changing.redundancy import LeftOut, Shortfall
 from skein.types import StageIndex, WorkerId
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted

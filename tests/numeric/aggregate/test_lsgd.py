@@ -15,7 +15,7 @@ from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker
-from skein.plan.election import elect
+from skein.plan.agreeing.election import elect
 
 EVERY = Lsgd(rule="lsgd", local_every_steps=1, global_every_steps=1, groups="all", global_pull=0.05)
 BOTH = Lsgd(rule="lsgd", local_every_steps=1, global_every_steps=2, local_pull=0.5, global_pull=0.25)

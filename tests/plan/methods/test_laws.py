@@ -10,9 +10,9 @@ from skein.plan.methods.table import METHODS
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing
-from skein.plan.route.rules import violations
 from skein.types import Layout
 from tests.plan.methods.builders import always, drawn_problem, never, with_busy_links
+from tests.support.routing_rules import violations
 
 WAVES = {
     "a third skipped": drawn_problem(sizes=(3, 2, 2, 2), path_len=3, num_slots=3),

@@ -12,7 +12,6 @@ from skein.plan.replan.repair import posed, repaired
 from skein.plan.replan.routing import GAIN, Replanned, replan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.problem import Problem
-from skein.plan.route.rules import violations
 from skein.plan.route.search import NUM_JITTERS
 from tests.plan.replan.builders import (
     NUM_MOVES,
@@ -27,6 +26,7 @@ from tests.plan.replan.builders import (
     some,
     without,
 )
+from tests.support.routing_rules import violations
 
 
 def replanned(now: Problem, before: Before, *, steps_left: int | None = None) -> Replanned:

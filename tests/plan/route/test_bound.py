@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from skein.plan.plan import Infeasible
-from skein.plan.route.bound import Effort, lower_bound, reduce_least_s
+from skein.plan.route.bounds.bound import Effort, lower_bound, reduce_least_s
+from skein.plan.route.bounds.lots import Tariff, alone_s, cheapest_lots
+from skein.plan.route.bounds.trips import stages_at, trips_of
 from skein.plan.route.evaluate import timeline
-from skein.plan.route.exact import stage_walks
-from skein.plan.route.lots import Tariff, alone_s, cheapest_lots
 from skein.plan.route.problem import Problem
 from skein.plan.route.search import Search
-from skein.plan.route.trips import stages_at, trips_of
 from skein.types import Layout
 from tests.plan.route.problems import drawn, group_s
+from tests.support.exact import stage_walks
 from tests.support.tiny_problems import feasible, tiny
 
 BOTH = (Layout.LOOP, Layout.LINE)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from skein.config.job import PlanSpec
-from skein.plan.route import anneal, cost, moves, simulate
-from skein.plan.route.compiled import STAMP, compiled, drop_stale
+from skein.plan.route.kernels import anneal, cost, moves, simulate
+from skein.plan.route.kernels.compiled import STAMP, compiled, drop_stale
 from skein.plan.route.search import Found, Search
 from skein.plan.route.warm import tiny_problem, warm_up
 from skein.plan.searched import make_plan
@@ -83,7 +83,7 @@ def num_compiled() -> dict[str, int]:
 def test_after_warming_up_a_search_compiles_nothing_more() -> None:
     warm_up()
     before = num_compiled()
-    assert before["skein.plan.route.anneal.anneal"] > 0
+    assert before["skein.plan.route.kernels.anneal.anneal"] > 0
     for layout in Layout:
         spec = job(stages=3, replicas=2, num_layers=6, layout=layout)
         make_plan(spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)}), fleet([1e9] * 6), None, 0)

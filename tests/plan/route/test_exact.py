@@ -9,12 +9,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import timeline
-from skein.plan.route.exact import optimum
 from skein.plan.route.problem import Problem, Routing
-from skein.plan.route.rules import violations
 from skein.plan.route.search import Search
 from skein.types import Layout
 from tests.plan.route.problems import ops_of
+from tests.support.exact import optimum
+from tests.support.routing_rules import violations
 from tests.support.tiny_problems import feasible, tiny
 
 SUMS = 1e-9

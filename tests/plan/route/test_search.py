@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from skein.plan.plan import Infeasible
-from skein.plan.route.anneal import refit
-from skein.plan.route.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.cost import NEVER, fit, run_sequence, scratch
 from skein.plan.route.evaluate import jittered, ordered, timeline
-from skein.plan.route.moves import (
+from skein.plan.route.kernels.anneal import refit
+from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
+from skein.plan.route.kernels.cost import NEVER, fit, run_sequence, scratch
+from skein.plan.route.kernels.moves import (
     NOTHING,
     PATHS,
     SEATS,
@@ -21,11 +21,11 @@ from skein.plan.route.moves import (
     undo_space,
 )
 from skein.plan.route.problem import Problem, Routing
-from skein.plan.route.rules import violations
 from skein.plan.route.search import Search
 from skein.plan.route.start import first_paths
 from skein.types import Layout
 from tests.plan.route.problems import drawn, in_sequence, served_first_come
+from tests.support.routing_rules import violations
 
 SEEDS = range(40)
 BOTH = (Layout.LOOP, Layout.LINE)

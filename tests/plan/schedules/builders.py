@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from skein.plan.schedules.cost import Cut, Links, Sharing, StageCost, even_cut
+from bench.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
+from bench.scheduling.simulate import Simulation, simulate
 from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
-from skein.plan.schedules.simulate import Simulation, simulate
 from skein.plan.schedules.table import GENERATORS, make_schedule
 
 UNIT_BYTES = 60

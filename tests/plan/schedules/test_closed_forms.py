@@ -2,10 +2,10 @@
 
 import pytest
 
-from skein.plan.schedules.cost import Cut
-from skein.plan.schedules.depth import latency_aware_depths
+from bench.scheduling.depth import latency_aware_depths
+from bench.scheduling.pricing import Cut
+from bench.scheduling.simulate import Simulation, simulate
 from skein.plan.schedules.ops import Schedule
-from skein.plan.schedules.simulate import Simulation, simulate
 from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, share, uniform
 

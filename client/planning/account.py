@@ -1,0 +1,268 @@
+"""What a routing comes to, for whoever reports on it: ops one by one, memory held, bytes on links, the critical way.
+
+The critical way is the chain of ops and transfers without a gap that ends with the step: nothing that is not on it
+makes the step shorter.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+
+from skein.plan.route.kernels.arrays import op_numbers
+from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+class Kind(StrEnum):
+    """Of an op, in the letters of plan files."""
+
+    FORWARD = "F"
+    LOSS = "L"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOp:
+    """One op of a microbatch, `number` as in `Timeline.begin_s`, and where it runs."""
+
+    microbatch: int
+    number: int
+    kind: Kind
+    chunk: int
+    stage: int
+    worker: int
+    takes_s: float
+
+
+def placed_ops(problem: Problem, routing: Routing) -> tuple[PlacedOp, ...]:
+    """All ops, in the order of the routing's sequence."""
+    numbers = op_numbers(routing.sequence, problem.num_microbatches)
+    pairs = zip(routing.sequence.tolist(), numbers.tolist(), strict=True)
+    return tuple(_placed(problem, routing, microbatch, number) for microbatch, number in pairs)
+
+
+def _placed(problem: Problem, routing: Routing, microbatch: int, number: int) -> PlacedOp:
+    hops = problem.num_hops
+    chunk = int(routing.path[microbatch, number if number <= hops else 2 * hops - number])
+    worker, stage = int(routing.worker_of[chunk]), int(problem.stage_of[chunk])
+    if number < hops:
+        kind, takes_s = Kind.FORWARD, problem.forward_s[worker, stage]
+    elif number == hops:
+        kind, takes_s = Kind.LOSS, problem.loss_s[worker]
+    else:
+        kind, takes_s = Kind.BACKWARD, problem.backward_s[worker, stage]
+    return PlacedOp(
+        microbatch=microbatch,
+        number=number,
+        kind=kind,
+        chunk=chunk,
+        stage=stage,
+        worker=worker,
+        takes_s=float(takes_s),
+    )
+
+
+def peak_held(problem: Problem, routing: Routing) -> I64:
+    """(num_chunks,) the most microbatches that each chunk holds at once, between forward and backward."""
+    held, peak = np.zeros((2, problem.num_chunks), dtype=np.int64)
+    for op in placed_ops(problem, routing):
+        if op.kind is not Kind.LOSS:
+            held[op.chunk] += 1 if op.kind is Kind.FORWARD else -1
+            peak[op.chunk] = max(peak[op.chunk], held[op.chunk])
+    return peak
+
+
+def transfer_counts(problem: Problem, routing: Routing) -> I64:
+    """(num_workers, num_workers) boundary tensors from row to column in a step, activations and gradients."""
+    counts = np.zeros((problem.num_workers, problem.num_workers), dtype=np.int64)
+    workers = routing.worker_of[routing.path]
+    here, there = workers[:, :-1].ravel(), workers[:, 1:].ravel()
+    np.add.at(counts, (here, there), 1)
+    np.add.at(counts, (there, here), 1)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def reduction_bytes(problem: Problem, routing: Routing) -> F64:
+    """(num_workers, num_workers) bytes of aggregation from row to column in a step.
+
+    Of k holders each sums one of k parts and hands the sum out, so each link carries two parts. What the ends share is
+    summed by the holders of both.
+    """
+    num_bytes = np.zeros((problem.num_workers, problem.num_workers))
+    if problem.reduction is None:
+        return num_bytes
+    held = [holders_of(problem, routing, stage) for stage in range(problem.num_stages)]
+    sums = [*zip(held, problem.reduction.num_bytes.tolist(), strict=True)]
+    sums.append((list(dict.fromkeys(held[0] + held[-1])), problem.reduction.tied_bytes))
+    for holders, summed_bytes in sums:
+        if len(holders) > 1:
+            num_bytes[np.ix_(holders, holders)] += 2 * summed_bytes / len(holders)
+    np.fill_diagonal(num_bytes, 0.0)
+    return num_bytes
+
+
+def holders_of(problem: Problem, routing: Routing, stage: int) -> list[int]:
+    """Who holds a stage, in the order of its chunks."""
+    begin, end = problem.first_chunk[stage : stage + 2]
+    return [int(worker) for worker in routing.worker_of[begin:end]]
+
+
+# --- the critical way ---
+
+
+class Wait(StrEnum):
+    """What an op's start waited for last."""
+
+    START = "start"
+    INPUT = "input"
+    WORKER = "worker"
+    SLOT = "slot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """An op of the critical way and what came just before it.
+
+    Where `wait` is INPUT, its input took `transfer_s` from worker `sender`, after `queued_s` for a free link.
+    """
+
+    op: PlacedOp
+    begin_s: float
+    wait: Wait
+    sender: int
+    transfer_s: float
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalWay:
+    """The stretches of a step, first to last; `compute_s + transfer_s + queued_s + reduction_s` is the step."""
+
+    stretches: tuple[Stretch, ...]
+    reduction_s: float
+    reduced_stage: int | None
+
+    @property
+    def compute_s(self) -> float:
+        return sum(x.op.takes_s for x in self.stretches)
+
+    @property
+    def transfer_s(self) -> float:
+        return sum(x.transfer_s for x in self.stretches)
+
+    @property
+    def queued_s(self) -> float:
+        return sum(x.queued_s for x in self.stretches)
+
+    def compute_s_by_worker(self) -> dict[int, float]:
+        """The longest first."""
+        return _summed((x.op.worker, x.op.takes_s) for x in self.stretches)
+
+    def transfer_s_by_link(self) -> dict[tuple[int, int], float]:
+        """By (sender, receiver), queueing included, the longest first."""
+        across = (x for x in self.stretches if x.sender != x.op.worker)
+        return _summed(((x.sender, x.op.worker), x.transfer_s + x.queued_s) for x in across)
+
+    def num_slot_waits_by_chunk(self) -> dict[int, int]:
+        """How often a forward of each chunk had to wait until a microbatch left it, the most often first."""
+        counts = _summed((x.op.chunk, 1.0) for x in self.stretches if x.wait is Wait.SLOT)
+        return {chunk: int(count) for chunk, count in counts.items()}
+
+
+def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> CriticalWay:
+    """The critical way of a routing's step, aggregation included if the problem has it."""
+    ops = placed_ops(problem, routing)
+    by_number = {(op.microbatch, op.number): op for op in ops}
+    before = _before_on_worker(problem, ops)
+    last, reduced_stage = _last(ops, timeline)
+    stretches: list[Stretch] = []
+    op: PlacedOp | None = last
+    while op is not None:
+        previous = by_number.get((op.microbatch, op.number - 1))
+        stretch = _stretch(problem, timeline, op, previous, before.get((op.microbatch, op.number)))
+        stretches.append(stretch)
+        if stretch.wait is Wait.INPUT:
+            op = previous
+        elif stretch.wait is Wait.START:
+            op = None
+        else:
+            op = before[op.microbatch, op.number].op
+    return CriticalWay(
+        stretches=tuple(reversed(stretches)),
+        reduction_s=timeline.step_s - _end_s(timeline, last),
+        reduced_stage=reduced_stage,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The op before another in its worker's order, and whether it made the room that the other takes."""
+
+    op: PlacedOp
+    makes_room: bool
+
+
+def _before_on_worker(problem: Problem, ops: Iterable[PlacedOp]) -> dict[tuple[int, int], _Before]:
+    """By (microbatch, number)."""
+    found: dict[tuple[int, int], _Before] = {}
+    latest: dict[int, PlacedOp] = {}
+    held: defaultdict[int, int] = defaultdict(int)
+    for op in ops:
+        if op.worker in latest:
+            other = latest[op.worker]
+            frees = other.kind is Kind.BACKWARD and op.kind is Kind.FORWARD and other.chunk == op.chunk
+            was_full = held[op.chunk] + 1 >= problem.slots[op.worker, op.stage]
+            found[op.microbatch, op.number] = _Before(other, frees and was_full)
+        latest[op.worker] = op
+        if op.kind is not Kind.LOSS:
+            held[op.chunk] += 1 if op.kind is Kind.FORWARD else -1
+    return found
+
+
+def _last(ops: Iterable[PlacedOp], timeline: Timeline) -> tuple[PlacedOp, int | None]:
+    """The op that the step ends with, and the stage whose aggregation ends it if one does."""
+    if timeline.step_s > timeline.makespan_s:
+        stage = int(timeline.reduced_s.argmax())
+        own = [op for op in ops if op.stage == stage and op.kind is not Kind.FORWARD]
+        return max(own, key=lambda op: _end_s(timeline, op)), stage
+    return max(ops, key=lambda op: _end_s(timeline, op)), None
+
+
+def _end_s(timeline: Timeline, op: PlacedOp) -> float:
+    return float(timeline.begin_s[op.microbatch, op.number]) + op.takes_s
+
+
+def _stretch(
+    problem: Problem, timeline: Timeline, op: PlacedOp, previous: PlacedOp | None, before: _Before | None
+) -> Stretch:
+    begin_s = float(timeline.begin_s[op.microbatch, op.number])
+    free_s = 0.0 if before is None else _end_s(timeline, before.op)
+    transfer_s, input_s, sender = 0.0, 0.0, op.worker
+    if previous is not None:
+        sender = previous.worker
+        transfer_s = float(problem.transfer_s[sender, op.worker])
+        input_s = _end_s(timeline, previous) + transfer_s
+    queued_s = 0.0
+    if previous is not None and (begin_s > free_s or input_s >= free_s):
+        wait, queued_s = Wait.INPUT, max(0.0, begin_s - input_s)
+    elif before is None:
+        wait = Wait.START
+    else:
+        wait = Wait.SLOT if before.makes_room else Wait.WORKER
+    if wait is not Wait.INPUT:
+        sender, transfer_s = op.worker, 0.0
+    return Stretch(op=op, begin_s=begin_s, wait=wait, sender=sender, transfer_s=transfer_s, queued_s=queued_s)
+
+
+def _summed(pairs: Iterable[tuple[_K, float]]) -> dict[_K, float]:
+    """Sums by key, the largest first; of equal ones, the key that came first."""
+    sums: defaultdict[_K, float] = defaultdict(float)
+    for key, value in pairs:
+        sums[key] += value
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))

@@ -1,0 +1,270 @@
+"""A step drawn as SVG: workers down, time across, each microbatch in a colour of its own.
+
+Rules of this file
+- Forwards are light and backwards dark, so the picture reads without colours; a loss has a black frame; wide ops carry
+  their microbatch's number; a pointer over a microbatch's ops shows where it goes.
+- All ops of a microbatch of one kind are one path element: a picture of a thousand ops stays below 150 KB.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from xml.sax.saxutils import escape
+
+from client.planning.account import Kind, PlacedOp, holders_of, placed_ops
+from skein.plan.route.problem import Problem, Routing, Timeline
+
+_WIDTH = 1200
+_MARGIN = 12
+_TOP, _BOTTOM = 64, 44
+_TALL, _FLAT = 24, 12
+"""Pixels of a row: of few workers, of many."""
+_MANY_WORKERS = 40
+_PIXELS_PER_SIGN = 6.2
+_MAX_SIGNS = 24
+_LEAST_NUMBERED = 13
+"""Pixels that a microbatch's number needs."""
+_MAX_NUMBERED = 1200
+_GOLDEN_ANGLE = 137.508
+_STYLE = (
+    "text{font:11px sans-serif;fill:#222}.t{font-size:15px;font-weight:bold}.s{fill:#666}.e{text-anchor:end}"
+    ".n{font-size:9px;text-anchor:middle}.w{fill:#fff}.x{fill:none;stroke-width:.6;stroke-opacity:.45}"
+    ".l{stroke:#000;stroke-width:1.2}.r{fill:url(#h);stroke:#555;stroke-width:.6}.g{stroke:#ddd}.b{fill:#f4f4f4}"
+    "g:hover>.x{stroke-opacity:1;stroke-width:1.6}"
+)
+
+
+def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> str:
+    """An SVG of one step.
+
+    Rows are chunks, stage by stage: a worker that holds several has several rows. Thin lines are boundary tensors on
+    their way, hatched bars the aggregation within each stage.
+
+    Args:
+        problem: what was planned.
+        routing: the plan.
+        timeline: of that routing.
+        names: (num_workers,) what to call the workers; any text.
+    """
+    sheet = _Sheet(problem, routing, timeline, names)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_number(sheet.height)}" role="img" '
+        'aria-labelledby="title desc">',
+        f'<title id="title">{escape(sheet.title)}</title>',
+        f'<desc id="desc">{escape(sheet.description)}</desc>',
+        f"<style>{_STYLE}</style>",
+        '<defs><pattern id="h" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="5" height="5" fill="#e8e8e8"/><path d="M0 0V5" stroke="#999" stroke-width="2"/></pattern></defs>',
+        f'<rect width="{_WIDTH}" height="{_number(sheet.height)}" fill="#fff"/>',
+        f'<text class="t" x="{_MARGIN}" y="22">{escape(sheet.title)}</text>',
+        *sheet.legend(),
+        *sheet.rows(),
+        *sheet.axis(),
+        *sheet.reductions(),
+        *sheet.microbatches(),
+        *sheet.numbers(),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+class _Sheet:
+    """Where everything is on the page."""
+
+    def __init__(self, problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> None:
+        self._problem, self._routing, self._timeline = problem, routing, timeline
+        self._names = [_shortened(name) for name in names]
+        self._ops = placed_ops(problem, routing)
+        self._row_height = _TALL if problem.num_chunks <= _MANY_WORKERS else _FLAT
+        longest = max((len(name) for name in self._names), default=0)
+        self._left = _MARGIN + 56 + longest * _PIXELS_PER_SIGN
+        self._scale = (_WIDTH - _MARGIN - self._left) / (timeline.step_s or 1.0)
+        self.height = _TOP + problem.num_chunks * self._row_height + _BOTTOM
+
+    @property
+    def title(self) -> str:
+        return f"{_printable(self._problem.name)}: one step in {self._timeline.step_s:.4g} s"
+
+    @property
+    def description(self) -> str:
+        problem, timeline = self._problem, self._timeline
+        exposed_s = timeline.step_s - timeline.makespan_s
+        return (
+            f"{problem.num_microbatches} microbatches on {problem.num_workers} workers in {problem.num_stages} stages, "
+            f"{problem.path_len} stages each. The last backward ends after {timeline.makespan_s:.4g} s; aggregation "
+            f"adds {exposed_s:.4g} s. One row for each stage of each worker, time from left to right."
+        )
+
+    def legend(self) -> list[str]:
+        """What the marks mean, in one line under the title."""
+        light, dark = _colours(0)
+        parts, x = [], float(_MARGIN)
+        for mark, words in (
+            (f'fill="{light}"', "forward"),
+            (f'fill="{dark}"', "backward"),
+            (f'class="l" fill="{light}"', "loss"),
+            ('class="r"', "aggregation"),
+        ):
+            parts.append(f'<rect x="{_number(x)}" y="34" width="18" height="11" {mark}/>')
+            parts.append(f'<text class="s" x="{_number(x + 23)}" y="44">{words}</text>')
+            x += 23 + len(words) * _PIXELS_PER_SIGN + 18
+        parts.append(f'<path class="x" stroke="{dark}" stroke-opacity="1" d="M{_number(x)} 45l18 -10"/>')
+        words = "boundary tensor on its way; one colour for each microbatch"
+        return [*parts, f'<text class="s" x="{_number(x + 23)}" y="44">{words}</text>']
+
+    def rows(self) -> list[str]:
+        """Names, stages and a tint behind every other stage."""
+        parts = []
+        for stage, size in enumerate(self._problem.stage_sizes):
+            first = int(self._problem.first_chunk[stage])
+            y, height = self._y(first), size * self._row_height
+            if stage % 2:
+                parts.append(
+                    f'<rect class="b" y="{_number(y)}" width="{_WIDTH}" height="{_number(height)}"/>'
+                )
+            parts.append(
+                f'<text class="s" x="{_MARGIN}" y="{_number(self._baseline(first))}">stage {stage}</text>'
+            )
+            for chunk, worker in enumerate(holders_of(self._problem, self._routing, stage), first):
+                at = f'x="{_number(self._left - 6)}" y="{_number(self._baseline(chunk))}"'
+                parts.append(f'<text class="e" {at}>{escape(self._names[worker])}</text>')
+        return parts
+
+    def axis(self) -> list[str]:
+        """Seconds, with a line down at each tick."""
+        bottom = _TOP + self._problem.num_chunks * self._row_height
+        parts = []
+        for second in _ticks(self._timeline.step_s):
+            x = _number(self._x(second))
+            parts.append(f'<path class="g" d="M{x} {_TOP}V{bottom}"/>')
+            parts.append(f'<text class="s n" x="{x}" y="{bottom + 14}">{second:g}</text>')
+        middle = _number((self._left + _WIDTH) / 2)
+        return [
+            *parts,
+            f'<text class="s n" x="{middle}" y="{bottom + 32}">seconds from the start of the step</text>',
+        ]
+
+    def reductions(self) -> list[str]:
+        """A bar on each holder's row, from the stage's last backward to the end of its aggregation."""
+        parts = []
+        for stage in range(self._problem.num_stages):
+            ends = [
+                self._begin_s(op) + op.takes_s
+                for op in self._ops
+                if op.stage == stage and op.kind is not Kind.FORWARD
+            ]
+            begin_s, end_s = max(ends, default=0.0), float(self._timeline.reduced_s[stage])
+            if end_s > begin_s:
+                first, stop = self._problem.first_chunk[stage : stage + 2]
+                bars = "".join(self._box(chunk, begin_s, end_s - begin_s) for chunk in range(first, stop))
+                words = f"aggregation of stage {stage}: {begin_s:.4g} to {end_s:.4g} s"
+                parts.append(f'<path class="r" d="{bars}"><title>{words}</title></path>')
+        return parts
+
+    def microbatches(self) -> list[str]:
+        """One group for each: transfers, forwards, loss, backwards."""
+        ops_by_microbatch: list[list[PlacedOp]] = [[] for _ in range(self._problem.num_microbatches)]
+        for op in self._ops:
+            ops_by_microbatch[op.microbatch].append(op)
+        return [self._microbatch(number, ops) for number, ops in enumerate(ops_by_microbatch)]
+
+    def _microbatch(self, number: int, ops: Sequence[PlacedOp]) -> str:
+        light, dark = _colours(number)
+        stages = " ".join(str(op.stage) for op in ops if op.kind is Kind.FORWARD)
+        end_s = float(self._timeline.end_s[number])
+        return (
+            f"<g><title>microbatch {number}: stages {stages}, back after {end_s:.4g} s</title>"
+            f'<path class="x" stroke="{dark}" d="{self._ways(ops)}"/>'
+            f'<path fill="{light}" d="{self._boxes(ops, Kind.FORWARD)}"/>'
+            f'<path class="l" fill="{light}" d="{self._boxes(ops, Kind.LOSS)}"/>'
+            f'<path fill="{dark}" d="{self._boxes(ops, Kind.BACKWARD)}"/></g>'
+        )
+
+    def numbers(self) -> list[str]:
+        """Microbatch numbers in the ops that have room for them; none where there are too many ops to read."""
+        wide = [op for op in self._ops if op.takes_s * self._scale >= _LEAST_NUMBERED]
+        if self._row_height < _TALL or len(wide) > _MAX_NUMBERED:
+            return []
+        return [self._numbered(op) for op in wide]
+
+    def _numbered(self, op: PlacedOp) -> str:
+        x = _number(self._x(self._begin_s(op) + op.takes_s / 2))
+        kind = "n w" if op.kind is Kind.BACKWARD else "n"
+        return f'<text class="{kind}" x="{x}" y="{_number(self._baseline(op.chunk))}">{op.microbatch}</text>'
+
+    def _ways(self, ops: Sequence[PlacedOp]) -> str:
+        """From the end of each op to where the tensor arrives, if that is on another worker."""
+        lines = []
+        for op, following in pairwise(ops):
+            if op.worker != following.worker:
+                takes_s = float(self._problem.transfer_s[op.worker, following.worker])
+                # A transfer that waits for its link leaves later; it never arrives after the next op begins.
+                leaves_s = self._begin_s(op) + op.takes_s
+                arrives_s = min(leaves_s + takes_s, self._begin_s(following))
+                x, y = self._x(leaves_s), self._y(op.chunk) + self._row_height / 2
+                to_x = self._x(arrives_s)
+                to_y = self._y(following.chunk) + self._row_height / 2
+                lines.append(f"M{_number(x)} {_number(y)}l{_number(to_x - x)} {_number(to_y - y)}")
+        return "".join(lines)
+
+    def _boxes(self, ops: Iterable[PlacedOp], kind: Kind) -> str:
+        return "".join(self._box(op.chunk, self._begin_s(op), op.takes_s) for op in ops if op.kind is kind)
+
+    def _box(self, chunk: int, begin_s: float, takes_s: float) -> str:
+        width, height = _number(takes_s * self._scale), self._row_height - 4
+        return f"M{_number(self._x(begin_s))} {_number(self._y(chunk) + 2)}h{width}v{height}h-{width}z"
+
+    def _begin_s(self, op: PlacedOp) -> float:
+        return float(self._timeline.begin_s[op.microbatch, op.number])
+
+    def _x(self, second: float) -> float:
+        return self._left + second * self._scale
+
+    def _y(self, chunk: int) -> float:
+        return _TOP + chunk * self._row_height
+
+    def _baseline(self, chunk: int) -> float:
+        return self._y(chunk) + self._row_height / 2 + 4
+
+
+def _colours(number: int) -> tuple[str, str]:
+    """A light and a dark tone of one hue; neighbours in number are far apart in hue."""
+    hue = round(number * _GOLDEN_ANGLE) % 360
+    return f"hsl({hue},70%,75%)", f"hsl({hue},65%,32%)"
+
+
+def _ticks(seconds: float) -> list[float]:
+    """Round numbers from 0 to `seconds`, about ten.
+
+    >>> _ticks(63.3)
+    [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    """
+    if seconds <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(seconds / 6))
+    step = next(power * factor for factor in (1, 2, 5, 10) if seconds / (power * factor) <= 12)
+    return [round(step * i, 12) for i in range(int(seconds / step) + 1)]
+
+
+def _number(value: float) -> str:
+    """A coordinate to a tenth of a pixel, short.
+
+    >>> _number(12.04), _number(3.25), _number(-0.01)
+    ('12', '3.2', '0')
+    """
+    text = f"{value:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text
+
+
+def _shortened(name: str) -> str:
+    """
+    >>> _shortened("a-name-that-nobody-wants-to-read")
+    'a-name-that-nobody-want…'
+    """
+    plain = _printable(name)
+    return plain if len(plain) <= _MAX_SIGNS else f"{plain[: _MAX_SIGNS - 1]}…"
+
+
+def _printable(text: str) -> str:
+    """`text` without what XML may not hold, whatever else it is."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -1,0 +1,212 @@
+"""What one exchange costs by rule: bytes that all its workers send together, seconds until all have the result.
+
+Rules of this file
+- A *circle* is the holders of one stage, or of what two stages share. Circles exchange side by side.
+- Every pattern that sums a vector of B bytes over W workers and hands the sum out sends 2 (W - 1) B in total: as ring,
+  as tree or directly. They differ in seconds alone.
+- Bytes are of tensors with their scales, as `skein.plan.agreeing.payload` counts them.
+
+Source: papers named at each rule in skein.numeric.aggregate, for what is sent; `skein.plan.agreeing.exchange`, for
+how long that takes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import assert_never
+
+import numpy as np
+
+from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
+from skein.config.job import JobSpec
+from skein.config.optimizer import LambSpec, SgdSpec
+from skein.config.robust import CentredClip, Krum, NoRobust, RobustSpec
+from skein.config.rule import PatternName, Wire
+from skein.plan.agreeing.broadcast import BroadcastProblem
+from skein.plan.agreeing.exchange import DIRECT, Direct, Ring, Tree, cheapest, seconds
+from skein.plan.agreeing.payload import payload_bytes, sign_bytes
+from skein.plan.load import num_shards
+from skein.topology.consensus import choose, round_s
+from skein.topology.graphs import Mixing, graph_of
+from skein.topology.links import LinkMatrices
+from skein.types import Precision, SiteId
+
+_MOST_DRAWN = 16
+"""Rounds of a drawn graph of which an average is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Circle:
+    """Workers that exchange `num_parameters` numbers of `num_tensors` tensors with each other.
+
+    `sites` and `links` are those of the workers, in order of members; None where nobody knows who they will be.
+    """
+
+    num_parameters: int
+    num_tensors: int
+    num_workers: int
+    sites: tuple[SiteId, ...] | None = None
+    links: LinkMatrices | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of exchange: how often a step has it, what all send in it, and how long it takes if links are known."""
+
+    per_step: float
+    num_bytes: float
+    seconds: float | None
+
+
+def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
+    """The kinds of exchange that a circle has under the job's rule; the one that it is about comes last."""
+    word = word_bytes(job)
+    match job.aggregation:
+        case AllReduce() as rule:
+            yield reduced(circle, rule.wire, word, pattern=rule.pattern, robust=rule.robust)
+        case OneBitAdam() | OneBitLamb() as rule:
+            warm = min(1.0, rule.warmup_steps / job.total_steps)
+            yield replace(reduced(circle, rule.warmup_wire, word), per_step=warm)
+            num_scales = circle.num_tensors if isinstance(rule, OneBitAdam) else 1
+            yield replace(_signs(circle, word, num_scales), per_step=1 - warm)
+        case Lsgd() as rule:
+            yield from _pulls(circle, rule, word)
+        case Gossip() as rule:
+            yield _mixed(job, rule, circle, word)
+        case DiLoCo() as rule:
+            piece = replace(circle, num_parameters=-(-circle.num_parameters // rule.fragments))
+            often = rule.fragments / rule.local_steps
+            yield replace(reduced(piece, rule.wire, word, robust=rule.robust), per_step=often)
+        case _:
+            assert_never(job.aggregation)
+
+
+def word_bytes(job: JobSpec) -> int:
+    """Bytes of a parameter."""
+    return 8 if job.precision is Precision.FP64 else 4
+
+
+# --- sums ---
+
+
+def reduced(
+    circle: Circle, wire: Wire, word: int, *, pattern: PatternName = "auto", robust: RobustSpec | None = None
+) -> Kind:
+    """A sum of everybody's vector, handed out to everybody, once a step.
+
+    What is rounded, or combined by more than a sum, goes to the shards' owners directly; a combiner that compares
+    whole vectors makes one worker the owner of all.
+    """
+    plain_bytes = word * circle.num_parameters
+    shards = 1 if isinstance(robust, Krum | CentredClip) else num_shards(plain_bytes, circle.num_workers)
+    shard_bytes = payload_bytes(wire, -(-circle.num_parameters // shards), word_bytes=word)
+    is_plain = wire == "fp32" and isinstance(robust, NoRobust | None)
+    way = pattern if is_plain else "direct"
+    vector_bytes = shards * shard_bytes
+    return Kind(
+        per_step=1.0,
+        num_bytes=2 * (circle.num_workers - 1) * vector_bytes,
+        seconds=_sum_s(circle, way, shards, vector_bytes),
+    )
+
+
+def _signs(circle: Circle, word: int, num_scales: int) -> Kind:
+    """The same with a bit for each number; every part of a shard has all scales of its sender."""
+    shards = num_shards(word * circle.num_parameters, circle.num_workers)
+    shard_bytes = sign_bytes(-(-circle.num_parameters // shards), num_scales, word_bytes=word)
+    vector_bytes = shards * shard_bytes
+    return Kind(
+        per_step=1.0,
+        num_bytes=2 * (circle.num_workers - 1) * vector_bytes,
+        seconds=_sum_s(circle, "direct", shards, vector_bytes),
+    )
+
+
+def _sum_s(circle: Circle, way: PatternName, shards: int, vector_bytes: int) -> float | None:
+    links = circle.links
+    if links is None or circle.num_workers < 2:
+        return None
+    among = links.latency_s, links.bytes_per_s
+    chosen: Direct | Ring | Tree
+    match way:
+        case "auto":
+            chosen = cheapest(shards, vector_bytes, *among)
+        case "direct":
+            chosen = DIRECT
+        case "ring":
+            chosen = Ring()
+        case "tree":
+            chosen = Tree()
+        case _:
+            assert_never(way)
+    return seconds(chosen, shards, vector_bytes, *among)
+
+
+# --- leaders and neighbours ---
+
+
+def _pulls(circle: Circle, rule: Lsgd, word: int) -> Iterator[Kind]:
+    """A leader's parameters to those that it leads: within sites, and to all; as if the first of them led.
+
+    Where sites are not known all workers count as one site, which is the most that there can be to send.
+    """
+    vector_bytes = word * circle.num_parameters
+    groups = Counter(circle.sites or (SiteId(""),) * circle.num_workers)
+    if rule.groups == "sites" and rule.local_every_steps != rule.global_every_steps:
+        times = [_spread_s(circle, vector_bytes, site) for site in groups] if circle.sites else [None]
+        yield Kind(
+            per_step=1 / rule.local_every_steps,
+            num_bytes=sum(size - 1 for size in groups.values()) * vector_bytes,
+            seconds=None if None in times else max(x for x in times if x is not None),
+        )
+    yield Kind(
+        per_step=1 / rule.global_every_steps,
+        num_bytes=(circle.num_workers - 1) * vector_bytes,
+        seconds=_spread_s(circle, vector_bytes, None),
+    )
+
+
+def _spread_s(circle: Circle, vector_bytes: int, site: SiteId | None) -> float | None:
+    """Seconds until all of a site, or all there are, have a vector of the first of them."""
+    links = circle.links
+    if links is None:
+        return None
+    sites = circle.sites or ()
+    places = [i for i in range(circle.num_workers) if site is None or sites[i] == site]
+    if len(places) < 2:
+        return 0.0
+    pairs = np.ix_(places, places)
+    problem = BroadcastProblem(
+        leader=0,
+        latency_s=links.latency_s[pairs],
+        bytes_per_s=links.bytes_per_s[pairs],
+        num_bytes=vector_bytes,
+    )
+    return problem.seconds(problem.tree())
+
+
+def _mixed(job: JobSpec, rule: Gossip, circle: Circle, word: int) -> Kind:
+    """Each neighbour gets the same vectors; a graph that changes counts by the mean of its rounds."""
+    vector_bytes = word * _num_sent(job, rule, circle)
+    rounds = _rounds(rule, circle, vector_bytes)
+    edges = [int((mixing.rows > 0).sum() - (mixing.rows.diagonal() > 0).sum()) for mixing in rounds]
+    times = None
+    if circle.links is not None:
+        times = fmean(round_s(circle.links, (x.rows > 0).T, num_bytes=vector_bytes) for x in rounds)
+    return Kind(per_step=1 / rule.every_steps, num_bytes=fmean(edges) * vector_bytes, seconds=times)
+
+
+def _num_sent(job: JobSpec, rule: Gossip, circle: Circle) -> int:
+    """Numbers that a neighbour gets: parameters, DA-DmSGD's momentum, and what Adam or LAMB divides by."""
+    num_vectors = 1 + (rule.method == "da_dmsgd") + (not isinstance(job.optimizer, SgdSpec))
+    num_ratios = circle.num_tensors if isinstance(job.optimizer, LambSpec) else 0
+    return num_vectors * circle.num_parameters + num_ratios
+
+
+def _rounds(rule: Gossip, circle: Circle, vector_bytes: int) -> list[Mixing]:
+    """The rounds of one period; of a drawn graph some."""
+    if rule.graph == "measured" and circle.links is not None and circle.num_workers > 2:
+        return [choose(circle.links, num_bytes=vector_bytes).mixing]
+    graph = graph_of("ring" if rule.graph == "measured" else rule.graph, circle.num_workers)
+    return [graph.at(round_, seed=0) for round_ in range(graph.period or _MOST_DRAWN)]

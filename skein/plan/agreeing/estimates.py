@@ -1,0 +1,190 @@
+"""What a job's aggregation costs per step, on a fleet that is known or on none: the line that users read.
+
+Rules of this file
+- Bytes are those sent, averaged over workers and over the whole job, warm-up included: what one sends another
+  receives. Seconds are those of the slowest circle, if nothing overlaps with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.config.aggregation import AggregationSpec, Gossip
+from skein.config.job import JobSpec
+from skein.model.parameters import layer_parameters
+from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced, word_bytes
+from skein.plan.cut import cut
+from skein.plan.load import job_layers, stage_loads, tied_bytes
+from skein.plan.plan import Plan
+from skein.topology.fleet import Fleet
+from skein.topology.links import LinkMatrices, link_cost_s
+from skein.types import GroupId, Layout, StageSpec
+from skein.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What aggregation costs, per worker. `step_s` is None where the links are not known.
+
+    `exchange_bytes` are those of one exchange, the rarest where a rule has two kinds; `plain_bytes` those that a step
+    of all-reduce in float32 would take, and `step_s` is what exchanges take of a step if nothing overlaps with them.
+    """
+
+    rule: str
+    num_workers: int
+    settings: tuple[str, ...]
+    """What the rule was settled to, where that may differ from the job file."""
+    step_bytes: float
+    exchange_bytes: float
+    exchanges_per_step: float
+    plain_bytes: float
+    step_s: float | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times less than all-reduce in float32; infinite where nothing is sent."""
+        return self.plain_bytes / self.step_bytes if self.step_bytes else float("inf")
+
+    @property
+    def words(self) -> str:
+        """All of it in one line."""
+        if not self.step_bytes:
+            return f"{self._named}: nothing to send, every stage has one holder"
+        took = "" if self.step_s is None else f", about {self.step_s:.3g} s if nothing overlaps"
+        sent = f"{self._named}: each worker sends {format_bytes(self.step_bytes)} a step{self._exchange}"
+        return f"{sent}, {_compared(self.ratio)}{took}"
+
+    @property
+    def _named(self) -> str:
+        return f"{self.rule} ({', '.join(self.settings)})" if self.settings else self.rule
+
+    @property
+    def _exchange(self) -> str:
+        """What a step's average hides."""
+        if self.exchanges_per_step == 1:
+            return ""
+        one = format_bytes(self.exchange_bytes)
+        if self.rule in ("one_bit_adam", "one_bit_lamb"):
+            return f" on average, {one} after the warm-up"
+        return f" ({one} every {1 / self.exchanges_per_step:.3g} steps)"
+
+
+def estimate(job: JobSpec, circles: Sequence[Circle], *, num_workers: int) -> Estimate:
+    """What the aggregation of `job` costs among these circles, of so many workers in all."""
+    kinds = [list(kinds_of(job, circle)) for circle in circles if circle.num_workers > 1]
+    plain = sum(reduced(circle, "fp32", 4).num_bytes for circle in circles)
+    return Estimate(
+        rule=job.aggregation.rule,
+        num_workers=num_workers,
+        settings=_settings(job.aggregation),
+        step_bytes=sum(kind.per_step * kind.num_bytes for found in kinds for kind in found) / num_workers,
+        exchange_bytes=sum(found[-1].num_bytes for found in kinds) / num_workers,
+        exchanges_per_step=max((found[-1].per_step for found in kinds), default=0.0),
+        plain_bytes=plain / num_workers,
+        step_s=_slowest_s(kinds),
+    )
+
+
+def _settings(rule: AggregationSpec) -> tuple[str, ...]:
+    """Gossip's method may be another than was asked for: see `skein.plan.admission.settled`."""
+    return (rule.method, rule.graph) if isinstance(rule, Gossip) else ()
+
+
+def _slowest_s(kinds: Sequence[Sequence[Kind]]) -> float | None:
+    """Of the circles, which exchange side by side; None if any is not known."""
+    slowest_s = 0.0
+    for found in kinds:
+        circle_s = 0.0
+        for kind in found:
+            if kind.seconds is None:
+                return None
+            circle_s += kind.per_step * kind.seconds
+        slowest_s = max(slowest_s, circle_s)
+    return slowest_s
+
+
+def estimate_of_job(job: JobSpec) -> Estimate:
+    """What the aggregation of `job` costs on a fleet that nobody knows yet: bytes alone.
+
+    Raises:
+        UserError: the model cannot be cut into so many stages.
+    """
+    stages = cut(job_layers(job), job.parallel.stages, job.parallel.layout)
+    circles = [
+        Circle(
+            num_parameters=held.num_parameters,
+            num_tensors=held.num_tensors,
+            num_workers=held.ends * job.parallel.replicas,
+        )
+        for held in _held_by_group(job, stages).values()
+    ]
+    return estimate(job, circles, num_workers=job.parallel.stages * job.parallel.replicas)
+
+
+def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
+    """What the aggregation of `job` costs among the holders that `plan` names, over the links of `fleet`."""
+    position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
+    links, held_by_group = link_cost_s(fleet), _held_by_group(job, plan.stages)
+    circles = []
+    for group in plan.groups:
+        places, held = [position[worker] for worker in group.workers], held_by_group[group.group]
+        circles.append(
+            Circle(
+                num_parameters=held.num_parameters,
+                num_tensors=held.num_tensors,
+                num_workers=len(places),
+                sites=tuple(fleet.workers[i].site for i in places),
+                links=_among(links, places),
+            )
+        )
+    return estimate(job, circles, num_workers=len(plan.workers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What a group's members hold, and how many workers of one replica are members."""
+
+    num_parameters: int
+    num_tensors: int
+    ends: int = 1
+
+
+def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, _Held]:
+    """By the names that plans give to groups."""
+    layers, word = job_layers(job), word_bytes(job)
+    shared = tied_bytes(job, layers, stages) // word
+    tensors = [len(layer) for layer in layer_parameters(job.model)]
+    held = {}
+    for load in stage_loads(job, layers, stages):
+        first, stop = load.stage.first, load.stage.stop
+        shares = shared > 0 and (first == 0) != (stop == len(layers))
+        num_tensors = sum(tensors[first:stop]) - shares
+        held[GroupId(f"s{load.stage.index}")] = _Held(
+            num_parameters=load.own_bytes // word, num_tensors=num_tensors
+        )
+    if shared:
+        ends = 1 if job.parallel.layout is Layout.LOOP else 2
+        held[GroupId("tied")] = _Held(num_parameters=shared, num_tensors=1, ends=ends)
+    return held
+
+
+def _among(links: LinkMatrices, places: Sequence[int]) -> LinkMatrices:
+    pairs = np.ix_(places, places)
+    return LinkMatrices(
+        latency_s=links.latency_s[pairs],
+        bytes_per_s=links.bytes_per_s[pairs],
+        crosses_sites=links.crosses_sites[pairs],
+    )
+
+
+def _compared(ratio: float) -> str:
+    """How a step compares to one of plain all-reduce.
+
+    >>> _compared(1.0), _compared(31.9), _compared(0.5)
+    ('as much as all-reduce in fp32', '31.9 times less than all-reduce in fp32', '2 times more than all-reduce in fp32')
+    """
+    if abs(ratio - 1) < 0.005:
+        return "as much as all-reduce in fp32"
+    times, which = (ratio, "less") if ratio > 1 else (1 / ratio, "more")
+    return f"{times:.3g} times {which} than all-reduce in fp32"

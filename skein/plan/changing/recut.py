@@ -1,0 +1,57 @@
+"""Stages for the workers that hold them: a slow worker's stage gets fewer layers.
+
+A plan from nothing is cut as if all workers were alike, because who holds what is not known yet. Once it is, the same
+workers may do better with unequal stages. Only a job without any state may be cut anew: state is kept stage by stage.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from skein.config.job import JobSpec
+from skein.plan.balanced import make_plan, pool_of
+from skein.plan.changing.silent import working
+from skein.plan.cut import cut
+from skein.plan.load import job_layers
+from skein.plan.plan import MOVES, Plan
+from skein.topology.fleet import Fleet
+from skein.types import Layout
+
+
+def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
+    """`plan`'s workers with stages cut by their speeds; None if that changes nothing or does not fit.
+
+    A stage's speed is that of its holders together, over the share of the microbatches that visit it.
+    """
+    layers = job_layers(job)
+    pool = pool_of(job, fleet, layers)
+    speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
+    plan = working(plan, set(pool.workers))
+    visits = plan.microbatches_by_chunk()
+    num_stages = len(plan.stages) - (plan.layout is Layout.LOOP)
+    num_held = Counter(chunk.worker for chunk in visits if chunk.stage < num_stages)
+    speeds = []
+    for index in range(num_stages):
+        held = [chunk for chunk in visits if chunk.stage == index]
+        num_visits = sum(len(visits[chunk]) for chunk in held)
+        together = sum(speed_by_worker[chunk.worker] / num_held[chunk.worker] for chunk in held)
+        speeds.append(float(together) / max(1, num_visits))
+    stages = cut(layers, num_stages, plan.layout, speeds=list(np.array(speeds) / max(speeds)))
+    if stages == plan.stages:
+        return None
+    made = make_plan(job, fleet, replace(plan, stages=stages), 0)
+    if not isinstance(made, Plan) or made.stages != stages:
+        return None
+    what, _, _ = made.reason.partition(MOVES)
+    return replace(made, reason=what)
+
+
+def widths(plan: Plan) -> str:
+    """How many layers each stage has.
+
+    >>> from tests.support.plans import grid_plan
+    >>> widths(grid_plan(stages=2, replicas=1))
+    '2, 2'
+    """
+    return ", ".join(str(stage.stop - stage.first) for stage in plan.stages)

@@ -1,0 +1,141 @@
+"""A job on a fleet as a `Problem`: a plan's stages and seats, with the fleet's times, memory and links as arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec
+from skein.plan.changing.silent import working
+from skein.plan.clock.times import op_times
+from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, job_layers, stage_loads, tied_bytes
+from skein.plan.paths import shares
+from skein.plan.place import Pool
+from skein.plan.plan import Infeasible, Plan
+from skein.plan.route.problem import F64, I64, Problem, Reduction
+from skein.plan.route.start import first_paths
+from skein.topology.fleet import Fleet
+from skein.types import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Posed:
+    """The problem of improving `plan`, with its own answer: `worker_of` and `path` as in `Routing`."""
+
+    problem: Problem
+    pool: Pool
+    loads: tuple[StageLoad, ...]
+    worker_of: I64
+    path: I64
+
+
+def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | None = None) -> Posed:
+    """`plan`'s stages and numbers of holders, silent ones apart, to be placed and routed anew on `fleet`.
+
+    Args:
+        job: what is trained.
+        fleet: whose workers `pool` has, in the same order.
+        plan: a legal plan of this job on this fleet.
+        pool: the fleet as arrays.
+        move_s: see `Problem`.
+    """
+    layers = job_layers(job)
+    loads = stage_loads(job, layers, plan.stages)
+    plan = working(plan, set(pool.workers))
+    is_loop = plan.layout is Layout.LOOP
+    num_stages = len(plan.stages) - is_loop
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    holders = [[position[w] for w in plan.holders(plan.stages[s].index)] for s in range(num_stages)]
+    worker_of = np.array([worker for held in holders for worker in held], np.int64)
+    chunk_at = {
+        (stage, worker): chunk
+        for chunk, (stage, worker) in enumerate((s, w) for s, held in enumerate(holders) for w in held)
+    }
+    rows = [[chunk_at.get((hop.stage, position[hop.worker]), -1) for hop in path.hops] for path in plan.paths]
+    if is_loop:
+        rows = [[*row[:-1], row[0]] for row in rows]
+    path = np.array(rows, np.int64)
+    origins = np.bincount(path[:, 0], minlength=len(holders[0]))
+    forward_s, backward_s = op_times(fleet, loads, pool)
+    most_held = int(np.bincount(worker_of).max())
+    output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
+    wire_s = output_bytes / pool.links.bytes_per_s
+    problem = Problem(
+        name=job.name,
+        layout=plan.layout,
+        stage_sizes=tuple(len(held) for held in holders),
+        path_len=job.num_visited_stages,
+        num_by_origin=tuple(int(count) for count in origins),
+        max_swaps=job.skip.max_swaps,
+        max_jump=job.skip.max_jump or len(plan.stages),
+        forward_s=forward_s[:, :num_stages],
+        backward_s=backward_s[:, :num_stages],
+        loss_s=forward_s[:, -1] + backward_s[:, -1],
+        transfer_s=pool.links.latency_s + wire_s,
+        wire_s=wire_s,
+        slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),
+        reduction=_reduction(job, layers, plan, loads, pool),
+        move_s=move_s,
+        chunks_per_worker=most_held,
+    )
+    return Posed(problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path)
+
+
+def resized(posed: Posed) -> Posed | None:
+    """The same workers with holders in proportion to what a stage's visits take; None where that changes nothing.
+
+    A stage that half of the microbatches leave out needs half as many holders. Only for workers of one chunk each.
+    """
+    problem = posed.problem
+    if problem.num_chunks > problem.num_workers or problem.chunks_per_worker not in (None, 1):
+        return None
+    sizes = shares(problem.num_chunks, [float(x) for x in work_s(problem)])
+    if sizes == problem.stage_sizes or sizes[0] > problem.num_microbatches:
+        return None
+    origins = shares(problem.num_microbatches, [1.0] * sizes[0])
+    other = replace(problem, stage_sizes=sizes, num_by_origin=origins, move_s=None)
+    paths = first_paths(other)
+    if isinstance(paths, Infeasible):
+        return None
+    return replace(posed, problem=other, path=paths)
+
+
+def work_s(problem: Problem) -> F64:
+    """(num_stages,) seconds of a step that each stage's ops take on a worker of middling speed."""
+    visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
+    seconds: F64 = visit_s * np.array(problem.visits_by_stage)
+    if problem.layout is Layout.LOOP:
+        seconds[0] += problem.loss_s.mean() * problem.num_microbatches
+    return seconds
+
+
+def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Pool, most: int) -> I64:
+    """What fits into each worker's memory if it shares it equally between as many chunks as the fullest one holds."""
+    share_bytes = pool.memory_bytes // most_held
+    columns = []
+    for stage in range(num_stages):
+        load = loads[stage]
+        fixed_bytes = load.fixed_bytes
+        if stage == 0 and num_stages < len(loads):
+            fixed_bytes += loads[-1].memory_bytes(1)  # the head of LOOP
+        columns.append((share_bytes - fixed_bytes) // max(1, load.slot_bytes))
+    return np.clip(np.stack(columns, axis=1), 0, most).astype(np.int64)
+
+
+def _reduction(
+    job: JobSpec, layers: Sequence[LayerSpec], plan: Plan, loads: Sequence[StageLoad], pool: Pool
+) -> Reduction:
+    own = [float(load.own_bytes) for load in loads]
+    shared = float(tied_bytes(job, layers, plan.stages))
+    if plan.layout is Layout.LOOP:
+        # Both ends are at the same workers.
+        own[0] += own.pop() + shared
+        shared = 0.0
+    return Reduction(
+        num_bytes=np.array(own),
+        latency_s=pool.links.latency_s,
+        bytes_per_s=pool.links.bytes_per_s,
+        tied_bytes=shared,
+        least_shard_bytes=float(LEAST_SHARD_BYTES),
+    )

@@ -1,0 +1,92 @@
+"""A plan's schedules as one order of all its ops: what it takes as it is can then be reckoned for any fleet."""
+
+import math
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from skein.plan.ops import OpKind
+from skein.plan.plan import Plan
+from skein.plan.route.evaluate import sequence_of, timeline
+from skein.plan.route.job_problem import Posed
+from skein.plan.route.problem import F64, I64, Problem, Routing
+from skein.types import WorkerId
+
+_NUM_SORTINGS = 16
+"""Each brings the order nearer to that of time; a handful is enough."""
+
+
+def routing_of(plan: Plan, posed: Posed) -> Routing | None:
+    """The routing that `plan` is, if each worker keeps to its list; None if some list cannot be kept to so strictly.
+
+    Args:
+        plan: whose problem `posed` is.
+        posed: with the plan's own placement and paths.
+    """
+    sequence = listed_sequence(plan)
+    if sequence is None:
+        return None
+    return in_time(posed.problem, Routing(worker_of=posed.worker_of, path=posed.path, sequence=sequence))
+
+
+def listed_sequence(plan: Plan) -> I64 | None:
+    """Some order of all ops, as in `Routing`, in which each worker keeps to its list; None if there is none."""
+    numbers = [_numbers(plan, microbatch) for microbatch in range(len(plan.paths))]
+    lists = {schedule.worker: deque(schedule.ops) for schedule in plan.schedules}
+    at = [0] * len(plan.paths)
+    waiting: dict[int, list[WorkerId]] = {}
+    sequence: list[int] = []
+    to_try = deque(lists)
+    while to_try:
+        worker = to_try.popleft()
+        ops = lists[worker]
+        while ops:
+            microbatch = int(ops[0].microbatch)
+            if numbers[microbatch].get((ops[0].kind, ops[0].stage)) != at[microbatch]:
+                waiting.setdefault(microbatch, []).append(worker)
+                break
+            ops.popleft()
+            at[microbatch] += 1
+            sequence.append(microbatch)
+            to_try.extend(waiting.pop(microbatch, ()))
+    return None if any(lists.values()) else np.array(sequence, np.int64)
+
+
+def in_time(problem: Problem, routing: Routing) -> Routing | None:
+    """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
+    before_s, seconds = math.inf, _op_seconds(problem, routing)
+    for _ in range(_NUM_SORTINGS):
+        try:
+            found = timeline(problem, routing)
+        except ValueError:
+            return None
+        if found.step_s == before_s:
+            break
+        before_s = found.step_s
+        # By their ends, for then outputs ask for links.
+        routing = replace(routing, sequence=sequence_of(found.begin_s + seconds))
+    return routing
+
+
+def _op_seconds(problem: Problem, routing: Routing) -> F64:
+    """(num_microbatches, 2 num_hops + 1), of each op at its holder."""
+    chunks, last = routing.path[:, : problem.num_hops], routing.path[:, problem.num_hops]
+    at = routing.worker_of[chunks], problem.stage_of[chunks]
+    return np.concatenate(
+        [
+            problem.forward_s[at],
+            problem.loss_s[routing.worker_of[last]][:, None],
+            problem.backward_s[at][:, ::-1],
+        ],
+        axis=1,
+    )
+
+
+def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
+    """Which op of its microbatch each op is: forwards, the loss, backwards."""
+    stages = [hop.stage for hop in plan.paths[microbatch].hops]
+    last = len(stages) - 1
+    forwards = {(OpKind.FORWARD, int(stage)): hop for hop, stage in enumerate(stages[:-1])}
+    backwards = {(OpKind.BACKWARD, int(stage)): 2 * last - hop for hop, stage in enumerate(stages[:-1])}
+    return {**forwards, (OpKind.LOSS, int(stages[-1])): last, **backwards}

@@ -1,0 +1,83 @@
+"""Seconds to bring stages to workers, by hand."""
+
+import numpy as np
+import pytest
+
+from skein.plan.balanced import make_plan, pool_of
+from skein.plan.changing.moving import Held, fetch_s, move_s
+from skein.plan.load import job_layers, stage_loads
+from skein.plan.plan import Plan
+from skein.types import ChunkRef, Layout, StageIndex, WorkerId
+from tests.plan.builders import fleet, job, link, without
+
+SPEC = job(stages=2, replicas=1, num_layers=4)
+NAMES = ("w0", "w1", "w2")
+# w2 is far from w0 and near w1.
+LINKS = [
+    link(x, y, {("w0", "w2"): 0.3, ("w2", "w0"): 0.3}.get((x, y), 0.1), 1e6)
+    for x in NAMES
+    for y in NAMES
+    if x != y
+]
+ON = fleet([1e9, 1e9, 1e9], links=LINKS)
+
+
+def plan_on(*names: str) -> Plan:
+    lost = [WorkerId(name) for name in NAMES if name not in names]
+    plan = make_plan(SPEC, without(ON, *lost), None, 0)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+POOL = pool_of(SPEC, ON, job_layers(SPEC))
+BEFORE = plan_on("w0", "w1")
+LOADS = stage_loads(SPEC, job_layers(SPEC), BEFORE.stages)
+
+
+def chunk(stage: int, worker: str) -> ChunkRef:
+    return ChunkRef(stage=StageIndex(stage), worker=WorkerId(worker))
+
+
+def test_a_stage_comes_from_its_nearest_holder_and_costs_nothing_where_it_is() -> None:
+    seconds = fetch_s(LOADS, POOL, [chunk(0, "w0"), chunk(0, "w1"), chunk(1, "w1")])
+    state_s = [load.state_bytes / 1e6 for load in LOADS]
+    assert seconds == pytest.approx(
+        np.array([[0, 0.1 + state_s[1]], [0, 0], [0.1 + state_s[0], 0.1 + state_s[1]]])
+    )
+
+
+def test_a_stage_that_nobody_holds_costs_the_same_everywhere() -> None:
+    assert not fetch_s(LOADS, POOL, [chunk(0, "gone")]).any()
+
+
+def test_workers_fetch_side_by_side() -> None:
+    after = plan_on("w2")
+    assert move_s(BEFORE, BEFORE, LOADS, POOL) == 0
+    both = sum(fetch_s(LOADS, POOL, [x.chunk for x in BEFORE.chunks])[2])
+    assert move_s(BEFORE, after, LOADS, POOL) == pytest.approx(both)
+
+
+def test_what_moving_costs_is_spread_over_the_steps_to_come() -> None:
+    once, often = (Held(plan=BEFORE, steps_left=n).move_s(BEFORE.stages, LOADS, POOL) for n in (1, 10))
+    assert once is not None
+    assert often is not None
+    assert often == pytest.approx(once / 10)
+    assert Held(plan=BEFORE, steps_left=None).move_s(BEFORE.stages, LOADS, POOL) is None
+    assert Held(plan=BEFORE, steps_left=1).move_s(BEFORE.stages[:1], LOADS, POOL) is None
+
+
+def test_the_head_of_a_loop_goes_where_its_first_stage_goes() -> None:
+    spec = job(stages=2, replicas=1, num_layers=4, layout=Layout.LOOP)
+    plan = make_plan(spec, ON, None, 0)
+    assert isinstance(plan, Plan)
+    loads = stage_loads(spec, job_layers(spec), plan.stages)
+    whole = fetch_s(loads, POOL, [x.chunk for x in plan.chunks])
+    body = Held(plan=plan, steps_left=1).move_s(plan.stages, loads, POOL)
+    assert body == pytest.approx(np.stack([whole[:, 0] + whole[:, 2], whole[:, 1]], axis=1))
+
+
+def test_what_moves_is_told_in_a_clause() -> None:
+    assert Held(plan=BEFORE, steps_left=1).moved(BEFORE, LOADS) == ""
+    told = Held(plan=BEFORE, steps_left=1).moved(plan_on("w2"), LOADS)
+    assert told.startswith("moves ")
+    assert told.endswith("of state: stage 0 to w2 and 1 more")

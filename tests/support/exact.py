@@ -1,0 +1,322 @@
+"""The best routing of a tiny problem, by trying them all: placements, paths, and orders by branch and bound.
+
+Meant for up to about six workers and six microbatches; an oracle for what is faster. Rules of this file
+- Chunks of one stage are alike, and so are microbatches with one path: only one of the ways to number them is tried.
+- Ops are put in order of their starts. An op is not tried if another could end before it starts and take nothing from
+  anybody by being done at once: any but a forward, or a forward of a chunk that has slots for all.
+- What is left of a microbatch's trip, and of a worker's ops between the soonest start and the least time after them,
+  bounds a beginning from below; what is no better than the best known by a margin is left.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from skein.plan.route.kernels.compiled import compiled
+from skein.plan.route.problem import F64, I64, Problem, Routing
+from skein.types import Layout
+
+MARGIN = 1e-9
+"""Seconds by which a better order must be better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Optimum:
+    """The least makespan, a routing that has it, and how many steps the search for orders took."""
+
+    makespan_s: float
+    routing: Routing
+    num_steps: int
+
+
+def optimum(problem: Problem, *, most_steps: int = 50_000_000) -> Optimum | None:
+    """The routing with the least makespan; None if there is none. Aggregation is left out.
+
+    Args:
+        problem: with links that carry any number of transfers at once.
+        most_steps: of the search for orders, over all placements and paths.
+
+    Raises:
+        ValueError: links can be busy, workers may hold several chunks, or `most_steps` do not suffice.
+    """
+    if problem.wire_s.any():
+        raise ValueError("links that can be busy are not searched exactly")
+    if (problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers)) > 1:
+        raise ValueError("workers with several chunks are not searched exactly")
+    cases = sorted(_cases(problem), key=lambda case: case[0])
+    best_s, best, num_steps = np.inf, None, 0
+    for low_s, worker_of, path in cases:
+        if low_s >= best_s - MARGIN:
+            break
+        makespan_s, sequence, steps = _best_order(problem, worker_of, path, best_s, most_steps - num_steps)
+        num_steps += steps
+        if num_steps >= most_steps:
+            raise ValueError(f"{most_steps} steps do not suffice")
+        if makespan_s < best_s:
+            best_s = makespan_s
+            best = Routing(worker_of=worker_of, path=path, sequence=sequence)
+    return None if best is None else Optimum(makespan_s=best_s, routing=best, num_steps=num_steps)
+
+
+def _cases(problem: Problem) -> Iterator[tuple[float, I64, I64]]:
+    """Placements with paths, and a bound on each."""
+    paths = list(_all_paths(problem))
+    for worker_of in _placements(problem):
+        for path in paths:
+            yield _low_s(problem, worker_of, path), worker_of, path
+
+
+def _placements(problem: Problem) -> Iterator[I64]:
+    def fill(stage: int, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if stage == problem.num_stages:
+            yield ()
+            return
+        size = problem.stage_sizes[stage]
+        alike = stage > 0 or len(set(problem.num_by_origin)) == 1
+        for chosen in itertools.combinations(left, size) if alike else itertools.permutations(left, size):
+            rest = tuple(worker for worker in left if worker not in chosen)
+            for others in fill(stage + 1, rest):
+                yield (*chosen, *others)
+
+    for seats in fill(0, tuple(range(problem.num_workers))):
+        worker_of = np.array(seats, np.int64)
+        holds = problem.slots[worker_of, problem.stage_of] > 0
+        is_loss_only = (problem.stage_of == problem.num_stages - 1) & (problem.layout is Layout.LINE)
+        if (holds | is_loss_only).all():
+            yield worker_of
+
+
+def stage_walks(problem: Problem) -> list[tuple[int, ...]]:
+    """The stages of every legal path, hop by hop; in a `LINE` with the last stage."""
+    is_line = problem.layout is Layout.LINE
+    last = problem.num_stages - 1
+    found = []
+    for walk in itertools.permutations(problem.skippable, problem.num_hops - 1):
+        full = (0, *walk, *([last] if is_line else []))
+        front, swaps = 0, 0
+        for stage in full[1:]:
+            if stage < front:
+                swaps += 1 if front - stage == 1 else problem.max_swaps + 1
+            elif stage - front > problem.max_jump:
+                swaps = problem.max_swaps + 1
+            front = max(front, stage)
+        if swaps <= problem.max_swaps:
+            found.append(full)
+    return found
+
+
+def _all_paths(problem: Problem) -> Iterator[I64]:
+    """Paths of all microbatches, each set of them once."""
+    ways = []
+    for walk in stage_walks(problem):
+        chunks = [
+            range(int(problem.first_chunk[stage]), int(problem.first_chunk[stage + 1])) for stage in walk[1:]
+        ]
+        ways += list(itertools.product(*chunks))
+    ways.sort()
+    by_origin = [
+        list(itertools.combinations_with_replacement(ways, count)) for count in problem.num_by_origin
+    ]
+    for picked in itertools.product(*by_origin):
+        visits = Counter(int(problem.stage_of[chunk]) for lot in picked for way in lot for chunk in way)
+        counts = [visits[stage] for stage in problem.skippable]
+        if counts and max(counts) - min(counts) > (1 if sum(counts) % len(counts) else 0):
+            continue
+        is_loop = problem.layout is Layout.LOOP
+        rows = [
+            (origin, *way, *([origin] if is_loop else [])) for origin, lot in enumerate(picked) for way in lot
+        ]
+        yield np.array(rows, np.int64)
+
+
+def _low_s(problem: Problem, worker_of: I64, path: I64) -> float:
+    """The longest trip, and each worker's ops between the soonest arrival and the least time after them."""
+    takes_s, lag_s, worker = _ops(problem, worker_of, path)
+    through_s = np.cumsum(lag_s + takes_s, axis=1)
+    before_s = through_s - takes_s
+    after_s = through_s[:, -1:] - through_s
+    low_s = float(through_s[:, -1].max())
+    for w in np.unique(worker):
+        here = worker == w
+        low_s = max(low_s, float(before_s[here].min() + takes_s[here].sum() + after_s[here].min()))
+    return low_s
+
+
+def _ops(problem: Problem, worker_of: I64, path: I64) -> tuple[F64, F64, I64]:
+    """(num_microbatches, 2 K + 1) of each op: seconds, seconds of the transfer before it, worker."""
+    hops = problem.num_hops
+    stages = problem.stage_of[path]
+    there = worker_of[path]
+    worker = np.concatenate([there, there[:, hops - 1 :: -1]], axis=1)
+    forward_s = problem.forward_s[there[:, :hops], stages[:, :hops]]
+    backward_s = problem.backward_s[there[:, :hops], stages[:, :hops]][:, ::-1]
+    takes_s = np.concatenate([forward_s, problem.loss_s[there[:, hops:]], backward_s], axis=1)
+    lag_s = np.zeros_like(takes_s)
+    lag_s[:, 1:] = problem.transfer_s[worker[:, :-1], worker[:, 1:]]
+    return takes_s, lag_s, worker
+
+
+def _best_order(
+    problem: Problem, worker_of: I64, path: I64, most_s: float, most_steps: int
+) -> tuple[float, I64, int]:
+    takes_s, lag_s, worker = _ops(problem, worker_of, path)
+    slots = problem.slots[worker_of, problem.stage_of]
+    hops = path[:, : problem.num_hops]
+    is_ample = np.bincount(hops.ravel(), minlength=problem.num_chunks) <= slots
+    sequence = np.zeros(takes_s.size, np.int64)
+    twin = np.full(len(path), -1)
+    for m in range(1, len(path)):
+        alike = [n for n in range(m) if np.array_equal(path[n], path[m])]
+        twin[m] = alike[-1] if alike else -1
+    best_s, steps = search_orders(
+        takes_s,
+        lag_s,
+        worker,
+        np.ascontiguousarray(hops),
+        slots,
+        is_ample,
+        twin,
+        most_s,
+        most_steps,
+        sequence,
+    )
+    return float(best_s), sequence, int(steps)
+
+
+@compiled
+def search_orders(
+    takes_s: F64,
+    lag_s: F64,
+    worker: I64,
+    hops: I64,
+    slots: I64,
+    is_ample: np.ndarray,
+    twin: I64,
+    most_s: float,
+    most_steps: int,
+    sequence: I64,
+) -> tuple[float, int]:
+    """The least makespan below `most_s` (infinite if there is none) and steps taken; its order is left in `sequence`.
+
+    Args:
+        takes_s: (num_microbatches, 2 K + 1) seconds of each op; `lag_s`, `worker` alike, see `_ops`.
+        hops: (num_microbatches, K) chunks.
+        slots: (num_chunks,); `is_ample`: whether they are enough for all visits there.
+        twin: (num_microbatches,) an earlier one with the same path that starts first, or -1.
+        most_s: what is looked for is better by a margin.
+        most_steps: when to give up.
+        sequence: out, see `Routing`.
+    """
+    num_microbatches, num_ops = takes_s.shape
+    num_hops = hops.shape[1]
+    num_workers = worker.max() + 1
+    depth_end = num_microbatches * num_ops
+    rest_s = np.zeros((num_microbatches, num_ops + 1))
+    for m in range(num_microbatches):
+        for op in range(num_ops - 1, -1, -1):
+            rest_s[m, op] = rest_s[m, op + 1] + takes_s[m, op] + lag_s[m, op]
+    # One row for each op that is in order already.
+    done = np.zeros((depth_end + 1, num_microbatches), np.int64)
+    ready_s = np.zeros((depth_end + 1, num_microbatches))
+    free_s = np.zeros((depth_end + 1, num_workers))
+    held = np.zeros((depth_end + 1, len(slots)), np.int64)
+    begun_s = np.zeros(depth_end + 1)
+    options = np.zeros((depth_end + 1, num_microbatches), np.int64)
+    num_options = np.zeros(depth_end + 1, np.int64)
+    next_option = np.zeros(depth_end + 1, np.int64)
+    chosen = np.zeros(depth_end + 1, np.int64)
+    start_s = np.zeros(num_microbatches)
+    can = np.zeros(num_microbatches, np.bool_)
+    load_s, head_s, tail_s = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
+    best_s = np.inf
+    limit_s = most_s
+    depth, num_steps, is_new = 0, 0, True
+    while depth >= 0:
+        if is_new:
+            is_new = False
+            num_steps += 1
+            if num_steps > most_steps:
+                return best_s, num_steps
+            num_options[depth] = 0
+            next_option[depth] = 0
+            if depth == depth_end:
+                best_s = ready_s[depth].max()
+                limit_s = best_s
+                for at in range(depth_end):
+                    sequence[at] = chosen[at]
+                depth -= 1
+                continue
+            load_s[:] = 0.0
+            head_s[:] = np.inf
+            tail_s[:] = np.inf
+            low_s = 0.0
+            for m in range(num_microbatches):
+                time_s = ready_s[depth, m]
+                for op in range(done[depth, m], num_ops):
+                    w = worker[m, op]
+                    time_s = max(time_s + lag_s[m, op], free_s[depth, w])
+                    head_s[w] = min(head_s[w], time_s)
+                    time_s += takes_s[m, op]
+                    load_s[w] += takes_s[m, op]
+                    tail_s[w] = min(tail_s[w], rest_s[m, op + 1])
+                low_s = max(low_s, time_s)
+            for w in range(num_workers):
+                if load_s[w] > 0.0:
+                    low_s = max(low_s, head_s[w] + load_s[w] + tail_s[w])
+            if low_s >= limit_s - MARGIN:
+                depth -= 1
+                continue
+            soonest_s = np.inf
+            for m in range(num_microbatches):
+                op = done[depth, m]
+                can[m] = op < num_ops
+                if not can[m]:
+                    continue
+                is_forward = op < num_hops
+                if is_forward and held[depth, hops[m, op]] >= slots[hops[m, op]]:
+                    can[m] = False
+                    continue
+                if op == 0 and twin[m] >= 0 and done[depth, twin[m]] == 0:
+                    can[m] = False
+                    continue
+                start_s[m] = max(ready_s[depth, m] + lag_s[m, op], free_s[depth, worker[m, op]])
+                if not is_forward or is_ample[hops[m, op]]:
+                    soonest_s = min(soonest_s, start_s[m] + takes_s[m, op])
+                # Its turn in the order of starts may be over, until its worker has done something else.
+                can[m] = start_s[m] >= begun_s[depth]
+            for m in range(num_microbatches):
+                if can[m] and start_s[m] <= soonest_s:
+                    # Soonest first, so that good orders are met early.
+                    at = num_options[depth]
+                    while at > 0 and start_s[options[depth, at - 1]] > start_s[m]:
+                        options[depth, at] = options[depth, at - 1]
+                        at -= 1
+                    options[depth, at] = m
+                    num_options[depth] += 1
+        if next_option[depth] == num_options[depth]:
+            depth -= 1
+            continue
+        m = options[depth, next_option[depth]]
+        next_option[depth] += 1
+        op = done[depth, m]
+        w = worker[m, op]
+        begin_s = max(ready_s[depth, m] + lag_s[m, op], free_s[depth, w])
+        chosen[depth] = m
+        done[depth + 1] = done[depth]
+        ready_s[depth + 1] = ready_s[depth]
+        free_s[depth + 1] = free_s[depth]
+        held[depth + 1] = held[depth]
+        begun_s[depth + 1] = begin_s
+        done[depth + 1, m] += 1
+        ready_s[depth + 1, m] = begin_s + takes_s[m, op]
+        free_s[depth + 1, w] = begin_s + takes_s[m, op]
+        if op < num_hops:
+            held[depth + 1, hops[m, op]] += 1
+        elif op > num_hops:
+            held[depth + 1, hops[m, num_ops - 1 - op]] -= 1
+        depth += 1
+        is_new = True
+    return best_s, num_steps
