@@ -29,7 +29,7 @@ from bench.report import finish
 from client.api import Client, Job
 from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
 from skein.types import JobId, Precision
 from skein.wire.views import StepFinished
 

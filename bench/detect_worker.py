@@ -14,7 +14,7 @@ from bench.chaosing.wires import ChaosWorker
 from bench.chaosing.worker import behind_wires
 from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST
-from skein.protocol.ops import Op, TensorKey
+from skein.protocol.worker.ops import Op, TensorKey
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.daemon import WorkerOptions, run_worker

@@ -19,8 +19,8 @@ from grpc import aio
 from bench.report import Row, finish, spread
 from skein.plan import plan
 from skein.plan.ops import Direction
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope, HopTensor, Phase
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase
 from skein.types import (
     ChunkRef,
     Epoch,

@@ -28,7 +28,7 @@ from client.vocabulary import vocabulary_of
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import UserError
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
@@ -186,7 +186,7 @@ class AsyncClient:
         return tuple(codec.WORKER_STATUS.decode(found) for found in reply.workers)
 
     async def incidents(self, job: str) -> tuple[Incident, ...]:
-        """What failures there were in a job so far and what each cost, oldest first; `skein.protocol.incident` sums up.
+        """What failures there were in a job so far and what each cost, oldest first; `log.incident` sums up.
 
         Raises:
             NotFound: there is no such job.

@@ -21,7 +21,7 @@ from client.connection import DEFAULT_TARGET, PATIENCE_S
 from client.download import OnBytes
 from client.export import Dtype
 from skein.config.job import JobSpec
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
 from skein.wire.views import CheckpointView, JobEvent, JobStatus, Key, VersionReply, WorkerStatus
 

@@ -14,8 +14,8 @@ from skein.config.aggregation import DiLoCo, Gossip, Lsgd
 from skein.config.job import JobSpec
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import checkpoint_folder, num_walkers, walker_prefix
+from skein.protocol.log.records import checkpoint_folder, num_walkers, walker_prefix
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.places import ANYWHERE, FIELD
 from skein.wire import codec
 from skein.wire.extra import FileData, FileEnd, GetRequest, GetStart, ManifestReply

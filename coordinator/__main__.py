@@ -10,7 +10,7 @@ import click
 from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
 from coordinator.store import state_path
 from skein.errors import UserError
-from skein.protocol.membership import LEASE_S
+from skein.protocol.membership.membership import LEASE_S
 from skein.wire.logs import LogFormat
 from skein.wire.options import (
     checkpoint_root_option,

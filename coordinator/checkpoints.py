@@ -24,7 +24,7 @@ from typing import BinaryIO, Self
 from coordinator.logfile import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import RemoteError, SkeinError, UserError
-from skein.protocol.records import CheckpointCommitted, checkpoint_folder
+from skein.protocol.log.records import CheckpointCommitted, checkpoint_folder
 from skein.storage.folders import Folder, RootedFolder
 from skein.storage.outside import PIECE_BYTES, Synced, moved, require_room, room_explained
 from skein.storage.places import ANYWHERE, FIELD, Places

@@ -22,8 +22,8 @@ from coordinator.journal import Journal
 from coordinator.streams import Stream
 from skein.errors import LocalError
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import (
     Append,
     CancelAsked,
     CheckpointVerified,
@@ -47,9 +47,9 @@ from skein.protocol.coordinator_io import (
     VerifyCheckpoint,
     WriteManifest,
 )
-from skein.protocol.messages import Refused
-from skein.protocol.records import CheckpointCommitted, Record
-from skein.protocol.reports import Hello, Report
+from skein.protocol.log.records import CheckpointCommitted, Record
+from skein.protocol.messages.directives import Refused
+from skein.protocol.messages.reports import Hello, Report
 from skein.types import Incarnation, JobId, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 

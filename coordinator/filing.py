@@ -9,8 +9,8 @@ from typing import Protocol
 from coordinator.checkpoints import DamagedError
 from skein.config.job import JobSpec
 from skein.errors import SkeinError
-from skein.protocol.coordinator_io import CheckpointVerified, ManifestWritten, PruneCheckpoints
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.coordinator.coordinator_io import CheckpointVerified, ManifestWritten, PruneCheckpoints
+from skein.protocol.log.records import CheckpointCommitted
 from skein.storage.outside import Outside
 from skein.types import Condition, JobId, Step
 

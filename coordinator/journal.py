@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import assert_never
 
 from coordinator.joblines import Lines, NoLines
-from skein.protocol.records import (
+from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,

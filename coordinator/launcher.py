@@ -30,7 +30,7 @@ from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError, UserError
 from skein.own import install_hint
-from skein.protocol.membership import LEASE_S
+from skein.protocol.membership.membership import LEASE_S
 from skein.storage.outside import is_full
 from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from skein.errors import LocalError, RemoteError, UserError
-from skein.protocol.records import EpochOpened, Record
+from skein.protocol.log.records import EpochOpened, Record
 from skein.storage.outside import is_full
 from skein.types import Epoch
 from skein.wire.codec import RECORD

@@ -21,10 +21,9 @@ from coordinator.journal import Fold, job_of
 from coordinator.statistics import MAX_LABELS, counts_by_name
 from coordinator.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.incident import num_replayed
-from skein.protocol.messages import Decision
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.incident import num_replayed
+from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
@@ -47,8 +46,9 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.reports import Beat, EvaluationDone, Report
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.directives import Decision
+from skein.protocol.messages.reports import Beat, EvaluationDone, Report
+from skein.protocol.messages.tensors import Phase
 from skein.types import JobId, JobState, WorkerId
 from skein.wire.views import WorkerState, WorkerStatus
 

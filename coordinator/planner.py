@@ -29,7 +29,7 @@ from skein.plan.balanced import make_plan, reckoned_s
 from skein.plan.changing.moving import between_s
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.rng import key
 
 PLAN_S = 20.0

@@ -28,9 +28,9 @@ from coordinator.service.server import Service, listen
 from coordinator.status import Roster
 from coordinator.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
 from skein.errors import LocalError, SkeinError
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.membership import LEASE_S
-from skein.protocol.records import EpochOpened, Record
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.records import EpochOpened, Record
+from skein.protocol.membership.membership import LEASE_S
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.files import raise_open_files

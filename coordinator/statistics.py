@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.protocol.messages import Count
+from skein.protocol.messages.directives import Count
 
 MAX_LABELS = 64
 """Labels of one statistic of one worker; the rest is summed under "other"."""

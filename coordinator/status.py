@@ -9,9 +9,9 @@ from skein.config.job import JobSpec
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers
 from skein.plan.plan import Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.membership import Entry
-from skein.protocol.runs.measuring import Measured
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
 from skein.wire.views import ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus

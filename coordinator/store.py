@@ -57,7 +57,7 @@ from coordinator.mirror import (
     write_mirror,
 )
 from skein.errors import LocalError, SkeinError, UserError
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
 from skein.storage.outside import is_full
 from skein.types import Epoch
 

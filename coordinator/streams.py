@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from skein.protocol.messages import Directive
+from skein.protocol.messages.directives import Directive
 from skein.types import Incarnation, WorkerId
 
 MAX_WAITING = 1024

@@ -12,36 +12,20 @@ from typing import get_args, get_origin, get_type_hints
 
 from skein.plan import plan
 from skein.plan.ops import Direction
-from skein.protocol import (
-    coordinator,
-    coordinator_io,
-    history,
-    membership,
-    messages,
-    ops,
-    records,
-    reports,
-    round,
-    tensors,
-    worker,
-    worker_io,
-)
-from skein.protocol.runs import (
-    evaluation,
-    gathering,
-    measuring,
-    members,
-    placement,
-    replanning,
-    revision,
-    run,
-    savings,
-    stepping,
-    strikes,
-    watchdog,
-)
-from skein.protocol.runs.phase import RunPhase
-from skein.protocol.work import pipeline, reduction, steps, timing
+from skein.protocol.coordinator import coordinator, coordinator_io
+from skein.protocol.coordinator.runs import gathering, run
+from skein.protocol.coordinator.runs.checkpoints import savings
+from skein.protocol.coordinator.runs.improving import replanning, revision
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.placing import placement
+from skein.protocol.coordinator.runs.steps import evaluation, stepping
+from skein.protocol.coordinator.runs.watching import measuring, watchdog
+from skein.protocol.coordinator.runs.workers import members, strikes
+from skein.protocol.log import history, records
+from skein.protocol.membership import membership
+from skein.protocol.messages import directives, reports, tensors
+from skein.protocol.rounds import round
+from skein.protocol.worker import ops, pipeline, reduction, steps, timing, worker, worker_io
 
 PAGE = Path(__file__).with_name("protocol.md")
 
@@ -153,26 +137,26 @@ PARTS = (
 )
 MESSAGES = (
     Table(title="Reports: worker to coordinator", members=reports.Report),
-    Table(title="Directives: coordinator to worker", members=messages.Directive),
+    Table(title="Directives: coordinator to worker", members=directives.Directive),
     Table(title="Tensors: worker to worker", members=tensors.Envelope | tensors.TensorHeader),
     Table(
         title="Values in them",
-        members=messages.Member
-        | messages.ChunkVersion
-        | messages.ChunkAssignment
-        | messages.StateSource
-        | messages.Origin
-        | messages.Ledger
-        | messages.StepRecord
-        | messages.GroupResult
+        members=directives.Member
+        | directives.ChunkVersion
+        | directives.ChunkAssignment
+        | directives.StateSource
+        | directives.Origin
+        | directives.Ledger
+        | directives.StepRecord
+        | directives.GroupResult
         | plan.ChunkTime
         | plan.TransferTime
-        | messages.CheckpointFile
-        | messages.Count,
+        | directives.CheckpointFile
+        | directives.Count,
     ),
     Table(title="Phase", members=tensors.Phase),
-    Table(title="Decision", members=messages.Decision),
-    Table(title="SourceKind", members=messages.SourceKind),
+    Table(title="Decision", members=directives.Decision),
+    Table(title="SourceKind", members=directives.SourceKind),
     Table(title="Direction", members=Direction),
     Table(title="ShardKind", members=tensors.ShardKind),
 )
@@ -185,7 +169,7 @@ OPS = (
 
 _ALIASES: dict[object, str] = {
     reports.Report: "Report",
-    messages.Directive: "Directive",
+    directives.Directive: "Directive",
     tensors.TensorHeader: "TensorHeader",
     records.Record: "Record",
     ops.Op: "Op",
@@ -207,7 +191,7 @@ def page() -> str:
     for section in PARTS:
         lines += _section(section)
     for title, module, tables in (
-        ("Messages", messages, MESSAGES),
+        ("Messages", directives, MESSAGES),
         ("Records", records, RECORDS),
         ("Ops", ops, OPS),
     ):

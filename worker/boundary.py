@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from skein.protocol.ops import HopKey, TensorKey
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import HopKey, TensorKey
 from skein.types import Step
 from skein.wire.extra import TensorMeta
 from worker.bundle import Bundle, WireTensor, num_bytes_of

@@ -24,7 +24,8 @@ from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.ops import OpKind
-from skein.protocol.messages import (
+from skein.protocol.log.records import num_walkers
+from skein.protocol.messages.directives import (
     Assign,
     Beginning,
     CheckpointFile,
@@ -33,8 +34,7 @@ from skein.protocol.messages import (
     Neighbour,
     SourceKind,
 )
-from skein.protocol.records import num_walkers
-from skein.protocol.worker_io import BuildFailed, Built
+from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside, SilentError, moved, require_room
 from skein.storage.places import ANYWHERE, Places
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skein.errors import LocalError, UserError
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import StageFiles, checkpoint_folder, walker_prefix
+from skein.protocol.log.records import StageFiles, checkpoint_folder, walker_prefix
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.folders import RootedFolder
 from skein.storage.outside import PIECE_BYTES, copy_pieces, moved, require_room
 from skein.storage.places import ANYWHERE, FIELD, Places

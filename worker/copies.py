@@ -10,8 +10,8 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError, SkeinError, UnfitError
-from skein.protocol.messages import ChunkVersion, Member, OpenData, Prefetch
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import ChunkVersion, Member, OpenData, Prefetch
+from skein.protocol.worker.worker_io import (
     DropCopies,
     FollowCommit,
     OpeningEnded,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from skein.errors import UserError
 from skein.own import install_hint
-from skein.protocol.worker_io import StopRequested, WorkerEvent
+from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
 from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
-from skein.protocol.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
-from skein.protocol.reports import Beat, Report, Trouble
-from skein.protocol.tensors import Envelope
-from skein.protocol.worker import Worker
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.reports import Beat, Report, Trouble
+from skein.protocol.messages.tensors import Envelope
+from skein.protocol.worker.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
+from skein.protocol.worker.worker import Worker
+from skein.protocol.worker.worker_io import (
     Build,
     BuildFailed,
     Built,

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from skein.errors import UnfitError, UserError
-from skein.protocol.ops import Op, OpFailed, TensorKey
+from skein.protocol.worker.ops import Op, OpFailed, TensorKey
 from worker.compute.operands import OperandError
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload

@@ -19,8 +19,8 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.gradients import digest
-from skein.protocol.messages import Member, Prefetch, StepRecord
-from skein.protocol.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
+from skein.protocol.messages.directives import Member, Prefetch, StepRecord
+from skein.protocol.worker.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
 from skein.types import GroupId, JobId, StageIndex, Step
 from skein.units import format_bytes
 from worker.bundle import WireTensor, to_torch

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 
-from skein.protocol.messages import Directive, Welcome
-from skein.protocol.tensors import Envelope, ShardTensor
-from skein.protocol.worker import Worker
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import Directive, Welcome
+from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.worker.worker import Worker
+from skein.protocol.worker.worker_io import (
     DirectiveArrived,
     SendFailed,
     StreamLost,

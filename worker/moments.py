@@ -2,11 +2,11 @@
 
 import logging
 
-from skein.protocol.messages import Assign, Directive, Dismiss, NewGeneration, Refused, Welcome
-from skein.protocol.ops import Op
-from skein.protocol.reports import Report, Suspected, Trouble
-from skein.protocol.tensors import Envelope, HopTensor
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import Assign, Directive, Dismiss, NewGeneration, Refused, Welcome
+from skein.protocol.messages.reports import Report, Suspected, Trouble
+from skein.protocol.messages.tensors import Envelope, HopTensor
+from skein.protocol.worker.ops import Op
+from skein.protocol.worker.worker_io import (
     DirectiveArrived,
     OpEnded,
     PrefetchEnded,
@@ -31,9 +31,9 @@ def unwatched(_: str) -> None:
 def named(happening: WorkerCommand | WorkerEvent) -> str:
     """A command or an event, with what matters of it.
 
-    >>> from skein.protocol.messages import Dismiss
-    >>> from skein.protocol.reports import Leaving
-    >>> from skein.protocol.worker_io import CancelBuild
+    >>> from skein.protocol.messages.directives import Dismiss
+    >>> from skein.protocol.messages.reports import Leaving
+    >>> from skein.protocol.worker.worker_io import CancelBuild
     >>> from skein.types import Epoch
     >>> named(SendReport(report=Leaving(reason="")))
     'SendReport Leaving'

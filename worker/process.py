@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from skein.protocol.worker import Worker
-from skein.protocol.worker_io import Exit, Identity
+from skein.protocol.worker.worker import Worker
+from skein.protocol.worker.worker_io import Exit, Identity
 from skein.storage.outside import Outside
 from skein.storage.places import ANYWHERE, Places
 from skein.topology.fleet import Profile

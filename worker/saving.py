@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from skein.errors import SkeinError
-from skein.protocol.worker_io import BytesMoved, CheckpointSaved, SaveFailed, WorkerEvent
+from skein.protocol.worker.worker_io import BytesMoved, CheckpointSaved, SaveFailed, WorkerEvent
 from skein.storage.outside import NoRoomError, Outside, SilentError
 from skein.storage.places import Places
 from skein.units import format_bytes

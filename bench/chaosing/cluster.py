@@ -12,7 +12,7 @@ from bench.chaosing.wires import ChaosWorker, Wires
 from bench.cluster import Cluster
 from bench.emulated.cluster import free_addresses
 from coordinator.store import LOCK_FILE, LogHeld, RunLog
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
 from skein.wire.channel import split_address
 
 _RELEASE_S = 30.0

@@ -16,9 +16,8 @@ from itertools import pairwise
 from statistics import median
 
 from bench.chaosing.blows import OF_COORDINATOR, Fault, Strike
-from skein.protocol.incident import Totals, total
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import (
+from skein.protocol.log.incident import Totals, total
+from skein.protocol.log.records import (
     GenerationOpened,
     Incident,
     JobEnded,
@@ -26,6 +25,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.messages.directives import StepRecord
 from skein.types import JobId, JobState
 
 NUM_WARM_STEPS = 3

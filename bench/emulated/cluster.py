@@ -13,7 +13,7 @@ import psutil
 from bench.cluster import START_S, Cluster
 from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, Links, OpTimes, Relays, cities_of, write_whole
 from bench.emulated.job import ACTIVATION_BYTES
-from skein.protocol.coordinator import NUM_PROBED_PEERS
+from skein.protocol.coordinator.coordinator import NUM_PROBED_PEERS
 from skein.topology.fleet import Link
 from skein.wire.channel import join_address, split_address
 

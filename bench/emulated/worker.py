@@ -18,7 +18,7 @@ import torch
 
 from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, OpTimes
-from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
+from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.topology.fleet import Profile
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload

@@ -15,7 +15,7 @@ from bench.recovering.worker import MODE_FILE, Mode
 from client.api import Client, Job
 from coordinator.store import LOCK_FILE
 from skein.errors import SkeinError
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
 from skein.wire.views import IncidentEnded, JobEvent, StepFinished, WentBack
 
 POLL_S = 0.1

@@ -20,7 +20,7 @@ from bench.recovering.cluster import (
 )
 from bench.report import Row, spread
 from client.api import Client
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
 from skein.rng import stream
 
 NUM_WORKERS, NUM_STAGES = 6, 3

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
-from skein.protocol.ops import HopKey, TensorKey
+from skein.protocol.worker.ops import HopKey, TensorKey
 from skein.types import Step
 from worker.boundary import MEMORY_BYTES, BoundaryLog
 from worker.bundle import Bundle

@@ -8,8 +8,8 @@ import click
 from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option
 from client.cli.show import print_json, print_table, seconds_text
-from skein.protocol.incident import Totals, counted, ranges, short, total
-from skein.protocol.records import Incident
+from skein.protocol.log.incident import Totals, counted, ranges, short, total
+from skein.protocol.log.records import Incident
 
 COLUMNS = (
     "NOTICED",

@@ -14,8 +14,8 @@ from client.documents import end_of_documents
 from skein.config.job import MOST_STEPS, JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.estimates import estimate_of_job
-from skein.protocol.incident import cost, counted, remedied, what
-from skein.protocol.runs.measuring import PARTED
+from skein.protocol.coordinator.runs.watching.measuring import PARTED
+from skein.protocol.log.incident import cost, counted, remedied, what
 from skein.topology.fleet import Profile
 from skein.units import format_bytes
 from skein.wire.views import (

@@ -12,7 +12,7 @@ from coordinator.driver import AppendLog
 from coordinator.logfile import LogBusy, LogFull
 from coordinator.mirror import MIRROR_FILE
 from coordinator.store import RunLog
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
 
 RENEWALS = 6
 """In the time after which a standby takes over; several may be late before it matters."""

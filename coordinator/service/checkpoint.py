@@ -11,9 +11,9 @@ from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
 from coordinator.service.calls import NotFoundError
 from skein.errors import RemoteError
-from skein.protocol.history import JobHistory
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, SilentError
 from skein.types import Condition, JobId, Step
 from skein.wire import codec

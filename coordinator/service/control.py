@@ -9,8 +9,8 @@ from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
 from coordinator.streams import Stream
 from skein.errors import RemoteError
-from skein.protocol.messages import Refused
-from skein.protocol.reports import Hello
+from skein.protocol.messages.directives import Refused
+from skein.protocol.messages.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.context import Context

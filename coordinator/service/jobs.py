@@ -13,7 +13,7 @@ from coordinator.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     DrainAsked,
     MeasureAsked,
@@ -21,9 +21,9 @@ from skein.protocol.coordinator_io import (
     ResumeAsked,
     SubmitAsked,
 )
-from skein.protocol.lifecycle import beginning, check_resumable
-from skein.protocol.messages import Beginning
-from skein.protocol.records import Incident, JobSubmitted
+from skein.protocol.coordinator.lifecycle import beginning, check_resumable
+from skein.protocol.log.records import Incident, JobSubmitted
+from skein.protocol.messages.directives import Beginning
 from skein.storage.places import Places
 from skein.types import JobId, Step, WorkerId
 from skein.wire import codec

@@ -23,7 +23,7 @@ from skein.config.job import (
     TextSource,
 )
 from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.protocol.worker_io import WorkerEvent
+from skein.protocol.worker.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
 from skein.sim.process import SimWorker

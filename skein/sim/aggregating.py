@@ -21,9 +21,16 @@ from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import exchanged_stage, local_group
 from skein.plan.plan import Group
-from skein.protocol.messages import Assign, ChunkAssignment, Decision, ExchangeTerms, SourceKind, StepRecord
-from skein.protocol.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
-from skein.protocol.tensors import Envelope, ShardTensor
+from skein.protocol.messages.directives import (
+    Assign,
+    ChunkAssignment,
+    Decision,
+    ExchangeTerms,
+    SourceKind,
+    StepRecord,
+)
+from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.sim.executor import Payload
 from skein.sim.invariants import INITIAL, Violated, lineage_after
 from skein.sim.numeric import NumericExecutor, NumericModel, State

@@ -5,10 +5,17 @@ from functools import partial
 
 from skein.config.job import JobSpec
 from skein.model.layers import layers_of
-from skein.protocol.messages import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
-from skein.protocol.ops import SaveOp
-from skein.protocol.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
-from skein.protocol.worker_io import Build, BuildFailed, Built, CheckpointSaved, SaveFailed, WorkerEvent
+from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
+from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
+from skein.protocol.worker.ops import SaveOp
+from skein.protocol.worker.worker_io import (
+    Build,
+    BuildFailed,
+    Built,
+    CheckpointSaved,
+    SaveFailed,
+    WorkerEvent,
+)
 from skein.sim.clock import Clock
 from skein.sim.copies import SimCopies
 from skein.sim.data import REASON, SimData

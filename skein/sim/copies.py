@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from skein.protocol.messages import ChunkVersion, Decision, Prefetch, StepRecord
-from skein.protocol.ops import SnapshotOp
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import ChunkVersion, Decision, Prefetch, StepRecord
+from skein.protocol.worker.ops import SnapshotOp
+from skein.protocol.worker.worker_io import (
     CopyKind,
     DropCopies,
     FollowCommit,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from skein.protocol.worker_io import OpeningEnded, StartOpening, WorkerEvent
+from skein.protocol.worker.worker_io import OpeningEnded, StartOpening, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.process import SimWorker
 from skein.types import Incarnation, JobId, WorkerId

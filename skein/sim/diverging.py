@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import nan
 
-from skein.protocol.messages import StepRecord
-from skein.protocol.ops import ApplyOp, Joined, Loss, LossOp, Op, OpOutcome
+from skein.protocol.messages.directives import StepRecord
+from skein.protocol.worker.ops import ApplyOp, Joined, Loss, LossOp, Op, OpOutcome
 from skein.sim.executor import NO_GENERATION, SimExecutor
 from skein.types import Generation, WorkerId
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.plan.ops import Direction
-from skein.protocol.messages import Assign, Decision, ResumedChunk
-from skein.protocol.ops import (
+from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
+from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
@@ -32,7 +33,6 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardTensor
 from skein.sim.invariants import Violated, Visits, lineage_after
 from skein.sim.judge import Contributions, Judge, Kept, SimChunk, is_late, is_ledger, taken_by
 from skein.types import (

@@ -6,9 +6,9 @@ from functools import partial
 from itertools import pairwise
 
 from skein import rng
-from skein.protocol.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
-from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
-from skein.protocol.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
+from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
+from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
+from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
 from skein.sim.network import FAIR, Weather
 from skein.sim.world import World
 from skein.topology.fleet import Profile

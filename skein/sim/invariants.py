@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from skein.plan.agreeing.rounds import is_exchange, local_group
 from skein.plan.plan import Plan
-from skein.protocol.history import History
-from skein.protocol.messages import Assign, Commit, Directive, NewGeneration, Prepare, Resumption, StepRecord
-from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op
-from skein.protocol.records import (
+from skein.protocol.log.history import History
+from skein.protocol.log.records import (
     Averaged,
     CheckpointCommitted,
     EpochOpened,
@@ -27,7 +25,17 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.worker import Worker
+from skein.protocol.messages.directives import (
+    Assign,
+    Commit,
+    Directive,
+    NewGeneration,
+    Prepare,
+    Resumption,
+    StepRecord,
+)
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op
+from skein.protocol.worker.worker import Worker
 from skein.types import (
     ChunkRef,
     Epoch,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from skein.plan.agreeing.exchange import Broadcast, Neighbours
 from skein.plan.agreeing.rounds import exchanged_stage, local_group
 from skein.plan.plan import Group
-from skein.protocol.messages import GroupResult
+from skein.protocol.messages.directives import GroupResult
 from skein.sim.invariants import Violated, Visits
 from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from numpy.random import Generator as Draw
 
-from skein.protocol.ranges import MAX_INTEGER
-from skein.protocol.reports import Hello, Report
+from skein.protocol.messages.ranges import MAX_INTEGER
+from skein.protocol.messages.reports import Hello, Report
 
 SHARE = 0.4
 """Of a liar's reports, so many are mutated."""

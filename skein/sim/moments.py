@@ -15,13 +15,13 @@ from skein.config.job import JobSpec
 from skein.plan.agreeing.rounds import is_exchange
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import DrainAsked
-from skein.protocol.messages import Assign, Evaluate, Prepare
-from skein.protocol.ops import ApplyOp, JoinOp, OpOutcome, SumOp
-from skein.protocol.records import Incident, Record, RolledBack, StepCommitted
-from skein.protocol.reports import Report, Vote
-from skein.protocol.tensors import Phase, ShardKind, ShardTensor
-from skein.protocol.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
+from skein.protocol.coordinator.coordinator_io import DrainAsked
+from skein.protocol.log.records import Incident, Record, RolledBack, StepCommitted
+from skein.protocol.messages.directives import Assign, Evaluate, Prepare
+from skein.protocol.messages.reports import Report, Vote
+from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import ApplyOp, JoinOp, OpOutcome, SumOp
+from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
 from skein.sim.aggregating import AggregatingModel
 from skein.sim.faults import AWAY_S, come_back
 from skein.sim.invariants import Violated

@@ -17,8 +17,9 @@ from skein import rng
 from skein.config.job import JobSpec
 from skein.model.layers import layers_of
 from skein.plan.ops import Direction
-from skein.protocol.messages import Assign, ChunkAssignment, Decision, StepRecord
-from skein.protocol.ops import (
+from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
+from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
@@ -33,7 +34,6 @@ from skein.protocol.ops import (
     SumOp,
     hop_key,
 )
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardTensor
 from skein.sim.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
 from skein.sim.invariants import INITIAL, Violated, Visits
 from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from numpy.random import Generator as Draw
 
-from skein.protocol.ops import Op
-from skein.protocol.worker import Worker
+from skein.protocol.worker.ops import Op
+from skein.protocol.worker.worker import Worker
 from skein.sim.clock import Action
 from skein.sim.executor import SimExecutor
 

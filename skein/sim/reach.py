@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from skein.protocol.runs.giving_up import LEAST_S
+from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.types import Incarnation
 
 ASKED_S = 1.0

@@ -6,11 +6,11 @@ from functools import cache, partial
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import SubmitAsked
-from skein.protocol.history import History
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import SubmitAsked
+from skein.protocol.log.history import History
+from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
+from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.invariants import Violated
 from skein.sim.shapes import Shape

@@ -15,8 +15,8 @@ from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, reckoned_s
 from skein.plan.changing.moving import between_s
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import (
     Append,
     CheckpointVerified,
     CoordinatorCommand,
@@ -32,7 +32,7 @@ from skein.protocol.coordinator_io import (
     VerifyCheckpoint,
     WriteManifest,
 )
-from skein.protocol.records import CheckpointCommitted, EpochOpened, Record
+from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.invariants import Invariants
 from skein.topology.fleet import Fleet

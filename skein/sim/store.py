@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from skein.protocol.records import CheckpointCommitted
+from skein.protocol.log.records import CheckpointCommitted
 from skein.sim.clock import Clock
 from skein.types import Condition, StageSpec
 

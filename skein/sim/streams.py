@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 from skein.errors import OutOfRangeError
-from skein.protocol.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
-from skein.protocol.ranges import check_numbers
-from skein.protocol.reports import Beat, Hello, Report
-from skein.protocol.worker_io import DirectiveArrived, StreamLost, StreamOpened
+from skein.protocol.coordinator.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
+from skein.protocol.messages.ranges import check_numbers
+from skein.protocol.messages.reports import Beat, Hello, Report
+from skein.protocol.worker.worker_io import DirectiveArrived, StreamLost, StreamOpened
 from skein.sim.invariants import Found
 from skein.sim.lies import mutated
 from skein.sim.network import COORDINATOR, Network

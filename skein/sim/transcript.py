@@ -22,12 +22,12 @@ from skein.config.job import (
 )
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Path, Plan
-from skein.protocol.coordinator_io import CoordinatorCommand, CoordinatorEvent, Log, ReportArrived
-from skein.protocol.messages import Member
-from skein.protocol.records import GenerationMember, Record, StepCommitted
-from skein.protocol.reports import Beat
-from skein.protocol.tensors import Envelope
-from skein.protocol.worker_io import SendReport, WorkerCommand, WorkerEvent
+from skein.protocol.coordinator.coordinator_io import CoordinatorCommand, CoordinatorEvent, Log, ReportArrived
+from skein.protocol.log.records import GenerationMember, Record, StepCommitted
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.reports import Beat
+from skein.protocol.messages.tensors import Envelope
+from skein.protocol.worker.worker_io import SendReport, WorkerCommand, WorkerEvent
 from skein.sim.process import SimWorker
 from skein.sim.scenario import LIMIT_S, FleetShape, make_world, run_to_end
 from skein.sim.world import World

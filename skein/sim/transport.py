@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from skein.protocol.ops import hop_key
-from skein.protocol.tensors import HopTensor
-from skein.protocol.worker_io import (
+from skein.protocol.messages.tensors import HopTensor
+from skein.protocol.worker.ops import hop_key
+from skein.protocol.worker.worker_io import (
     LogShortened,
     SendFailed,
     SendTensor,

@@ -11,13 +11,13 @@ from numpy.random import Generator as Draw
 
 from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
-from skein.protocol.coordinator_io import ReportArrived, Send, StreamBroken
-from skein.protocol.messages import Member
-from skein.protocol.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
-from skein.protocol.records import CheckpointCommitted, JobHeld, Record, RolledBack
-from skein.protocol.reports import Hello, Report
-from skein.protocol.worker import Worker
-from skein.protocol.worker_io import (
+from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, StreamBroken
+from skein.protocol.log.records import CheckpointCommitted, JobHeld, Record, RolledBack
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.reports import Hello, Report
+from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
+from skein.protocol.worker.worker import Worker
+from skein.protocol.worker.worker_io import (
     Build,
     BuildFailed,
     CancelBuild,

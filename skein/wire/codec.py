@@ -4,9 +4,9 @@
 an id have no dataclass and are used as they are.
 """
 
-from skein.protocol.messages import Directive
-from skein.protocol.records import Incident, Record
-from skein.protocol.reports import Report
+from skein.protocol.log.records import Incident, Record
+from skein.protocol.messages.directives import Directive
+from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Link
 from skein.wire import extra, views
 from skein.wire.mapping import Codec

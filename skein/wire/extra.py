@@ -6,8 +6,8 @@ The machines know none of these. Field names are those of protos/skein/wire/v1.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from skein.protocol.records import StageFiles
-from skein.protocol.tensors import Envelope
+from skein.protocol.log.records import StageFiles
+from skein.protocol.messages.tensors import Envelope
 from skein.types import JobId, StageIndex, Step
 
 # --- control ---

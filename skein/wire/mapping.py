@@ -11,7 +11,7 @@ fields, and keeps closures, so that no reflection is left per call:
     A | B of dataclasses                    oneof of the field's name; members are found by message name
 
 A value that comes from elsewhere and does not fit raises `RemoteError`; so does a number that is outside what
-`skein.protocol.ranges` has for its field.
+`skein.protocol.messages.ranges` has for its field.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from skein.errors import LocalError, RemoteError
-from skein.protocol.ranges import COUNT, Range, range_of
+from skein.protocol.messages.ranges import COUNT, Range, range_of
 
 D = TypeVar("D")
 M = TypeVar("M", bound=Message)

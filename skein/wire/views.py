@@ -5,8 +5,8 @@ from enum import StrEnum
 
 from skein.plan.changing.redundancy import Shortfall
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
+from skein.protocol.messages.directives import StepRecord
 from skein.topology.fleet import Profile
 from skein.types import Condition, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire.extra import LogLine

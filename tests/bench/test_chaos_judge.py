@@ -6,8 +6,7 @@ import pytest
 
 from bench.chaosing.blows import COORDINATOR, Fault, Strike
 from bench.chaosing.judge import Verdict, capacity, judge
-from skein.protocol.messages import Decision, StepRecord
-from skein.protocol.records import (
+from skein.protocol.log.records import (
     GenerationOpened,
     Incident,
     IncidentKind,
@@ -17,6 +16,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.messages.directives import Decision, StepRecord
 from skein.types import Generation, JobId, JobState, Step, WorkerId
 
 JOB, CALM = JobId("disturbed"), JobId("undisturbed")

@@ -27,8 +27,8 @@ from bench.emulated.lines import SMALL_BYTES, Lines
 from bench.emulated.links import Relay
 from bench.emulated.worker import EmulatedCompute, adapted, seconds_of
 from skein.plan.plan import Path as Hops
-from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, SaveOp
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, SaveOp
 from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
 from skein.wire.channel import join_address, split_address
 from tests.worker.puppet import setting

@@ -14,8 +14,8 @@ from bench.recovering.leader import Restarts
 from bench.recovering.leader import rows_of as restart_rows
 from bench.recovering.worker import FETCHED, MODE_FILE, SPILLING_BYTES, WELCOMED, Diary, Mode, TurnedLog
 from skein.plan.ops import Direction
-from skein.protocol.ops import HopKey
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import HopKey
 from skein.types import MicrobatchId, Step
 from skein.wire.extra import DType
 from worker.bundle import WireTensor

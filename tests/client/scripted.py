@@ -18,8 +18,8 @@ from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import SkeinError, UserError
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.messages import CheckpointFile, Decision, StepRecord
-from skein.protocol.records import Incident, StageFiles
+from skein.protocol.log.records import Incident, StageFiles
+from skein.protocol.messages.directives import CheckpointFile, Decision, StepRecord
 from skein.topology.fleet import Link, Profile
 from skein.types import ChunkRef, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire import codec

@@ -24,8 +24,8 @@ from skein.model.families.llama import LlamaModel
 from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
 from skein.numeric.aggregate.diloco import GLOBAL
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import StageFiles, walker_prefix
+from skein.protocol.log.records import StageFiles, walker_prefix
+from skein.protocol.messages.directives import CheckpointFile
 from skein.types import JobId, Precision, StageIndex, Step
 from skein.wire.extra import ManifestReply
 from tests.support.jobs import small_job

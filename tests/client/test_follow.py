@@ -8,7 +8,7 @@ from rich.console import Console
 
 from client.cli.follow import LINE_S, BarView, LineView, Progressed, follow, view
 from client.cli.show import event_text, timed
-from skein.protocol.messages import Decision
+from skein.protocol.messages.directives import Decision
 from skein.types import Generation, JobState, Step, WorkerId
 from skein.wire.extra import LogLevel
 from skein.wire.views import (

@@ -31,15 +31,13 @@ LARGE_PACKAGES = {
     "skein/numeric/aggregate",
     "skein/plan",
     "skein/plan/route",
-    "skein/protocol",
-    "skein/protocol/runs",
     "skein/sim",
     "skein/wire",
     "worker",
     "worker/transport",
 }
 """Folders of more modules."""
-LONG_FILES = {"skein/protocol/runs/run.py"}
+LONG_FILES = {"skein/protocol/coordinator/runs/run.py"}
 """Files of more lines."""
 
 

@@ -14,10 +14,9 @@ from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobS
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import CancelAsked, MakePlan, PlanMade
-from skein.protocol.messages import CheckpointFile, Decision, NewGeneration, StepRecord
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PlanMade
+from skein.protocol.log.records import (
     CheckpointCommitted,
     EpochOpened,
     JobSubmitted,
@@ -25,7 +24,8 @@ from skein.protocol.records import (
     StageFiles,
     StepCommitted,
 )
-from skein.protocol.reports import Ack, Hello, Report
+from skein.protocol.messages.directives import CheckpointFile, Decision, NewGeneration, StepRecord
+from skein.protocol.messages.reports import Ack, Hello, Report
 from skein.topology.fleet import Fleet, FleetWorker, Profile
 from skein.types import Epoch, Incarnation, JobId, SiteId, StageIndex, Step, WorkerId
 from tests.support.turns import until

@@ -10,8 +10,8 @@ from grpc import StatusCode, aio
 
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
-from skein.protocol.messages import Directive
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
+from skein.protocol.messages.directives import Directive
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.v1 import control_pb2, control_pb2_grpc, jobs_pb2, jobs_pb2_grpc

@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from coordinator.checkpoints import MANIFEST, CheckpointStore, DamagedError
 from skein.config.location import SCHEMES
 from skein.errors import RemoteError, UserError
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import checkpoint_folder
+from skein.protocol.log.records import checkpoint_folder
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage import outside
 from skein.storage.outside import NoRoomError, Outside
 from skein.storage.places import ANYWHERE

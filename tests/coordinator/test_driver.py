@@ -12,7 +12,7 @@ from coordinator.store import Fenced
 from coordinator.streams import Stream
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     DrainAsked,
     MakePlan,
@@ -20,9 +20,9 @@ from skein.protocol.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
-from skein.protocol.messages import Directive, NewGeneration, Welcome
-from skein.protocol.records import GenerationOpened, HaltAsked, JobEnded, JobSubmitted
-from skein.protocol.reports import Beat
+from skein.protocol.log.records import GenerationOpened, HaltAsked, JobEnded, JobSubmitted
+from skein.protocol.messages.directives import Directive, NewGeneration, Welcome
+from skein.protocol.messages.reports import Beat
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, WorkerId
 from tests.coordinator.builders import (
     MemoryLog,

@@ -10,7 +10,7 @@ import pytest
 from coordinator import journal
 from coordinator.joblines import JobLines
 from coordinator.journal import Fold, Journal
-from skein.protocol.records import (
+from skein.protocol.log.records import (
     GenerationMember,
     GenerationOpened,
     JobEnded,

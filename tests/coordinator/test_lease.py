@@ -21,7 +21,7 @@ from coordinator.logfile import LOG_FILE, Holder, Lease, LogBusy, LogFull, curre
 from coordinator.mirror import MIRROR_FILE
 from coordinator.store import LOCK_FILE, Fenced, LogHeld, Lookout, RunLog, state_path
 from skein.errors import UserError
-from skein.protocol.records import EpochOpened, JobSubmitted, Record
+from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import Epoch
 from tests.coordinator.test_store import change, no_file_above, opened, submitted
 
@@ -244,7 +244,7 @@ OWNER = """
 import sys
 from pathlib import Path
 from coordinator.store import Fenced, Holder, RunLog
-from skein.protocol.records import JobSubmitted
+from skein.protocol.log.records import JobSubmitted
 from skein.types import JobId
 
 log = RunLog.open(Path(sys.argv[1]), wall_s=1.0, holder=Holder(name="a", address="here"))

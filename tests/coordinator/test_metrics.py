@@ -14,12 +14,12 @@ from coordinator.metrics import MAX_JOBS, Metrics
 from coordinator.statistics import MAX_LABELS
 from coordinator.status import Roster
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import ReportArrived, TimePassed
-from skein.protocol.messages import Count
-from skein.protocol.records import Diverged, IncidentKind, Record, Remedy, RolledBack
-from skein.protocol.reports import Beat, EvaluationDone
-from skein.protocol.tensors import Phase
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import ReportArrived, TimePassed
+from skein.protocol.log.records import Diverged, IncidentKind, Record, Remedy, RolledBack
+from skein.protocol.messages.directives import Count
+from skein.protocol.messages.reports import Beat, EvaluationDone
+from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted

@@ -13,7 +13,7 @@ from coordinator.logfile import LOG_FILE, Holder, Tail, checksum, read_tail
 from coordinator.mirror import KEY_FILE, MIRROR_FILE, LogLost, Mirror, read_mirror, write_mirror
 from coordinator.store import Lookout, RunLog
 from skein.errors import UserError
-from skein.protocol.records import EpochOpened
+from skein.protocol.log.records import EpochOpened
 from skein.types import Epoch
 from skein.wire.codec import RECORD
 from tests.coordinator.test_store import as_after_a_crash, change, no_file_above, opened, submitted

@@ -15,7 +15,7 @@ from skein.plan import searched
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.topology.fleet import Fleet, FleetWorker
 from skein.types import SiteId, WorkerId
 from tests.coordinator.builders import hello, job_spec, one_worker_plan

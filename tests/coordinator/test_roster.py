@@ -2,10 +2,10 @@
 
 from coordinator.status import Roster
 from skein import PROTOCOL_VERSION
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import DrainAsked, ReportArrived, StreamBroken, TimePassed
-from skein.protocol.records import EpochOpened
-from skein.protocol.reports import Hello
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import DrainAsked, ReportArrived, StreamBroken, TimePassed
+from skein.protocol.log.records import EpochOpened
+from skein.protocol.messages.reports import Hello
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.views import WorkerState

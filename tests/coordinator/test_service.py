@@ -20,10 +20,10 @@ from coordinator.serving import Serving, ServingOptions
 from coordinator.store import RunLog
 from skein import PROTOCOL_VERSION
 from skein.errors import LocalError, UserError
-from skein.protocol.coordinator import MAX_REFUSED
-from skein.protocol.messages import Count, NewGeneration, Refused, Welcome
-from skein.protocol.positions import LogPosition, signed
-from skein.protocol.reports import Beat
+from skein.protocol.coordinator.coordinator import MAX_REFUSED
+from skein.protocol.messages.directives import Count, NewGeneration, Refused, Welcome
+from skein.protocol.messages.positions import LogPosition, signed
+from skein.protocol.messages.reports import Beat
 from skein.types import Epoch, WorkerId
 from skein.wire import codec
 from skein.wire.extra import LogLevel, LogLine, LogLines

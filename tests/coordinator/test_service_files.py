@@ -12,8 +12,8 @@ from grpc import StatusCode, aio
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.service import checkpoint as checkpoint_service
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, Synced
 from skein.types import Condition
 from skein.wire import codec

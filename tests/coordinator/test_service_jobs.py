@@ -12,7 +12,7 @@ from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
 from skein.config.aggregation import Gossip
 from skein.errors import UserError
-from skein.protocol.records import JobEnded
+from skein.protocol.log.records import JobEnded
 from skein.storage.places import Places
 from skein.types import JobId, JobState
 from skein.wire import codec

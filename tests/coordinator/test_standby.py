@@ -17,7 +17,7 @@ from coordinator.lead.standby import Standby
 from coordinator.logfile import Holder, LogBusy, LogFull
 from coordinator.serving import Serving, ServingOptions
 from coordinator.store import Fenced, Lookout, RunLog
-from skein.protocol.records import EpochOpened, JobSubmitted, Record
+from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import JobId
 from skein.wire.channel import Lane, open_channel
 from skein.wire.leader import find_leader, named_leader, split_addresses

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from coordinator.logfile import LOG_FILE, LogFull, chained, checksum, damage_explained
 from coordinator.store import LOCK_FILE, Fenced, RunLog
 from skein.errors import LocalError, UserError
-from skein.protocol.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
+from skein.protocol.log.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
 from skein.types import Epoch, Generation, Incarnation, JobId, WorkerId
 from tests.wire.values import values
 

@@ -9,8 +9,8 @@ from coordinator.journal import Journal
 from coordinator.metrics import Metrics
 from coordinator.status import Roster, brief, job_status
 from skein.config.job import PlanSpec
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.records import Record
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from skein.types import JobId

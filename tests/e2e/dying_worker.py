@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
-from skein.protocol.messages import StepRecord
-from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op, TensorKey
+from skein.protocol.messages.directives import StepRecord
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.types import GroupId
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done

@@ -16,7 +16,7 @@ from skein.config.job import CheckpointSpec, JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaModel
 from skein.plan.agreeing.rounds import is_exchange, is_local
-from skein.protocol.records import checkpoint_folder, walker_prefix
+from skein.protocol.log.records import checkpoint_folder, walker_prefix
 from skein.types import JobState, Step
 from skein.wire.views import CheckpointFinished, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text

@@ -15,7 +15,7 @@ from bench.emulated.fleet import write_whole
 from bench.recovering.fate import Orders
 from client.api import Client, Job
 from skein.config.job import BackupSpec, JobSpec
-from skein.protocol.records import Incident, Remedy
+from skein.protocol.log.records import Incident, Remedy
 from skein.types import JobState
 from skein.wire.views import IncidentEnded, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text

@@ -4,8 +4,8 @@ import urllib.request
 from pathlib import Path
 
 from bench.cluster import running
-from skein.protocol.incident import told
-from skein.protocol.records import IncidentKind
+from skein.protocol.log.incident import told
+from skein.protocol.log.records import IncidentKind
 from skein.types import JobState
 from skein.wire.views import IncidentEnded, StepFinished
 from tests.e2e.jobs import text_job, write_text

@@ -13,7 +13,7 @@ from coordinator.planner import Found, RayPlanner
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.check import violations
 from skein.plan.plan import Plan
-from skein.protocol.coordinator_io import MakePlan
+from skein.protocol.coordinator.coordinator_io import MakePlan
 from skein.topology.fleet import Fleet
 from tests.plan.builders import fleet, job
 

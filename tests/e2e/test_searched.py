@@ -11,7 +11,7 @@ from coordinator.store import LogHeld, RunLog
 from skein.config.job import DataSpec, JobSpec, ParallelSpec, PlanSpec, SkipSpec, TextSource
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
-from skein.protocol.records import PlanAdopted
+from skein.protocol.log.records import PlanAdopted
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
 from tests.e2e.jobs import write_text

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.records import Record
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.records import Record
 from skein.sim.world import World
 from tests.golden.stories import drawn, payloads, strike
 

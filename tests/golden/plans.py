@@ -7,7 +7,7 @@ from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.searched import make_plan
-from skein.protocol.records import PlanAdopted
+from skein.protocol.log.records import PlanAdopted
 from skein.sim.shapes import shape_of
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
 from skein.types import Generation, JobId, SiteId, WorkerId

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from skein.protocol.records import Record
+from skein.protocol.log.records import Record
 from skein.sim.moments import STRUCK, judge_struck, struck
 from skein.sim.scenario import disturbed, judge
 from skein.sim.shapes import SHAPES, shape_of

@@ -5,12 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import CancelAsked, MakePlan, PauseAsked, PlanMade, TimePassed
-from skein.protocol.messages import Assign, Look, NewGeneration, SourceKind
-from skein.protocol.records import GenerationOpened, RolledBack
-from skein.protocol.reports import PeersSeen, Prefetched
-from skein.protocol.runs.gathering import GATHER_S, RETURN_S
-from skein.protocol.runs.giving_up import LEAST_S, MOST_S, TIMES_REACHED, patience_s, waits_until
+from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PauseAsked, PlanMade, TimePassed
+from skein.protocol.coordinator.runs.gathering import GATHER_S, RETURN_S
+from skein.protocol.coordinator.runs.placing.giving_up import (
+    LEAST_S,
+    MOST_S,
+    TIMES_REACHED,
+    patience_s,
+    waits_until,
+)
+from skein.protocol.log.records import GenerationOpened, RolledBack
+from skein.protocol.messages.directives import Assign, Look, NewGeneration, SourceKind
+from skein.protocol.messages.reports import PeersSeen, Prefetched
 from skein.types import Incarnation, JobState, Step
 from tests.support.desk import LEASE_S, Desk
 from tests.support.plans import chunk, path, plan_of, stage_spec

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from skein.config.job import BackupSpec
-from skein.protocol.coordinator_io import Log, Outbox
-from skein.protocol.history import History, JobHistory
-from skein.protocol.membership import Entry, HelloHeard, Membership
-from skein.protocol.records import JobSubmitted
-from skein.protocol.reports import Prefetched
-from skein.protocol.runs.backups import Backups
-from skein.protocol.runs.members import Members
+from skein.protocol.coordinator.coordinator_io import Log, Outbox
+from skein.protocol.coordinator.runs.improving.backups import Backups
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import JobSubmitted
+from skein.protocol.membership.membership import Entry, HelloHeard, Membership
+from skein.protocol.messages.reports import Prefetched
 from skein.topology.fleet import Link
 from skein.types import JobId, Step, WorkerId
 from tests.support.jobs import small_job

@@ -5,8 +5,8 @@ from math import inf, nan
 
 import pytest
 
-from skein.protocol import coordinator
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator import coordinator
+from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     Log,
     MakePlan,
@@ -14,17 +14,17 @@ from skein.protocol.coordinator_io import (
     Send,
     StreamBroken,
 )
-from skein.protocol.messages import Dismiss, NewGeneration, Probe, Refused, Welcome
-from skein.protocol.records import (
+from skein.protocol.coordinator.runs.gathering import GATHER_S, RETURN_S
+from skein.protocol.coordinator.runs.watching.detection import WARMING_S
+from skein.protocol.coordinator.runs.watching.watchdog import STALL_S
+from skein.protocol.log.records import (
     GenerationOpened,
     Incident,
     IncidentKind,
     JobSubmitted,
 )
-from skein.protocol.reports import Beat, Leaving, LinksMeasured, Suspected
-from skein.protocol.runs.detection import WARMING_S
-from skein.protocol.runs.gathering import GATHER_S, RETURN_S
-from skein.protocol.runs.watchdog import STALL_S
+from skein.protocol.messages.directives import Dismiss, NewGeneration, Probe, Refused, Welcome
+from skein.protocol.messages.reports import Beat, Leaving, LinksMeasured, Suspected
 from skein.topology.fleet import Link
 from skein.types import JobId, JobState, WorkerId
 from tests.support.desk import Desk

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from skein.protocol.messages import (
+from skein.protocol.messages.directives import (
     ChunkVersion,
     Decision,
     Dismiss,
@@ -16,11 +16,11 @@ from skein.protocol.messages import (
     Snapshot,
     StepRecord,
 )
-from skein.protocol.ops import ApplyOp, LossOp, SnapshotOp
-from skein.protocol.reports import Prefetched, Report
-from skein.protocol.work.copies import Copies
-from skein.protocol.work.standing import Standing
-from skein.protocol.worker_io import (
+from skein.protocol.messages.reports import Prefetched, Report
+from skein.protocol.worker.copies import Copies
+from skein.protocol.worker.ops import ApplyOp, LossOp, SnapshotOp
+from skein.protocol.worker.standing import Standing
+from skein.protocol.worker.worker_io import (
     CopyKind,
     DirectiveArrived,
     DropCopies,

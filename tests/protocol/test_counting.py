@@ -1,10 +1,10 @@
 """What an epoch of a job's data is: told and recorded once, with the steps that its budget is."""
 
 from skein.config.job import BudgetSpec
-from skein.protocol.coordinator_io import Append, Log, Outbox
-from skein.protocol.history import History
-from skein.protocol.records import DataCounted, JobResumed, JobSubmitted
-from skein.protocol.runs.counting import count_data
+from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
+from skein.protocol.coordinator.runs.steps.counting import count_data
+from skein.protocol.log.history import History
+from skein.protocol.log.records import DataCounted, JobResumed, JobSubmitted
 from skein.types import JobId
 from tests.support.jobs import small_job
 

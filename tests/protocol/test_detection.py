@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import ChunkTime, Plan
-from skein.protocol.reports import Beat
-from skein.protocol.runs.detection import (
+from skein.protocol.coordinator.runs.watching.detection import (
     LEAST_HISTORY,
     MAX_HISTORY,
     NUM_PROVEN,
@@ -21,7 +20,8 @@ from skein.protocol.runs.detection import (
     Stragglers,
     Visit,
 )
-from skein.protocol.runs.watchdog import STALL_S, STALL_STEPS, STUCK_STALLS, Watchdog
+from skein.protocol.coordinator.runs.watching.watchdog import STALL_S, STALL_STEPS, STUCK_STALLS, Watchdog
+from skein.protocol.messages.reports import Beat
 from skein.types import ChunkRef, StageSpec, WorkerId
 from tests.support.plans import chunk, grid_plan, stage_spec
 

@@ -1,7 +1,7 @@
 """Holders that disagree without a majority: the least credible goes, and nobody where all are as credible."""
 
-from skein.protocol.runs.disputes import Disputes
-from skein.protocol.runs.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import Disputes
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
 from skein.types import WorkerId
 from tests.support.plans import grid_plan
 

@@ -7,8 +7,8 @@ from math import exp, inf, nan
 
 import pytest
 
-from skein.protocol.divergence import MAX_SKIPPED, NUM_JUDGED, Doubt, LossWatch
-from skein.protocol.messages import Decision, StepRecord
+from skein.protocol.log.divergence import MAX_SKIPPED, NUM_JUDGED, Doubt, LossWatch
+from skein.protocol.messages.directives import Decision, StepRecord
 from skein.types import Step
 from tests.support.hands import record
 

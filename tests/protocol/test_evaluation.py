@@ -1,10 +1,10 @@
 """When a job is evaluated, and when it cannot be."""
 
-from skein.protocol.coordinator_io import Log, Outbox
-from skein.protocol.history import History, JobHistory
-from skein.protocol.membership import Membership
-from skein.protocol.runs.evaluation import Evaluation
-from skein.protocol.runs.members import Members
+from skein.protocol.coordinator.coordinator_io import Log, Outbox
+from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.membership.membership import Membership
 from skein.types import JobId
 from tests.support.jobs import small_job
 

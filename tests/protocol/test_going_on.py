@@ -6,11 +6,11 @@ import pytest
 
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
-from skein.protocol.messages import ChunkProgress, Evaluate, Origin, ResumedChunk, Resumption
-from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, OpFailed, hop_key
-from skein.protocol.reports import Ack, StageDone, Trouble
-from skein.protocol.tensors import HopTensor, Phase
-from skein.protocol.worker_io import Build, BuildFailed, DropTensor, LogShortened, RunOp, SendTensor
+from skein.protocol.messages.directives import ChunkProgress, Evaluate, Origin, ResumedChunk, Resumption
+from skein.protocol.messages.reports import Ack, StageDone, Trouble
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, OpFailed, hop_key
+from skein.protocol.worker.worker_io import Build, BuildFailed, DropTensor, LogShortened, RunOp, SendTensor
 from skein.types import Epoch, Generation, MicrobatchId, StageIndex, Step
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, schedule

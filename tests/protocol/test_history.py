@@ -7,9 +7,8 @@ import pytest
 from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
 from skein.plan.agreeing.rounds import local_group
-from skein.protocol.history import History, JobHistory
-from skein.protocol.messages import GroupResult
-from skein.protocol.records import (
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import (
     Averaged,
     Drained,
     EpochOpened,
@@ -23,6 +22,7 @@ from skein.protocol.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.messages.directives import GroupResult
 from skein.types import Attempt, Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.hands import record

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from skein.protocol.incident import cost, num_replayed, ranges, remedied, told, total, what
-from skein.protocol.records import IncidentKind, Remedy
+from skein.protocol.log.incident import cost, num_replayed, ranges, remedied, told, total, what
+from skein.protocol.log.records import IncidentKind, Remedy
 from skein.types import MicrobatchId, WorkerId
 from tests.support.incidents import incident, replayed
 

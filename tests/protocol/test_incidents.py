@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator_io import Append, Log, Outbox
-from skein.protocol.history import History
-from skein.protocol.messages import Assign, ChunkProgress, ChunkVersion, NewGeneration, Start
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
+from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.placing.resuming import Resumed
+from skein.protocol.log.history import History
+from skein.protocol.log.records import (
     EpochOpened,
     Incident,
     IncidentKind,
@@ -16,9 +17,8 @@ from skein.protocol.records import (
     Remedy,
     Replayed,
 )
-from skein.protocol.reports import Ack, Report, Suspected, Trouble
-from skein.protocol.runs.incidents import Incidents
-from skein.protocol.runs.resuming import Resumed
+from skein.protocol.messages.directives import Assign, ChunkProgress, ChunkVersion, NewGeneration, Start
+from skein.protocol.messages.reports import Ack, Report, Suspected, Trouble
 from skein.types import Epoch, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.desk import GRACE_S, Desk
 from tests.support.jobs import small_job

@@ -6,10 +6,10 @@ from math import nan
 import pytest
 
 from skein.errors import UserError
-from skein.protocol.history import JobHistory
-from skein.protocol.lifecycle import beginning
-from skein.protocol.messages import Beginning, Decision
-from skein.protocol.records import (
+from skein.protocol.coordinator.lifecycle import beginning
+from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with, newest_good, newest_sound
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import (
     CheckpointChecked,
     CheckpointCommitted,
     Evaluated,
@@ -17,7 +17,7 @@ from skein.protocol.records import (
     Record,
     StepCommitted,
 )
-from skein.protocol.runs.keeping import kept_with, newest_good, newest_sound
+from skein.protocol.messages.directives import Beginning, Decision
 from skein.types import JobId, Step
 from tests.protocol.test_history import JOB, history_of
 from tests.support.desk import checkpoint

@@ -3,8 +3,8 @@
 from skein.config.aggregation import DiLoCo
 from skein.plan.agreeing.quorum import NUM_PROVEN
 from skein.plan.agreeing.rounds import local_group
-from skein.protocol.messages import Commit, Prepare
-from skein.protocol.reports import StageDone, Vote
+from skein.protocol.messages.directives import Commit, Prepare
+from skein.protocol.messages.reports import StageDone, Vote
 from skein.types import ChunkRef, GroupId
 from tests.support.desk import Desk
 from tests.support.jobs import small_job

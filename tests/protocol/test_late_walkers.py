@@ -5,9 +5,9 @@ import pytest
 from skein.config.rule import Reach
 from skein.plan.agreeing.rounds import local_group
 from skein.plan.plan import Group
-from skein.protocol.messages import Commit, ExchangeTerms, Prepare, Save
-from skein.protocol.ops import ApplyOp, LossOp, PackOp, SaveOp
-from skein.protocol.reports import StageDone
+from skein.protocol.messages.directives import Commit, ExchangeTerms, Prepare, Save
+from skein.protocol.messages.reports import StageDone
+from skein.protocol.worker.ops import ApplyOp, LossOp, PackOp, SaveOp
 from skein.types import Epoch, Generation, GroupId, Step
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, path, plan_of

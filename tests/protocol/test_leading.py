@@ -9,13 +9,13 @@ from skein.config.aggregation import Lsgd
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import Leaders
 from skein.plan.plan import Group
-from skein.protocol.coordinator_io import Outbox
-from skein.protocol.history import History, JobHistory
-from skein.protocol.membership import Membership
-from skein.protocol.reports import EvaluationDone, Vote
-from skein.protocol.runs.leading import Leading
-from skein.protocol.runs.members import Members
-from skein.protocol.tensors import Phase
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.steps.leading import Leading
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.membership.membership import Membership
+from skein.protocol.messages.reports import EvaluationDone, Vote
+from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, GroupId, JobId, Layout, MicrobatchId, SiteId, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path, plan_of

@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.history import History, JobHistory
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import (
     EpochOpened,
     Evaluated,
     GenerationMember,

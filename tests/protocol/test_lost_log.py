@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from skein.protocol.coordinator_io import Halt, Log
-from skein.protocol.history import History
-from skein.protocol.messages import Commit, NewGeneration, Refused, Welcome
-from skein.protocol.positions import LogPosition, is_signed, signed
-from skein.protocol.records import EpochOpened, JobSubmitted, Record
-from skein.protocol.reports import Hello
-from skein.protocol.worker_io import StreamLost, StreamOpened
+from skein.protocol.coordinator.coordinator_io import Halt, Log
+from skein.protocol.log.history import History
+from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
+from skein.protocol.messages.directives import Commit, NewGeneration, Refused, Welcome
+from skein.protocol.messages.positions import LogPosition, is_signed, signed
+from skein.protocol.messages.reports import Hello
+from skein.protocol.worker.worker_io import StreamLost, StreamOpened
 from skein.types import Epoch, Generation, JobId
 from tests.support.desk import DESK_KEY, Desk
 from tests.support.hands import Hand, record

@@ -8,8 +8,8 @@ import pytest
 from skein.plan.balanced import make_plan
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
-from skein.protocol.reports import TimesMeasured
-from skein.protocol.runs.measuring import NUM_STEPS, Measured
+from skein.protocol.coordinator.runs.watching.measuring import NUM_STEPS, Measured
+from skein.protocol.messages.reports import TimesMeasured
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, WorkerId
 from tests.plan.builders import fleet, link

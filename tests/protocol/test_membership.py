@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from skein.protocol import membership as defaults
-from skein.protocol.membership import (
+from skein.protocol.membership import membership as defaults
+from skein.protocol.membership.membership import (
     Doubted,
     Evicted,
     Heard,

@@ -3,12 +3,12 @@
 import re
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import MakePlan, PlanMade
-from skein.protocol.messages import Commit, NewGeneration, OpenData
-from skein.protocol.records import GenerationOpened, JobEnded
-from skein.protocol.reports import Beat, DataOpened, Leaving, Trouble
-from skein.protocol.runs.gathering import PARDON_S
-from skein.protocol.runs.phase import RunPhase
+from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.runs.gathering import PARDON_S
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.log.records import GenerationOpened, JobEnded
+from skein.protocol.messages.directives import Commit, NewGeneration, OpenData
+from skein.protocol.messages.reports import Beat, DataOpened, Leaving, Trouble
 from skein.types import JobId, JobState
 from tests.protocol.test_replanning import OTHER, make_steps, running
 from tests.protocol.test_replanning import PLAN as PRESENT

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from skein.protocol.messages import Commit, Decision, NewGeneration
-from skein.protocol.records import GenerationOpened, JobEnded, StepCommitted
-from skein.protocol.reports import Vote
-from skein.protocol.runs.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.log.records import GenerationOpened, JobEnded, StepCommitted
+from skein.protocol.messages.directives import Commit, Decision, NewGeneration
+from skein.protocol.messages.reports import Vote
 from skein.types import JobState, WorkerId
 from tests.support.desk import Desk
 from tests.support.jobs import small_job

@@ -8,11 +8,11 @@ import pytest
 from skein.plan.ops import Direction
 from skein.plan.order import left_undone
 from skein.plan.plan import Path, Plan
-from skein.protocol.messages import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
-from skein.protocol.ops import BackwardOp, ForwardOp, Loss, LossOp
-from skein.protocol.runs.sources import Sources, assignments
-from skein.protocol.tensors import HopTensor, Phase
-from skein.protocol.work.pipeline import ComputeOp, Pipeline
+from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
+from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp
+from skein.protocol.worker.pipeline import ComputeOp, Pipeline
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
 from tests.support.plans import chunk, grid_plan, microbatches, path, schedule, stage_spec

@@ -2,10 +2,10 @@
 
 import pytest
 
-from skein.protocol.coordinator import MAX_REFUSED
-from skein.protocol.messages import Refused
-from skein.protocol.reports import EvaluationDone, LinksMeasured, Report
-from skein.protocol.runs.plausible import implausible, most_tokens
+from skein.protocol.coordinator.coordinator import MAX_REFUSED
+from skein.protocol.coordinator.runs.workers.plausible import implausible, most_tokens
+from skein.protocol.messages.directives import Refused
+from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report
 from skein.topology.fleet import Link
 from skein.types import Generation, MicrobatchId, Step, WorkerId
 from tests.support.reports import ledger, stage_done

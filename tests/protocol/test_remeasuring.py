@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from skein.protocol.remeasuring import FIRST_PAUSE_S, Pace, Remeasuring
+from skein.protocol.coordinator.remeasuring import FIRST_PAUSE_S, Pace, Remeasuring
 from skein.types import Generation, WorkerId
 
 IDLE, BUSY = WorkerId("idle"), WorkerId("busy")

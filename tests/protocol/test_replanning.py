@@ -8,13 +8,9 @@ import pytest
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import ChunkTime, Infeasible, Plan
-from skein.protocol.coordinator_io import MakePlan, PlanMade
-from skein.protocol.messages import Assign, Commit, Follow, NewGeneration, Prefetch, Start
-from skein.protocol.records import GenerationOpened, PlanAdopted
-from skein.protocol.reports import Beat, TimesMeasured
-from skein.protocol.runs.gathering import RETURN_S
-from skein.protocol.runs.measuring import NUM_STEPS
-from skein.protocol.runs.replanning import (
+from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.runs.gathering import RETURN_S
+from skein.protocol.coordinator.runs.improving.replanning import (
     CHANGE_S,
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
@@ -23,6 +19,10 @@ from skein.protocol.runs.replanning import (
     Replanning,
     Seen,
 )
+from skein.protocol.coordinator.runs.watching.measuring import NUM_STEPS
+from skein.protocol.log.records import GenerationOpened, PlanAdopted
+from skein.protocol.messages.directives import Assign, Commit, Follow, NewGeneration, Prefetch, Start
+from skein.protocol.messages.reports import Beat, TimesMeasured
 from skein.topology.fleet import Fleet, FleetWorker
 from skein.types import MicrobatchId, SiteId, StageSpec, WorkerId
 from tests.support.desk import Desk

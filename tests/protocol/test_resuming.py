@@ -10,10 +10,10 @@ from skein.plan.changing.reroute import rerouted
 from skein.plan.ops import Direction
 from skein.plan.order import ops_of
 from skein.plan.plan import Plan
-from skein.protocol.messages import ChunkProgress
-from skein.protocol.reports import Ack
-from skein.protocol.runs.resuming import Resumed, resume
-from skein.protocol.tensors import HopTensor, Phase
+from skein.protocol.coordinator.runs.placing.resuming import Resumed, resume
+from skein.protocol.messages.directives import ChunkProgress
+from skein.protocol.messages.reports import Ack
+from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import random_plan
 from tests.support.halfway import Halfway, num_ops, slots_of, visits

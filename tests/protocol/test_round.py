@@ -8,9 +8,9 @@ import pytest
 
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages import Decision, Ledger, StepRecord
-from skein.protocol.reports import Vote
-from skein.protocol.round import (
+from skein.protocol.messages.directives import Decision, Ledger, StepRecord
+from skein.protocol.messages.reports import Vote
+from skein.protocol.rounds.round import (
     AskReduction,
     LedgerHeard,
     Outvoted,

@@ -9,8 +9,8 @@ from skein.config.rule import Reach
 from skein.plan.agreeing.exchange import Neighbours
 from skein.plan.agreeing.rounds import is_exchange, local_group, step_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages import Decision, StepRecord
-from skein.protocol.round import (
+from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.rounds.round import (
     AskReduction,
     LedgerHeard,
     Outvoted,

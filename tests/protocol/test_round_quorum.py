@@ -7,8 +7,8 @@ from skein.config.rule import Reach
 from skein.plan.agreeing.quorum import NUM_PROVEN, Quorum
 from skein.plan.agreeing.rounds import local_group, step_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages import Decision, StepRecord
-from skein.protocol.round import (
+from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.rounds.round import (
     AskReduction,
     GraceOver,
     LedgerHeard,

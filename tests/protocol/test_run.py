@@ -3,7 +3,7 @@
 import pytest
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator_io import (
     Append,
     CancelAsked,
     MakePlan,
@@ -14,7 +14,21 @@ from skein.protocol.coordinator_io import (
     StreamBroken,
     WriteManifest,
 )
-from skein.protocol.messages import (
+from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S
+from skein.protocol.coordinator.runs.gathering import GATHER_S
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.watching.watchdog import STALL_S, STUCK_STALLS
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.log.records import (
+    CheckpointCommitted,
+    Evaluated,
+    GenerationOpened,
+    JobEnded,
+    PlanAdopted,
+    RolledBack,
+    StepCommitted,
+)
+from skein.protocol.messages.directives import (
     Assign,
     Commit,
     Dismiss,
@@ -25,16 +39,7 @@ from skein.protocol.messages import (
     Save,
     Start,
 )
-from skein.protocol.records import (
-    CheckpointCommitted,
-    Evaluated,
-    GenerationOpened,
-    JobEnded,
-    PlanAdopted,
-    RolledBack,
-    StepCommitted,
-)
-from skein.protocol.reports import (
+from skein.protocol.messages.reports import (
     Ack,
     Beat,
     CheckpointWritten,
@@ -45,11 +50,6 @@ from skein.protocol.reports import (
     Suspected,
     Vote,
 )
-from skein.protocol.runs.gathering import GATHER_S
-from skein.protocol.runs.phase import RunPhase
-from skein.protocol.runs.savings import AGAIN_S
-from skein.protocol.runs.strikes import MAX_STRIKES
-from skein.protocol.runs.watchdog import STALL_S, STUCK_STALLS
 from skein.types import Generation, GroupId, JobId, JobState, StageIndex, Step, WorkerId
 from tests.support.desk import GRACE_S, Desk, checkpoint
 from tests.support.jobs import small_job

@@ -1,22 +1,31 @@
 """The Run machine while workers die, return, come and leave, and who is to blame."""
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator_io import (
     DrainAsked,
     MakePlan,
     Send,
 )
-from skein.protocol.messages import Assign, Commit, Dismiss, NewGeneration, Refused, Save, SourceKind, Start
-from skein.protocol.records import (
+from skein.protocol.coordinator.runs.gathering import GATHER_S, PARDON_S
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.log.records import (
     Drained,
     GenerationOpened,
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.reports import Beat, Leaving, Suspected, Trouble
-from skein.protocol.runs.gathering import GATHER_S, PARDON_S
-from skein.protocol.runs.phase import RunPhase
-from skein.protocol.runs.strikes import MAX_STRIKES
+from skein.protocol.messages.directives import (
+    Assign,
+    Commit,
+    Dismiss,
+    NewGeneration,
+    Refused,
+    Save,
+    SourceKind,
+    Start,
+)
+from skein.protocol.messages.reports import Beat, Leaving, Suspected, Trouble
 from skein.types import JobId, JobState, WorkerId
 from tests.support.desk import Desk
 from tests.support.jobs import small_job

@@ -6,19 +6,19 @@ import pytest
 
 from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, Lsgd
 from skein.plan.plan import Plan
-from skein.protocol.coordinator_io import Outbox, Send
-from skein.protocol.history import History, JobHistory
-from skein.protocol.membership import HelloHeard, LeaveHeard, Membership
-from skein.protocol.messages import CheckpointFile, Save, SourceKind
-from skein.protocol.records import JobSubmitted, StageFiles, num_walkers
-from skein.protocol.reports import CheckpointWritten, EvaluationDone
-from skein.protocol.runs.leading import Leading
-from skein.protocol.runs.members import Members
-from skein.protocol.runs.savings import Savings
-from skein.protocol.runs.sources import assignments
-from skein.protocol.runs.walking import walker_sources
-from skein.protocol.story import Story
-from skein.protocol.tensors import Phase
+from skein.protocol.coordinator.coordinator_io import Outbox, Send
+from skein.protocol.coordinator.runs.checkpoints.savings import Savings
+from skein.protocol.coordinator.runs.placing.sources import assignments
+from skein.protocol.coordinator.runs.placing.walking import walker_sources
+from skein.protocol.coordinator.runs.steps.leading import Leading
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import JobSubmitted, StageFiles, num_walkers
+from skein.protocol.membership.membership import HelloHeard, LeaveHeard, Membership
+from skein.protocol.membership.story import Story
+from skein.protocol.messages.directives import CheckpointFile, Save, SourceKind
+from skein.protocol.messages.reports import CheckpointWritten, EvaluationDone
+from skein.protocol.messages.tensors import Phase
 from skein.types import Epoch, Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.jobs import small_job

@@ -7,12 +7,12 @@ import pytest
 from skein.config.job import BackupSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
-from skein.protocol.history import History, JobHistory
-from skein.protocol.messages import ChunkVersion, GroupResult, SourceKind
-from skein.protocol.records import CheckpointCommitted, JobSubmitted
-from skein.protocol.reports import Ack
-from skein.protocol.runs.averaging import Averaging, averaging_of
-from skein.protocol.runs.sources import Sources, assignments, choose_sources
+from skein.protocol.coordinator.runs.placing.averaging import Averaging, averaging_of
+from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import CheckpointCommitted, JobSubmitted
+from skein.protocol.messages.directives import ChunkVersion, GroupResult, SourceKind
+from skein.protocol.messages.reports import Ack
 from skein.types import Attempt, Epoch, Generation, GroupId, JobId, Layout, StageSpec, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.hands import record

@@ -6,15 +6,19 @@ from math import nan
 import pytest
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     CheckpointVerified,
     MakePlan,
     TimePassed,
     VerifyCheckpoint,
 )
-from skein.protocol.messages import Assign, Beginning, NewGeneration, Save, SourceKind, Start
-from skein.protocol.records import (
+from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S, LATER_S
+from skein.protocol.coordinator.runs.gathering import PARDON_S
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.watching.watchdog import STALL_S
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.log.records import (
     CheckpointChecked,
     GenerationOpened,
     Incident,
@@ -24,12 +28,14 @@ from skein.protocol.records import (
     Record,
     RolledBack,
 )
-from skein.protocol.reports import Beat, CheckpointUnread, CheckpointUnwritten, CheckpointWritten, Trouble
-from skein.protocol.runs.gathering import PARDON_S
-from skein.protocol.runs.phase import RunPhase
-from skein.protocol.runs.savings import AGAIN_S, LATER_S
-from skein.protocol.runs.strikes import MAX_STRIKES
-from skein.protocol.runs.watchdog import STALL_S
+from skein.protocol.messages.directives import Assign, Beginning, NewGeneration, Save, SourceKind, Start
+from skein.protocol.messages.reports import (
+    Beat,
+    CheckpointUnread,
+    CheckpointUnwritten,
+    CheckpointWritten,
+    Trouble,
+)
 from skein.types import Condition, JobId, JobState, StageIndex, Step
 from tests.support.desk import Desk
 from tests.support.jobs import small_job

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skein.protocol.runs.strikes import MAX_STRIKES, Strikes
+from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES, Strikes
 from skein.types import Incarnation, WorkerId
 
 W, V = WorkerId("w"), WorkerId("v")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from skein.protocol.membership import (
+from skein.protocol.log.records import GenerationMember
+from skein.protocol.membership.membership import (
     Evicted,
     HelloHeard,
     Joined,
@@ -14,7 +15,6 @@ from skein.protocol.membership import (
     Returned,
     proof_of,
 )
-from skein.protocol.records import GenerationMember
 from skein.types import Incarnation
 from tests.protocol.test_membership import LEASE_S, W, broke, heard, membership, with_one
 from tests.support.reports import hello

@@ -2,10 +2,10 @@
 
 from skein.plan.ops import Direction
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
-from skein.protocol.reports import TimesMeasured
-from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
-from skein.protocol.work.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
+from skein.protocol.messages.reports import TimesMeasured
+from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
+from skein.protocol.worker.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
 from skein.types import Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.plans import chunk, path
 from tests.support.reports import attempt

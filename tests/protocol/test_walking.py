@@ -4,11 +4,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from skein.plan.plan import Plan
-from skein.protocol.messages import ChunkVersion, SourceKind
-from skein.protocol.records import CheckpointCommitted
-from skein.protocol.reports import Ack
-from skein.protocol.runs.sources import Sources
-from skein.protocol.runs.walking import held_walkers, walker_sources, whole_walkers
+from skein.protocol.coordinator.runs.placing.sources import Sources
+from skein.protocol.coordinator.runs.placing.walking import held_walkers, walker_sources, whole_walkers
+from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.messages.directives import ChunkVersion, SourceKind
+from skein.protocol.messages.reports import Ack
 from skein.types import ChunkRef, Generation, JobId, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.plans import chunk, path, plan_of, stage_spec

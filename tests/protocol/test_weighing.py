@@ -7,8 +7,8 @@ import pytest
 
 from skein.plan.agreeing.rounds import StepGroups, local_group
 from skein.plan.plan import Group
-from skein.protocol.reports import Vote
-from skein.protocol.weighing import Numbers, weigh
+from skein.protocol.messages.reports import Vote
+from skein.protocol.rounds.weighing import Numbers, weigh
 from skein.types import GroupId
 from tests.support.plans import chunk
 from tests.support.reports import vote

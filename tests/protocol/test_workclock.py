@@ -1,6 +1,6 @@
 """How long a job has been at work, and how many steps its hours still allow."""
 
-from skein.protocol.workclock import WorkClock
+from skein.protocol.log.workclock import WorkClock
 from skein.types import Step
 from tests.support.jobs import small_job
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import (
+from skein.protocol.messages.directives import (
     ChunkVersion,
     Dismiss,
     Look,
@@ -15,11 +15,7 @@ from skein.protocol.messages import (
     Refused,
     Welcome,
 )
-from skein.protocol.ops import (
-    BackwardOp,
-    ForwardOp,
-)
-from skein.protocol.reports import (
+from skein.protocol.messages.reports import (
     Ack,
     Beat,
     ChunksReady,
@@ -32,9 +28,13 @@ from skein.protocol.reports import (
     TimesMeasured,
     Trouble,
 )
-from skein.protocol.tensors import Envelope, ShardKind, ShardTensor
-from skein.protocol.work.timing import LEAST_KEPT
-from skein.protocol.worker_io import (
+from skein.protocol.messages.tensors import Envelope, ShardKind, ShardTensor
+from skein.protocol.worker.ops import (
+    BackwardOp,
+    ForwardOp,
+)
+from skein.protocol.worker.timing import LEAST_KEPT
+from skein.protocol.worker.worker_io import (
     Build,
     BuildFailed,
     CancelBuild,

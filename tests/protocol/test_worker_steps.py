@@ -3,8 +3,18 @@
 from dataclasses import replace
 
 from skein.plan.ops import Direction
-from skein.protocol.messages import ChunkVersion, Decision, Evaluate, Save, StepRecord
-from skein.protocol.ops import (
+from skein.protocol.messages.directives import ChunkVersion, Decision, Evaluate, Save, StepRecord
+from skein.protocol.messages.reports import (
+    Ack,
+    CheckpointUnwritten,
+    CheckpointWritten,
+    EvaluationDone,
+    StageDone,
+    Trouble,
+    Vote,
+)
+from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
@@ -14,17 +24,7 @@ from skein.protocol.ops import (
     PackOp,
     SaveOp,
 )
-from skein.protocol.reports import (
-    Ack,
-    CheckpointUnwritten,
-    CheckpointWritten,
-    EvaluationDone,
-    StageDone,
-    Trouble,
-    Vote,
-)
-from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
-from skein.protocol.worker_io import (
+from skein.protocol.worker.worker_io import (
     BytesMoved,
     CheckpointSaved,
     DropTensor,

@@ -3,10 +3,10 @@
 import pytest
 
 from skein.plan.ops import Direction
-from skein.protocol.ops import ApplyOp, LossOp
-from skein.protocol.reports import Suspected
-from skein.protocol.tensors import HopTensor, Phase, ShardKind, ShardTensor
-from skein.protocol.worker_io import DropTensor, SendFailed
+from skein.protocol.messages.reports import Suspected
+from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import ApplyOp, LossOp
+from skein.protocol.worker.worker_io import DropTensor, SendFailed
 from skein.types import Generation, GroupId, JobId, MicrobatchId, Step, WorkerId
 from tests.support.hands import envelope
 from tests.support.plans import chunk

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from skein.config.job import BudgetSpec
 from skein.config.optimizer import AdamWSpec
 from skein.plan.agreeing.rounds import is_exchange
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, RolledBack, StepCommitted
+from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
+from skein.protocol.messages.directives import StepRecord
 from skein.sim.aggregating import AggregatingModel, Held
 from skein.sim.invariants import Violated
 from skein.sim.numeric import NumericModel

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from skein.config.job import BackupSpec, JobSpec
-from skein.protocol.records import Averaged, Incident, Remedy
+from skein.protocol.log.records import Averaged, Incident, Remedy
 from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import Shape, shape_of
 from skein.sim.world import World

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.protocol.records import Incident
+from skein.protocol.log.records import Incident
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from tests.support.jobs import small_job

@@ -3,7 +3,7 @@
 import pytest
 
 from skein.errors import UserError
-from skein.protocol.records import GenerationOpened
+from skein.protocol.log.records import GenerationOpened
 from skein.sim import __main__ as command
 from skein.sim.invariants import Violated
 from skein.sim.scenario import LIMIT_S, FleetShape, curve_of, make_world, run_to_end

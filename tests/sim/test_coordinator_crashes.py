@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.history import History
-from skein.protocol.records import EpochOpened, Incident, IncidentKind, StepCommitted
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.log.history import History
+from skein.protocol.log.records import EpochOpened, Incident, IncidentKind, StepCommitted
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from tests.support.jobs import small_job

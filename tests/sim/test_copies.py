@@ -4,9 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from skein.protocol.messages import Directive, Follow, Member, Prefetch, Snapshot
-from skein.protocol.records import JobSubmitted, StepCommitted
-from skein.protocol.worker_io import CopyKind, DirectiveArrived, PrefetchEnded, PrefetchFailed, WorkerEvent
+from skein.protocol.log.records import JobSubmitted, StepCommitted
+from skein.protocol.messages.directives import Directive, Follow, Member, Prefetch, Snapshot
+from skein.protocol.worker.worker_io import (
+    CopyKind,
+    DirectiveArrived,
+    PrefetchEnded,
+    PrefetchFailed,
+    WorkerEvent,
+)
 from skein.sim.copies import NUM_SNAPSHOTS
 from skein.sim.process import SimWorker
 from skein.sim.scenario import FLOPS_PER_S, make_world

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from skein.protocol.records import Incident, Remedy
+from skein.protocol.log.records import Incident, Remedy
 from skein.sim.faults import FAILING
 from skein.sim.scenario import make_world
 from skein.sim.shapes import Shape, shape_of

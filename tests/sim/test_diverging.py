@@ -7,10 +7,9 @@ import pytest
 
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
-from skein.protocol.coordinator_io import PauseAsked, ResumeAsked
-from skein.protocol.divergence import MAX_SKIPPED
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator_io import PauseAsked, ResumeAsked
+from skein.protocol.log.divergence import MAX_SKIPPED
+from skein.protocol.log.records import (
     CheckpointCommitted,
     Diverged,
     Incident,
@@ -19,6 +18,7 @@ from skein.protocol.records import (
     JobHeld,
     RolledBack,
 )
+from skein.protocol.messages.directives import StepRecord
 from skein.sim.diverging import Diverging
 from skein.sim.scenario import make_world
 from skein.sim.shapes import shape_of

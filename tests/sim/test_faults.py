@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from skein.protocol.coordinator_io import DrainAsked
-from skein.protocol.records import GenerationOpened
-from skein.protocol.runs.giving_up import LEAST_S
+from skein.protocol.coordinator.coordinator_io import DrainAsked
+from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
+from skein.protocol.log.records import GenerationOpened
 from skein.sim.faults import GENTLE, Fault, schedule
 from skein.sim.world import World
 from skein.types import SiteId

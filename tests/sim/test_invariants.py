@@ -7,8 +7,19 @@ import pytest
 from skein.model.layers import layers_of
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
-from skein.protocol.history import History
-from skein.protocol.messages import (
+from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
+from skein.protocol.log.history import History
+from skein.protocol.log.records import (
+    EpochOpened,
+    GenerationOpened,
+    JobHeld,
+    JobSubmitted,
+    PlanAdopted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.protocol.messages.directives import (
     Assign,
     Commit,
     Dismiss,
@@ -20,20 +31,9 @@ from skein.protocol.messages import (
     Resumption,
     StepRecord,
 )
-from skein.protocol.ops import ApplyOp, BackwardOp, JoinOp, LossOp
-from skein.protocol.records import (
-    EpochOpened,
-    GenerationOpened,
-    JobHeld,
-    JobSubmitted,
-    PlanAdopted,
-    Record,
-    RolledBack,
-    StepCommitted,
-)
-from skein.protocol.runs.giving_up import LEAST_S
-from skein.protocol.tensors import HopTensor, Phase
-from skein.protocol.worker import Worker
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import ApplyOp, BackwardOp, JoinOp, LossOp
+from skein.protocol.worker.worker import Worker
 from skein.sim.executor import SimExecutor, stage_times
 from skein.sim.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of
 from skein.sim.reach import ASKED_S, Reach

@@ -7,9 +7,9 @@ import pytest
 
 from skein import rng
 from skein.errors import OutOfRangeError
-from skein.protocol.ranges import check_numbers
-from skein.protocol.records import RolledBack
-from skein.protocol.reports import Beat, Hello, Report, StageDone, Vote
+from skein.protocol.log.records import RolledBack
+from skein.protocol.messages.ranges import check_numbers
+from skein.protocol.messages.reports import Beat, Hello, Report, StageDone, Vote
 from skein.sim.lies import mutated
 from skein.sim.process import SimWorker
 from skein.sim.scenario import disturbed, judge, make_world

@@ -5,8 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from skein.config.job import BudgetSpec, JobSpec
-from skein.protocol.coordinator_io import CancelAsked, CoordinatorEvent, PauseAsked, ResumeAsked, SubmitAsked
-from skein.protocol.records import (
+from skein.protocol.coordinator.coordinator_io import (
+    CancelAsked,
+    CoordinatorEvent,
+    PauseAsked,
+    ResumeAsked,
+    SubmitAsked,
+)
+from skein.protocol.log.records import (
     CheckpointCommitted,
     DataCounted,
     HaltAsked,

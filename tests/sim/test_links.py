@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from skein.protocol.records import GenerationOpened, Incident, IncidentKind
+from skein.protocol.log.records import GenerationOpened, Incident, IncidentKind
 from skein.sim.network import COORDINATOR, Weather
 from skein.sim.transport import PATIENCE_S
 from skein.sim.world import World

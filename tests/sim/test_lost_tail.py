@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from skein.protocol.records import EpochOpened, JobSubmitted, StepCommitted
+from skein.protocol.log.records import EpochOpened, JobSubmitted, StepCommitted
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from tests.support.jobs import small_job

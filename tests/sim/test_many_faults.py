@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.protocol.records import RolledBack
+from skein.protocol.log.records import RolledBack
 from skein.sim.faults import FAULTS, GENTLE
 from skein.sim.scenario import disturbed, judge
 from skein.sim.shapes import SHAPES, Shape, shape_of

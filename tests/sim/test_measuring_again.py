@@ -2,9 +2,9 @@
 
 from skein.plan.changing.redundancy import num_missing
 from skein.plan.changing.silent import busy_workers, silent_chunks
-from skein.protocol.coordinator_io import MeasureAsked
-from skein.protocol.records import GenerationOpened, PlanAdopted, RolledBack
-from skein.protocol.remeasuring import FIRST_PAUSE_S
+from skein.protocol.coordinator.coordinator_io import MeasureAsked
+from skein.protocol.coordinator.remeasuring import FIRST_PAUSE_S
+from skein.protocol.log.records import GenerationOpened, PlanAdopted, RolledBack
 from skein.sim.scenario import make_world, small_fleet
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from skein.protocol.messages import StepRecord
+from skein.protocol.messages.directives import StepRecord
 from skein.sim.numeric import NumericModel, State
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of

@@ -2,9 +2,9 @@
 
 import pytest
 
-from skein.protocol.coordinator_io import DrainAsked
-from skein.protocol.records import CheckpointCommitted, GenerationOpened, RolledBack, StepCommitted
-from skein.protocol.worker_io import StopRequested
+from skein.protocol.coordinator.coordinator_io import DrainAsked
+from skein.protocol.log.records import CheckpointCommitted, GenerationOpened, RolledBack, StepCommitted
+from skein.protocol.worker.worker_io import StopRequested
 from skein.sim.scenario import FLOPS_PER_S, make_world
 from skein.sim.world import World
 from skein.types import ChunkRef, SiteId

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from skein.protocol.coordinator_io import PauseAsked
-from skein.protocol.records import CheckpointCommitted, HaltAsked, Incident, JobHeld, RolledBack
+from skein.protocol.coordinator.coordinator_io import PauseAsked
+from skein.protocol.log.records import CheckpointCommitted, HaltAsked, Incident, JobHeld, RolledBack
 from skein.sim.faults import SILENCES_S
 from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import shape_of

@@ -7,7 +7,7 @@ import pytest
 from skein.plan.changing.redundancy import num_missing
 from skein.plan.changing.silent import silent_chunks
 from skein.plan.plan import Plan
-from skein.protocol.records import Incident, PlanAdopted
+from skein.protocol.log.records import Incident, PlanAdopted
 from skein.sim.scenario import LIMIT_S, curve_of, make_world, run_to_end, small_fleet, undisturbed_curve
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -3,8 +3,8 @@
 import pytest
 
 from skein.config.job import JobSpec
-from skein.protocol.coordinator_io import SubmitAsked
-from skein.protocol.records import Evaluated, GenerationOpened, JobEnded, StepCommitted
+from skein.protocol.coordinator.coordinator_io import SubmitAsked
+from skein.protocol.log.records import Evaluated, GenerationOpened, JobEnded, StepCommitted
 from skein.sim.scenario import LIMIT_S, run_to_end
 from skein.types import JobState, Layout
 from tests.support.jobs import small_job

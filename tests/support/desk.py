@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import (
     Append,
     CoordinatorCommand,
     CoordinatorEvent,
@@ -22,9 +22,18 @@ from skein.protocol.coordinator_io import (
     TimePassed,
     WriteManifest,
 )
-from skein.protocol.messages import Assign, ChunkVersion, Directive, Ledger, Look, OpenData, Prefetch, Save
-from skein.protocol.records import CheckpointCommitted, EpochOpened, Record, StageFiles
-from skein.protocol.reports import (
+from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record, StageFiles
+from skein.protocol.messages.directives import (
+    Assign,
+    ChunkVersion,
+    Directive,
+    Ledger,
+    Look,
+    OpenData,
+    Prefetch,
+    Save,
+)
+from skein.protocol.messages.reports import (
     Ack,
     Beat,
     CheckpointWritten,

@@ -12,8 +12,8 @@ from itertools import pairwise
 from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
-from skein.protocol.messages import ChunkProgress, ChunkVersion
-from skein.protocol.reports import Ack
+from skein.protocol.messages.directives import ChunkProgress, ChunkVersion
+from skein.protocol.messages.reports import Ack
 from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
 
 Contribution = tuple[MicrobatchId, StageIndex]

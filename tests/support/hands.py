@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from skein.plan.plan import Group, Plan
-from skein.protocol.messages import (
+from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
+from skein.protocol.messages.directives import (
     Assign,
     Commit,
     Decision,
@@ -21,12 +22,11 @@ from skein.protocol.messages import (
     StepRecord,
     Welcome,
 )
-from skein.protocol.ops import Joined, JoinOp, Loss, LossOp, Op, OpOutcome
-from skein.protocol.reports import Ack, Report
-from skein.protocol.runs.sources import Sources, assignments
-from skein.protocol.tensors import Envelope, TensorHeader
-from skein.protocol.worker import Worker
-from skein.protocol.worker_io import (
+from skein.protocol.messages.reports import Ack, Report
+from skein.protocol.messages.tensors import Envelope, TensorHeader
+from skein.protocol.worker.ops import Joined, JoinOp, Loss, LossOp, Op, OpOutcome
+from skein.protocol.worker.worker import Worker
+from skein.protocol.worker.worker_io import (
     Build,
     Built,
     DirectiveArrived,

@@ -1,6 +1,6 @@
 """Incidents that are over."""
 
-from skein.protocol.records import Incident, IncidentKind, Remedy, Replayed
+from skein.protocol.log.records import Incident, IncidentKind, Remedy, Replayed
 from skein.types import Generation, JobId, MicrobatchId, StageIndex, Step, WorkerId
 
 

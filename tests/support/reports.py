@@ -1,8 +1,8 @@
 """What workers say, in a line each."""
 
 from skein import PROTOCOL_VERSION
-from skein.protocol.messages import Ledger
-from skein.protocol.reports import Hello, StageDone, Vote
+from skein.protocol.messages.directives import Ledger
+from skein.protocol.messages.reports import Hello, StageDone, Vote
 from skein.topology.fleet import Profile
 from skein.types import (
     Attempt,

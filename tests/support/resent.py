@@ -2,7 +2,7 @@
 
 from skein.plan.ops import Direction, OpKind
 from skein.plan.order import PlacedOp, ops_of
-from skein.protocol.tensors import HopTensor
+from skein.protocol.messages.tensors import HopTensor
 
 
 def op_of(header: HopTensor) -> PlacedOp:

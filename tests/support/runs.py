@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
-from skein.protocol.coordinator_io import CoordinatorCommand
-from skein.protocol.messages import Commit, NewGeneration, Start
-from skein.protocol.records import GenerationOpened, JobEnded
-from skein.protocol.reports import Beat
-from skein.protocol.runs.phase import RunPhase
+from skein.protocol.coordinator.coordinator_io import CoordinatorCommand
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.log.records import GenerationOpened, JobEnded
+from skein.protocol.messages.directives import Commit, NewGeneration, Start
+from skein.protocol.messages.reports import Beat
 from skein.types import JobState, StageSpec
 from tests.support.desk import Desk
 from tests.support.jobs import small_job

@@ -4,11 +4,11 @@ from typing import TypeVar
 
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
-from skein.protocol.ops import (
+from skein.protocol.messages.reports import Report
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import (
     OpFailed,
 )
-from skein.protocol.reports import Report
-from skein.protocol.tensors import HopTensor, Phase
 from skein.types import MicrobatchId, Step
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, grid_plan, path, plan_of

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Plan
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, Record, RolledBack
+from skein.protocol.log.records import CheckpointCommitted, Record, RolledBack
+from skein.protocol.messages.directives import StepRecord
 from skein.sim.scenario import FLOPS_PER_S, LIMIT_S, FleetShape, Outcome, curve_of, make_world, run_to_end
 from skein.sim.world import World
 from skein.topology.fleet import Profile

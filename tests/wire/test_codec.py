@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.errors import LocalError, RemoteError
-from skein.protocol.messages import Start
-from skein.protocol.ranges import MAX_INTEGER
-from skein.protocol.records import EpochOpened
-from skein.protocol.reports import Beat, Report
+from skein.protocol.log.records import EpochOpened
+from skein.protocol.messages.directives import Start
+from skein.protocol.messages.ranges import MAX_INTEGER
+from skein.protocol.messages.reports import Beat, Report
 from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
 from skein.wire.mapping import Codec

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.errors import OutOfRangeError
-from skein.protocol.ranges import RANGES, Range, check_numbers, range_of
-from skein.protocol.reports import Beat, Report
+from skein.protocol.messages.ranges import RANGES, Range, check_numbers, range_of
+from skein.protocol.messages.reports import Beat, Report
 from skein.wire import codec
 from skein.wire.mapping import Codec, check_request
 from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
@@ -32,7 +32,7 @@ def _numbers() -> Iterator[tuple[str, FieldDescriptor]]:
 
 def test_every_number_of_every_message_has_a_row() -> None:
     without = [f"{name}.{field.name}" for name, field in _numbers() if range_of(name, field.name) is None]
-    assert not without, "give each a row in skein/protocol/ranges.py"
+    assert not without, "give each a row in skein/protocol/messages/ranges.py"
 
 
 def test_every_row_is_of_some_field() -> None:

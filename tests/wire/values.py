@@ -8,7 +8,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from skein.protocol.ranges import Range, range_of
+from skein.protocol.messages.ranges import Range, range_of
 
 _SCALARS: dict[object, st.SearchStrategy[object]] = {
     int: st.integers(0, 2**32 - 1),

@@ -12,8 +12,8 @@ from grpc import aio
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan
-from skein.protocol.coordinator import Coordinator
-from skein.protocol.coordinator_io import (
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.coordinator_io import (
     Append,
     CheckpointVerified,
     CoordinatorCommand,
@@ -32,9 +32,9 @@ from skein.protocol.coordinator_io import (
     VerifyCheckpoint,
     WriteManifest,
 )
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, EpochOpened, JobEnded, Record, StepCommitted
-from skein.protocol.reports import Hello
+from skein.protocol.log.records import CheckpointCommitted, EpochOpened, JobEnded, Record, StepCommitted
+from skein.protocol.messages.directives import StepRecord
+from skein.protocol.messages.reports import Hello
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES

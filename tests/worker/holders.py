@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from skein.protocol.messages import ChunkVersion, Member, Prefetch, StepRecord
-from skein.protocol.ops import SnapshotOp
-from skein.protocol.worker_io import (
+from skein.protocol.messages.directives import ChunkVersion, Member, Prefetch, StepRecord
+from skein.protocol.worker.ops import SnapshotOp
+from skein.protocol.worker.worker_io import (
     CopyKind,
     FollowCommit,
     PrefetchEnded,

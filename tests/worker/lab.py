@@ -16,8 +16,9 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of, tied_names
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, GroupResult, Resumption, StepRecord
-from skein.protocol.ops import (
+from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
+from skein.protocol.messages.tensors import Envelope, Phase, ShardTensor
+from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
@@ -28,8 +29,7 @@ from skein.protocol.ops import (
     Op,
     OpOutcome,
 )
-from skein.protocol.tensors import Envelope, Phase, ShardTensor
-from skein.protocol.work.reduction import Exchange, handed_out
+from skein.protocol.worker.reduction import Exchange, handed_out
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -9,9 +9,9 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 from grpc import aio
 
-from skein.protocol.messages import Directive, Welcome
-from skein.protocol.reports import Beat, Hello, Report
-from skein.protocol.worker_io import Exit
+from skein.protocol.messages.directives import Directive, Welcome
+from skein.protocol.messages.reports import Beat, Hello, Report
+from skein.protocol.worker.worker_io import Exit
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.channel import bind, open_server

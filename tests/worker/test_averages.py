@@ -12,8 +12,8 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.plan.plan import Schedule
-from skein.protocol.messages import Assign, ChunkAssignment, Neighbour, SourceKind, StateSource
-from skein.protocol.worker_io import BuildFailed, Built
+from skein.protocol.messages.directives import Assign, ChunkAssignment, Neighbour, SourceKind, StateSource
+from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.types import Epoch, Generation, Precision, StageIndex, StageSpec, Step
 from tests.worker.holders import JOB, Keeper, holding, keeping
 from tests.worker.lab import CPU, Lab, tiny_job

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from skein.plan.ops import Direction
-from skein.protocol.ops import HopKey
-from skein.protocol.tensors import Phase, ShardKind, ShardTensor
+from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import HopKey
 from skein.types import GroupId, MicrobatchId, Step
 from skein.wire.extra import DType
 from tests.support.plans import chunk

@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from skein.config.location import SCHEMES
 from skein.errors import LocalError, UserError
-from skein.protocol.messages import CheckpointFile
-from skein.protocol.ops import SaveOp
-from skein.protocol.records import StageFiles, checkpoint_folder
+from skein.protocol.log.records import StageFiles, checkpoint_folder
+from skein.protocol.messages.directives import CheckpointFile
+from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, Precision, StageIndex, Step
 from tests.worker.lab import GENERATION, Lab, tiny_job

@@ -12,8 +12,8 @@ from grpc import aio
 from torch import Tensor
 
 from skein.plan.plan import Schedule
-from skein.protocol.messages import Assign, ChunkAssignment, Decision, SourceKind, StateSource
-from skein.protocol.worker_io import BuildFailed, Built, CopyKind, DropCopies, PrefetchFailed
+from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, SourceKind, StateSource
+from skein.protocol.worker.worker_io import BuildFailed, Built, CopyKind, DropCopies, PrefetchFailed
 from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot

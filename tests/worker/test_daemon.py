@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skein.protocol.messages import Dismiss, Refused
-from skein.protocol.reports import Leaving
+from skein.protocol.messages.directives import Dismiss, Refused
+from skein.protocol.messages.reports import Leaving
 from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, puppet
 from worker import __main__ as command_line

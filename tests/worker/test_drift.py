@@ -8,8 +8,8 @@ from skein.config.rule import Reach
 from skein.numeric.aggregate.diloco import MOMENTUM
 from skein.plan.agreeing.exchange import Row
 from skein.plan.plan import Group
-from skein.protocol.messages import ExchangeTerms
-from skein.protocol.ops import JoinOp, PackOp
+from skein.protocol.messages.directives import ExchangeTerms
+from skein.protocol.worker.ops import JoinOp, PackOp
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.reports import attempt

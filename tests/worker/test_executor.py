@@ -17,9 +17,9 @@ from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Path as Hops
-from skein.protocol.messages import Decision
-from skein.protocol.ops import ForwardOp, Op, OpFailed, OpOutcome, SaveOp
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.directives import Decision
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import ForwardOp, Op, OpFailed, OpOutcome, SaveOp
 from skein.types import (
     ChunkRef,
     Generation,

@@ -9,9 +9,9 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from skein.plan.ops import Direction
-from skein.protocol.messages import Member
-from skein.protocol.records import Incident, StepCommitted
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.log.records import Incident, StepCommitted
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import FETCH_STATE, PART_REPLY, TENSOR_PART

@@ -11,7 +11,8 @@ import pytest
 from skein.config.job import BudgetSpec, JobSpec, ParallelSpec
 from skein.plan.plan import Group
 from skein.plan.plan import Path as Hops
-from skein.protocol.messages import (
+from skein.protocol.log.records import PlanAdopted, StepCommitted
+from skein.protocol.messages.directives import (
     Assign,
     ChunkAssignment,
     ChunkVersion,
@@ -30,8 +31,7 @@ from skein.protocol.messages import (
     StateSource,
     StepRecord,
 )
-from skein.protocol.records import PlanAdopted, StepCommitted
-from skein.protocol.reports import Ack, ChunksReady, Prefetched, StageDone, Vote
+from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched, StageDone, Vote
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -11,9 +11,9 @@ from skein.config.rule import Reach
 from skein.plan.agreeing.exchange import Row
 from skein.plan.load import job_layers
 from skein.plan.plan import Group
-from skein.protocol.messages import ExchangeTerms
-from skein.protocol.ops import JoinOp, PackOp, SumOp
-from skein.protocol.tensors import ShardKind, ShardTensor
+from skein.protocol.messages.directives import ExchangeTerms
+from skein.protocol.messages.tensors import ShardKind, ShardTensor
+from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.reports import attempt

@@ -14,8 +14,8 @@ from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import Walker
-from skein.protocol.ops import SaveOp, SnapshotOp
-from skein.protocol.records import StageFiles
+from skein.protocol.log.records import StageFiles
+from skein.protocol.worker.ops import SaveOp, SnapshotOp
 from skein.types import Generation, GroupId, JobId, StageIndex, Step, WorkerId
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.bundle import to_torch

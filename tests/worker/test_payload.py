@@ -6,7 +6,7 @@ import torch
 from skein.errors import LocalError
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
 from skein.types import (
     Attempt,
     ChunkRef,

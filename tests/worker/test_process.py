@@ -11,7 +11,7 @@ from skein import PROTOCOL_VERSION
 from skein.config.job import CheckpointSpec, DataSpec, JobSpec, TextSource
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
-from skein.protocol.messages import (
+from skein.protocol.messages.directives import (
     Assign,
     ChunkAssignment,
     Dismiss,
@@ -26,7 +26,7 @@ from skein.protocol.messages import (
     SourceKind,
     StateSource,
 )
-from skein.protocol.reports import (
+from skein.protocol.messages.reports import (
     Ack,
     Beat,
     CheckpointUnwritten,
@@ -39,7 +39,7 @@ from skein.protocol.reports import (
     Suspected,
     Trouble,
 )
-from skein.protocol.worker_io import DirectiveArrived, StopRequested
+from skein.protocol.worker.worker_io import DirectiveArrived, StopRequested
 from skein.storage.places import Places
 from skein.types import (
     ChunkRef,

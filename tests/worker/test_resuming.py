@@ -12,10 +12,10 @@ from torch import Tensor
 from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp
 from skein.plan.plan import Plan
-from skein.protocol.messages import Resumption
-from skein.protocol.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, hop_key
-from skein.protocol.runs.resuming import resume
-from skein.protocol.tensors import HopTensor, Phase
+from skein.protocol.coordinator.runs.placing.resuming import resume
+from skein.protocol.messages.directives import Resumption
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, hop_key
 from skein.types import ChunkRef, Layout, Precision, Step, WorkerId
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import plan_of

@@ -7,9 +7,9 @@ import pytest
 from skein.config.aggregation import AllReduce
 from skein.config.job import BudgetSpec, CheckpointSpec, JobSpec
 from skein.config.rule import PatternName
-from skein.protocol.messages import StepRecord
-from skein.protocol.records import CheckpointCommitted, Evaluated, GenerationOpened, StepCommitted
-from skein.protocol.worker_io import StopRequested
+from skein.protocol.log.records import CheckpointCommitted, Evaluated, GenerationOpened, StepCommitted
+from skein.protocol.messages.directives import StepRecord
+from skein.protocol.worker.worker_io import StopRequested
 from skein.types import JobState, Layout
 from tests.worker.cluster import Disk, cluster
 from tests.worker.lab import Lab, tiny_job, write_text

@@ -9,8 +9,8 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.choose import rule_of
-from skein.protocol.messages import Decision, StepRecord
-from skein.protocol.ops import SnapshotOp
+from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId
 from tests.worker.lab import Lab, tiny_job
 from worker.bundle import to_torch

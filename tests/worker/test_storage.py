@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skein.config.job import CheckpointSpec, JobSpec
-from skein.protocol.records import (
+from skein.protocol.log.records import (
     CheckpointChecked,
     CheckpointCommitted,
     GenerationOpened,
@@ -68,7 +68,7 @@ async def test_a_finished_model_waits_for_room(tmp_path: Path, monkeypatch: pyte
         really(folder, num_bytes)
 
     monkeypatch.setattr("skein.storage.folders.require_room", require_room)
-    monkeypatch.setattr("skein.protocol.runs.savings.AGAIN_S", 0.02)
+    monkeypatch.setattr("skein.protocol.coordinator.runs.checkpoints.savings.AGAIN_S", 0.02)
     job = at_url(job_of(write_text(tmp_path)), f"file://{tmp_path}/saved")
     async with cluster(Disk()) as here, here.workers("w0", "w1"):
         here.submit(job)
@@ -95,7 +95,7 @@ async def test_a_place_that_does_not_answer_is_waited_for_and_gone_on_from(
 
     monkeypatch.setattr(RootedFolder, "path_of", path_of)
     monkeypatch.setattr("worker.process.Outside", partial(Outside, silent_s=0.1))
-    monkeypatch.setattr("skein.protocol.runs.gathering.PARDON_S", 0.05)
+    monkeypatch.setattr("skein.protocol.coordinator.runs.gathering.PARDON_S", 0.05)
     try:
         async with cluster(disk) as here, here.workers("w0", "w1"):
             assert await here.finished() == JobState.FINISHED

@@ -18,7 +18,8 @@ from skein.numeric.aggregate.gossip import MOMENTUM
 from skein.numeric.aggregate.shared_moment import OWN_SQUARES, SHARED_SQUARES
 from skein.numeric.walker import StateClass
 from skein.plan.plan import Group, Schedule
-from skein.protocol.messages import (
+from skein.protocol.log.records import StageFiles
+from skein.protocol.messages.directives import (
     Assign,
     Beginning,
     CheckpointFile,
@@ -26,8 +27,7 @@ from skein.protocol.messages import (
     SourceKind,
     StateSource,
 )
-from skein.protocol.records import StageFiles
-from skein.protocol.worker_io import BuildFailed, Built
+from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside
 from skein.types import ChunkRef, Epoch, Generation, GroupId, Precision, StageIndex, StageSpec, Step, WorkerId
 from skein.wire.extra import ManifestReply

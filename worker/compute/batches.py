@@ -11,7 +11,7 @@ from skein.config.job import JobSpec
 from skein.data.cursor import positions_of
 from skein.errors import UnfitError
 from skein.plan.agreeing.election import probe_positions
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, Step
 from worker.data.dataset import Batch, Dataset
 

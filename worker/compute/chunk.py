@@ -19,7 +19,7 @@ from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.gradients import unflatten
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group
-from skein.protocol.messages import Decision, StepRecord
+from skein.protocol.messages.directives import Decision, StepRecord
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 from worker.compute.state import STEP, by_name, copied, named, saved
 from worker.model.stage import Stage, build_stage

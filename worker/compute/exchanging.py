@@ -23,8 +23,8 @@ from skein.numeric.walker import Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import exchanged_stage, is_exchange
 from skein.plan.plan import Group
-from skein.protocol.messages import ExchangeTerms, StepRecord
-from skein.protocol.ops import Joined, JoinOp, PackOp, SumOp
+from skein.protocol.messages.directives import ExchangeTerms, StepRecord
+from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
 from worker.aggregating import Gauges, Measure
 from worker.compute.chunk import Chunk

@@ -13,8 +13,8 @@ from skein.errors import RemoteError
 from skein.numeric.gradients import shard_bounds
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
-from skein.protocol.ops import BackwardOp, ForwardOp, HopKey, JoinOp, LossOp, Op, SumOp, TensorKey
-from skein.protocol.tensors import Phase, ShardTensor
+from skein.protocol.messages.tensors import Phase, ShardTensor
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, JoinOp, LossOp, Op, SumOp, TensorKey
 from skein.types import MicrobatchId, StageIndex, WorkerId
 from skein.wire.extra import DType
 from worker.bundle import Bundle, torch_dtype

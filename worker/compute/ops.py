@@ -23,8 +23,9 @@ from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_nor
 from skein.plan.agreeing.rounds import local_group
 from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
-from skein.protocol.messages import Decision, Resumption, StepRecord
-from skein.protocol.ops import (
+from skein.protocol.messages.directives import Decision, Resumption, StepRecord
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
@@ -42,7 +43,6 @@ from skein.protocol.ops import (
     TensorKey,
     exact_sum,
 )
-from skein.protocol.tensors import Phase
 from skein.types import (
     Attempt,
     ChunkRef,

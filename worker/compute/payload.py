@@ -11,8 +11,8 @@ from torch import Tensor
 
 from skein.errors import LocalError
 from skein.plan.ops import Direction
-from skein.protocol.ops import TensorKey, hop_key
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.worker.ops import TensorKey, hop_key
 from skein.types import Generation, Step
 from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
 

@@ -16,8 +16,8 @@ from skein.errors import LocalError
 from skein.model.layers import AnyModel, tied_names
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
-from skein.protocol.messages import ChunkVersion, Decision, StepRecord
-from skein.protocol.ops import SnapshotOp
+from skein.protocol.messages.directives import ChunkVersion, Decision, StepRecord
+from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, StageIndex, StageSpec, Step
 from worker.bundle import WireTensor, to_wire
 from worker.compute.chunk import TIED, Chunk, own_group, update

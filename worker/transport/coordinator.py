@@ -19,7 +19,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError, UserError
-from skein.protocol.messages import CheckpointFile, Directive
+from skein.protocol.messages.directives import CheckpointFile, Directive
 from skein.types import JobId, Step
 from skein.wire.channel import PART_BYTES, Lane
 from skein.wire.codec import (

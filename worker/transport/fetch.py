@@ -9,7 +9,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane
 from skein.wire.codec import FETCH_STATE, STATE_PART
 from skein.wire.extra import FetchStateRequest

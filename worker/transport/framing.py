@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from skein.errors import RemoteError
-from skein.protocol.ranges import RANGES
+from skein.protocol.messages.ranges import RANGES
 from skein.wire.codec import TENSOR_PART
 from skein.wire.extra import TensorPart
 from skein.wire.v1 import peer_pb2

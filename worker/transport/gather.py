@@ -5,7 +5,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from worker.bundle import WireTensor
 from worker.transport.fetch import AbsentError
 

@@ -9,7 +9,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.topology.fleet import Link
 from skein.types import WorkerId
 from skein.wire.channel import PART_BYTES, Lane

@@ -19,8 +19,8 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope, HopTensor
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor
 from skein.types import Generation, WorkerId
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART

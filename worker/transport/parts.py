@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from skein.protocol.tensors import Envelope
+from skein.protocol.messages.tensors import Envelope
 from skein.wire.channel import PART_BYTES
 from skein.wire.extra import TensorStart
 from worker.bundle import Bundle, num_bytes_of

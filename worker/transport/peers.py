@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from skein.plan.ops import Direction
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope, HopTensor, TensorHeader
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor, TensorHeader
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane

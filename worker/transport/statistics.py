@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from skein.protocol.messages import Count
-from skein.protocol.tensors import Envelope, ShardTensor
+from skein.protocol.messages.directives import Count
+from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.types import JobId, WorkerId
 from skein.wire.channel import Lane
 

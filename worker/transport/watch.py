@@ -15,7 +15,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane
 from worker.transport.outbox import Dial
 from worker.transport.pace import Pace, Patience

@@ -28,10 +28,10 @@ from skein.errors import UserError
 from skein.numeric.gradients import shard_bounds, sum_in_order
 from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring
 from skein.plan.plan import Group
-from skein.protocol.messages import Member
-from skein.protocol.ops import JoinOp, PackOp, SumOp, TensorKey
-from skein.protocol.tensors import Envelope, ShardTensor
-from skein.protocol.work.reduction import Exchange, Moves, ReductionOp, handed_out
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.worker.ops import JoinOp, PackOp, SumOp, TensorKey
+from skein.protocol.worker.reduction import Exchange, Moves, ReductionOp, handed_out
 from skein.types import (
     Attempt,
     ChunkRef,

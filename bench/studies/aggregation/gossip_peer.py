@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from bench.emulated.fleet import WORKER_HOST
 from skein.plan.ops import Direction
 from skein.plan.plan import Path as HopPath
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope, HopTensor, Phase
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase
 from skein.rng import stream
 from skein.types import (
     ChunkRef,

@@ -30,7 +30,7 @@ from bench.studies.chaos_compare.torchft import NotToBeHad, lighthouse, make_env
 from client.api import Job
 from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.protocol.records import Incident, Record, RolledBack, StepCommitted
+from skein.protocol.log.records import Incident, Record, RolledBack, StepCommitted
 from skein.types import JobId, JobState
 
 MICROBATCHES_PER_WORKER = 5

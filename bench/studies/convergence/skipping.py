@@ -25,10 +25,10 @@ from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.cut import cut
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
-from skein.protocol.messages import Ledger, StepRecord
-from skein.protocol.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
-from skein.protocol.reports import StageDone, Vote
-from skein.protocol.round import (
+from skein.protocol.messages.directives import Ledger, StepRecord
+from skein.protocol.messages.reports import StageDone, Vote
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.rounds.round import (
     AskReduction,
     LedgerHeard,
     Round,
@@ -38,7 +38,7 @@ from skein.protocol.round import (
     StepTerms,
     VoteHeard,
 )
-from skein.protocol.tensors import Phase
+from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
 from worker.compute.batches import BatchReader

@@ -8,8 +8,8 @@ import pytest
 from client.cli import run
 from client.cli.incidents import COLUMNS
 from client.cli.show import plain
-from skein.protocol.incident import total
-from skein.protocol.records import IncidentKind, Remedy
+from skein.protocol.log.incident import total
+from skein.protocol.log.records import IncidentKind, Remedy
 from skein.types import Condition, JobId, JobState, Step
 from skein.wire.views import CheckpointView
 from tests.client.cli.said import Captured, lines

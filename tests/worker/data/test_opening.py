@@ -9,7 +9,7 @@ import pytest
 
 from skein.config.job import JobSpec, TextSource
 from skein.errors import UnfitError
-from skein.protocol.tensors import Phase
+from skein.protocol.messages.tensors import Phase
 from skein.storage.outside import Outside
 from skein.types import MicrobatchId, Step
 from tests.worker.lab import tiny_job, write_text

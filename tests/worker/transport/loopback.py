@@ -11,8 +11,8 @@ from bench.emulated.fleet import Links
 from bench.emulated.links import Relay
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -10,7 +10,7 @@ import pytest
 from coordinator.logfile import LogBusy
 from coordinator.store import RunLog
 from skein.errors import UserError
-from skein.protocol.messages import Directive, Welcome
+from skein.protocol.messages.directives import Directive, Welcome
 from tests.coordinator.builders import WAIT_S, eventually, hello
 from tests.coordinator.test_standby import dial, leading, standing_by
 from worker.transport.coordinator import ControlStream, Whereabouts

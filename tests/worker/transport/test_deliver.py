@@ -8,8 +8,8 @@ import torch
 from grpc import aio
 
 from skein.plan.ops import Direction
-from skein.protocol.messages import Member
-from skein.protocol.tensors import HopTensor
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import HopTensor
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART

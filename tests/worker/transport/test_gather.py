@@ -10,7 +10,7 @@ import pytest
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.types import StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import JOB, Receiver, Sender, sending, serving, tensor_of

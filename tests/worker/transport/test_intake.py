@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from skein.errors import RemoteError
-from skein.protocol.tensors import Envelope
+from skein.protocol.messages.tensors import Envelope
 from skein.types import Generation
 from skein.wire.extra import (
     CreditGranted,

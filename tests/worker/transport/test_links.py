@@ -9,7 +9,7 @@ import pytest
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.types import Incarnation
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PROBE_PART

@@ -4,8 +4,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from skein.protocol.messages import Member
-from skein.protocol.tensors import Envelope
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.tensors import Envelope
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import TENSOR_PART
 from skein.wire.extra import Refusal, TensorData, TensorStart

@@ -9,7 +9,7 @@ from typing import Literal, NoReturn, cast
 import pytest
 from grpc import StatusCode, aio
 
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.types import StageIndex, Step
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import FETCH_STATE

@@ -9,7 +9,7 @@ from functools import partial
 from grpc import aio
 
 from bench.chaosing.wires import Wires
-from skein.protocol.messages import Member
+from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane, open_channel
 from tests.worker.transport.loopback import Receiver, hop_envelope, sending, serving
 from worker.service import PeerService

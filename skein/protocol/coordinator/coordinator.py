@@ -1,0 +1,499 @@
+"""The Coordinator machine: membership, the queue of jobs, and the run of the active one.
+
+Rules of this file
+- What is recorded changes through `History.apply` alone, live as in replay; so equal logs give equal hard state.
+- A command that follows an Append must not be carried out before that record is durable.
+- One job is active at a time, the oldest that has not ended; the others wait.
+- A report that cannot be is its worker's failure, whatever it was about; who sends several is turned away.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from math import inf
+from typing import assert_never
+
+from skein.protocol.coordinator import lifecycle
+from skein.protocol.coordinator.coordinator_io import (
+    CancelAsked,
+    CheckpointVerified,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    DrainAsked,
+    Halt,
+    ManifestWritten,
+    MeasureAsked,
+    Outbox,
+    PauseAsked,
+    PlanMade,
+    ReportArrived,
+    ReportRefused,
+    ResumeAsked,
+    Send,
+    StreamBroken,
+    SubmitAsked,
+    TimePassed,
+)
+from skein.protocol.coordinator.remeasuring import Pace, Pacing, Remeasuring
+from skein.protocol.coordinator.runs.checkpoints.storage import judge
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.runs.workers.plausible import implausible
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Record
+from skein.protocol.membership.absence import Absence
+from skein.protocol.membership.membership import (
+    GRACE_S,
+    LEASE_S,
+    LEFT,
+    Doubted,
+    Evicted,
+    Heard,
+    HelloHeard,
+    IsLeaving,
+    Joined,
+    LeaseTime,
+    LeaveHeard,
+    LeaveRemembered,
+    Lost,
+    Membership,
+    MembershipChange,
+    NameRemembered,
+    Rejected,
+    Returned,
+    SpeedHeard,
+    StreamBroke,
+)
+from skein.protocol.membership.story import Story
+from skein.protocol.messages.directives import Directive, Dismiss, Measure, Probe, Refused, Welcome
+from skein.protocol.messages.positions import LogPosition, is_signed
+from skein.protocol.messages.reports import (
+    Ack,
+    Beat,
+    CheckpointUnread,
+    CheckpointUnwritten,
+    CheckpointWritten,
+    ChunksReady,
+    DataOpened,
+    EvaluationDone,
+    Hello,
+    Leaving,
+    LinksMeasured,
+    PeersSeen,
+    Prefetched,
+    Report,
+    SpeedMeasured,
+    StageDone,
+    Suspected,
+    TimesMeasured,
+    Trouble,
+    Vote,
+)
+from skein.topology.fleet import Link
+from skein.types import Incarnation, JobId, JobState, WorkerId
+
+NUM_PROBED_PEERS = 16
+"""A newcomer measures at most so many links; the rest stay unknown."""
+MAX_LINKS = 1 << 16
+"""Above it those of workers that are gone are forgotten; who comes and goes has a new name each time."""
+
+MAX_REFUSED = 3
+"""Reports that cannot be, after which their process is turned away; steps that others commit meanwhile pardon none."""
+
+MAX_MEASURED = 16
+"""Jobs whose times are kept to be looked at."""
+
+
+class Coordinator:
+    """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
+
+    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S, key: bytes = b"") -> None:
+        """`key` is random, and of this process alone: its generations' secrets are made of it."""
+        self.history = History()
+        self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
+        self.absence = Absence()
+        self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
+        self.run: Run | None = None
+        self.measured: dict[JobId, Measured] = {}
+        """Times of the job that is active and of those before it."""
+        self._outbox = Outbox(self.history, key=key)
+        self._remeasuring = Remeasuring()
+        self._pacing = Pacing()
+        self._num_refused: Counter[Incarnation] = Counter()
+        self._story = Story()
+
+    def sign_with(self, log_key: bytes) -> None:
+        """Before the first event: the key that positions of the run log are signed with."""
+        self._outbox.log_key = log_key
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take the run log, before the first event. The last record opens this coordinator's own epoch."""
+        for record in records:
+            self.history.apply(record)
+            if isinstance(record, Drained):
+                self.membership.handle(LeaveRemembered(incarnation=record.incarnation), now=record.wall_s)
+            elif isinstance(record, EpochOpened):
+                for job in self.history.pending():
+                    for member in job.members:
+                        self.membership.handle(NameRemembered(member=member), now=record.wall_s)
+
+    # --- the way in ---
+
+    def handle(self, event: CoordinatorEvent, *, now: float) -> list[CoordinatorCommand]:
+        """Take one event at time `now` (wall clock seconds, never stepping back); gives what to do, in order."""
+        match event:
+            case ReportArrived():
+                self._report(event.worker, event.incarnation, event.report, now=now)
+            case ReportRefused():
+                self._refused(event, now=now)
+            case StreamBroken():
+                broke = StreamBroke(worker=event.worker, incarnation=event.incarnation, reason=event.reason)
+                self._changed(self.membership.handle(broke, now=now), now=now)
+            case SubmitAsked():
+                self._submit(event, now=now)
+            case CancelAsked() | PauseAsked() | ResumeAsked():
+                self._wish(event, now=now)
+            case DrainAsked():
+                self._drain(event.worker, now=now)
+            case MeasureAsked():
+                for worker in (*self.membership.live,) if event.worker is None else (event.worker,):
+                    self._measure(worker, now=now)
+            case PlanMade():
+                if self.run is not None:
+                    self.run.planned(event, now=now)
+            case ManifestWritten():
+                if self.run is not None and self.run.job.job == event.checkpoint.job:
+                    self.run.manifest_written(event, now=now)
+            case CheckpointVerified():
+                judge(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
+                if self.run is not None:
+                    self.run.verified(event, now=now)
+            case TimePassed():
+                self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
+                self._turn_away_stuck(now=now)
+                if self.run is not None:
+                    self.run.tick(now=now)
+            case _:
+                assert_never(event)
+        self._next_job(now=now)
+        return self._outbox.drain()
+
+    def deadline(self) -> float | None:
+        """When `TimePassed` is wanted next."""
+        times = [self.membership.deadline(), None if self.run is None else self.run.deadline()]
+        return min((at for at in times if at is not None), default=None)
+
+    def story(self, about: str) -> tuple[str, ...]:
+        """The last lines about a worker or a job."""
+        run = () if self.run is None else self.run.story(about)
+        return (*self.membership.story(WorkerId(about)), *run, *self._story.of(about))
+
+    # --- what clients ask ---
+
+    def state_of(self, job: JobId) -> JobState:
+        """A job's state for users."""
+        final = self.history.state_of(job)
+        if final is not None:
+            return final
+        if self.run is None or self.run.job.job != job:
+            return JobState.PENDING
+        match self.run.phase:
+            case RunPhase.GATHERING:
+                return JobState.PAUSED
+            case RunPhase.FENCING | RunPhase.BUILDING:
+                return JobState.PLANNING
+            case _:
+                return JobState.RUNNING
+
+    def reason_of(self, job: JobId) -> str:
+        """One line on why the job is in its state."""
+        known = self.history.jobs[job]
+        at_rest = known.end or known.held
+        if at_rest is not None:
+            return at_rest.reason
+        if self.run is None or self.run.job.job != job:
+            ahead = [other.job for other in self.history.pending() if other.job != job]
+            return f"waiting for {ahead[0]}" if ahead else "waiting"
+        if known.halt is not None:
+            return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {self.run.reason}"
+        return self.run.reason
+
+    def _submit(self, event: SubmitAsked, *, now: float) -> None:
+        if event.key in self.history.job_by_key:
+            return
+        job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
+        spec = event.spec.canonical_json()
+        submitted = JobSubmitted(job=job, key=event.key, spec=spec, wall_s=now, begins=event.begins)
+        self._outbox.record(submitted)
+        self._outbox.log(f"job={job} submitted")
+
+    def _wish(self, event: CancelAsked | PauseAsked | ResumeAsked, *, now: float) -> None:
+        job = self.history.jobs.get(event.job)
+        run = None if self.run is None or self.run.job is not job else self.run
+        if job is None:
+            return
+        match event:
+            case CancelAsked():
+                lifecycle.cancel(job, run, event, self._outbox, now=now)
+            case PauseAsked():
+                lifecycle.pause(job, run, event, self._outbox, now=now)
+            case ResumeAsked():
+                lifecycle.resume(job, event, self._outbox, now=now)
+            case _:
+                assert_never(event)
+
+    def _next_job(self, *, now: float) -> None:
+        """Begin the oldest job that has not ended, if none is active."""
+        if self.run is not None and self.run.phase is RunPhase.ENDED:
+            self.run = None
+        while self.run is None:
+            pending = self.history.pending()
+            if not pending:
+                return
+            if lifecycle.end_unbegun(pending[0], self.history, self._outbox, now=now):
+                continue
+            self.run = self._start(pending[0], now=now)
+            self.run.tick(now=now)
+            if self.run.phase is RunPhase.ENDED:
+                self.run = None
+
+    def _start(self, job: JobHistory, *, now: float) -> Run:
+        measured = self.measured[job.job] = Measured(job.spec)
+        while len(self.measured) > MAX_MEASURED:
+            del self.measured[next(iter(self.measured))]
+        run = Run(job, self.membership, self.absence, self._outbox, self.links, measured, now=now)
+        for worker in self.membership.live:
+            run.met(worker)
+        return run
+
+    # --- workers ---
+
+    def _report(self, worker: WorkerId, incarnation: Incarnation, report: Report, *, now: float) -> None:
+        if isinstance(report, Hello):
+            self._hello(report, now=now)
+            return
+        progress = report.progress if isinstance(report, Beat) else None
+        heard = Heard(worker=worker, incarnation=incarnation, progress=progress)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if not self.membership.is_current(worker, incarnation):
+            return
+        run = self.run
+        if (reason := self._implausible(worker, report)) is not None:
+            self._refused(ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
+            return
+        if run is not None and self.membership.live[worker].progressed_at == now:
+            run.progressed(now=now)
+        match report:
+            case Beat():
+                if run is not None:
+                    run.beat(worker, report)
+                    self._turn_away_stuck(now=now)
+                if self._remeasuring.is_due(worker, self._pace(), now=now):
+                    self._measure(worker, now=now)
+            case SpeedMeasured():
+                self._speed_measured(worker, report, now=now)
+            case LinksMeasured():
+                self._measured(report)
+            case PeersSeen():
+                self.absence.looked(report, now=now)
+                if run is not None:
+                    run.tick(now=now)
+            case Leaving():
+                self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+            case Suspected():
+                doubted = Doubted(worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}")
+                self._changed(self.membership.handle(doubted, now=now), now=now)
+                if run is not None:
+                    run.report(worker, report, now=now)
+            case Prefetched():
+                if run is not None:
+                    run.prefetched(worker, report)
+            case DataOpened():
+                if run is not None:
+                    run.data_opened(worker, report, now=now)
+            case CheckpointWritten() | CheckpointUnwritten():
+                if run is not None:
+                    run.saved(worker, report, now=now)
+            case (
+                Ack()
+                | ChunksReady()
+                | StageDone()
+                | Vote()
+                | EvaluationDone()
+                | TimesMeasured()
+                | Trouble()
+                | CheckpointUnread()
+            ):
+                if run is not None:
+                    run.report(worker, report, now=now)
+            case _:
+                assert_never(report)
+
+    def _implausible(self, worker: WorkerId, report: Report) -> str | None:
+        """What is wrong with a report that nobody can have seen; an older generation's may be of another job."""
+        is_now = getattr(report, "generation", None) == self.history.generation
+        return implausible(worker, report, self.run.job.spec if self.run is not None and is_now else None)
+
+    def _refused(self, event: ReportRefused, *, now: float) -> None:
+        """What was said is lost, so its worker has failed; it lives all the same."""
+        heard = Heard(worker=event.worker, incarnation=event.incarnation, progress=None)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if not self.membership.is_current(event.worker, event.incarnation):
+            return
+        self._num_refused[event.incarnation] += 1
+        self._outbox.log(f"worker={event.worker} report refused: {event.reason}")
+        if self._num_refused[event.incarnation] >= MAX_REFUSED:
+            reason = f"{MAX_REFUSED} reports that cannot be, the last one: {event.reason}"
+            evicted = Evicted(worker=event.worker, reason=reason)
+            self._changed(self.membership.handle(evicted, now=now), now=now)
+        elif self.run is not None:
+            trouble = Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
+            self.run.report(event.worker, trouble, now=now)
+
+    def _measure(self, worker: WorkerId, *, now: float) -> None:
+        entry = self.membership.live.get(worker)
+        if entry is not None:
+            self._remeasuring.asked(worker, now=now)
+            self._send(worker, entry.hello.incarnation, Measure())
+
+    def _pace(self) -> Pace:
+        return self._pacing.of(self.run, self.history.generation, self.measured)
+
+    def _speed_measured(self, worker: WorkerId, report: SpeedMeasured, *, now: float) -> None:
+        before = self.membership.live[worker].hello.profile.flops_per_s
+        heard = SpeedHeard(worker=worker, flops_per_s=report.flops_per_s, spread=report.spread)
+        self._changed(self.membership.handle(heard, now=now), now=now)
+        if self.run is not None and not self._pace().is_at_work(worker):
+            self.measured[self.run.job.job].measured_again(worker, report.flops_per_s / max(1.0, before))
+        self._outbox.log(
+            f"worker={worker} measured {report.flops_per_s / 1e9:.3g} GFLOP/s (runs {report.spread:.0%} apart), "
+            f"before {before / 1e9:.3g}"
+        )
+
+    def _measured(self, report: LinksMeasured) -> None:
+        for link in report.links:
+            # What cannot be would end a planner, or this: it is divided by.
+            if 0 <= link.latency_s < inf and link.bytes_per_s > 0:
+                self.links[link.sender, link.receiver] = link
+        if len(self.links) > MAX_LINKS:
+            live = self.membership.live
+            for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:
+                del self.links[pair]
+
+    def _hello(self, hello: Hello, *, now: float) -> None:
+        known = hello.position
+        if known is not None and not self.history.covers(known):
+            self._lacks(hello.worker, hello.incarnation, known)
+        elif hello.epoch > self.history.epoch:
+            newer = f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch})"
+            self._refuse_other_log(hello.worker, hello.incarnation, newer)
+        else:
+            self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+
+    def _lacks(self, worker: WorkerId, incarnation: Incarnation, known: LogPosition) -> None:
+        """A worker knows what is not in the log: it has lost that, or it is another one."""
+        here = self.history.position
+        knows = f"worker {worker} knows entry {known.entry} of epoch {known.epoch}"
+        if here is None or here.origin_s != known.origin_s or self.history.has_decided:
+            self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
+            return
+        if not is_signed(known, self._outbox.log_key):
+            # Whoever has the token could say so; what is true and cannot be proved is for people to look at.
+            unproved = f"{knows}, as it says without a signature of this run log, which has no such entry"
+            self._refuse_other_log(worker, incarnation, unproved)
+            return
+        reason = (
+            f"{self._ending()}, but {knows}: restore it from a backup; or give --accept-lost-log, "
+            "which goes on without what was lost"
+        )
+        self._outbox.log(f"worker={worker} ends this coordinator: {reason}")
+        self._outbox.commands.append(Halt(reason=reason))
+
+    def _ending(self) -> str:
+        """Where the log ended before this coordinator opened it."""
+        *before, own = self.history.openings
+        if not before:
+            return "the run log was empty"
+        return f"the run log ended at entry {own.entry - 1} of epoch {before[-1].record.epoch}"
+
+    def _refuse_other_log(self, worker: WorkerId, incarnation: Incarnation, why: str) -> None:
+        reason = f"{why}: its run log was replaced; start the worker again"
+        self._send(worker, incarnation, Refused(reason=reason))
+        self._outbox.log(f"worker={worker} refused: {reason}")
+
+    def _turn_away_stuck(self, *, now: float) -> None:
+        for worker, reason in () if self.run is None else self.run.stuck(now=now):
+            self._changed(self.membership.handle(Evicted(worker=worker, reason=reason), now=now), now=now)
+
+    def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
+        for change in changes:
+            match change:
+                case Joined() | Returned():
+                    self.absence.joined(self.membership.live[change.worker].member, now=now)
+                    self._welcome(change.worker, is_new=isinstance(change, Joined), now=now)
+                case Rejected():
+                    self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                    self._outbox.log(f"worker={change.worker} refused: {change.reason}")
+                case Lost():
+                    if change.is_final:
+                        self._num_refused.pop(change.incarnation, None)
+                        self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                    self._remeasuring.lost(change.worker)
+                    self.absence.lost(
+                        change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
+                    )
+                    how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
+                    self._outbox.log(f"worker={change.worker} {how}")
+                case IsLeaving():
+                    self._outbox.log(f"worker={change.worker} leaving")
+                    # With a job that is to begin or to go on, what a worker holds may be the last of it.
+                    if self.run is None and not self.history.pending():
+                        self._dismiss(change.worker)
+                case _:
+                    assert_never(change)
+            if self.run is not None:
+                self.run.changed(change, now=now)
+
+    def _welcome(self, worker: WorkerId, *, is_new: bool, now: float) -> None:
+        entry = self.membership.live[worker]
+        incarnation = entry.hello.incarnation
+        welcome = Welcome(
+            epoch=self.history.epoch,
+            lease_s=self.membership.lease_s,
+            beat_s=self.membership.beat_s,
+            position=self._outbox.position,
+            door=self._outbox.to_probe(entry.member).door,
+        )
+        self._send(worker, incarnation, welcome)
+        if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):
+            self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
+        if not is_new:
+            return
+        self._outbox.log(f"worker={worker} joined")
+        self._remeasuring.joined(worker, now=now)
+        others = [w for w in sorted(self.membership.live) if w != worker][:NUM_PROBED_PEERS]
+        peers = tuple(self._outbox.to_probe(self.membership.live[other].member) for other in others)
+        if peers:
+            self._send(worker, incarnation, Probe(peers=peers))
+
+    def _drain(self, worker: WorkerId, *, now: float) -> None:
+        """Record it: the worker would not tell the next coordinator."""
+        entry = self.membership.live.get(worker)
+        if entry is None:
+            return
+        incarnation = entry.hello.incarnation
+        if incarnation not in self.history.drained:
+            self._outbox.record(Drained(worker=worker, incarnation=incarnation, wall_s=now))
+        self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+
+    def _dismiss(self, worker: WorkerId) -> None:
+        incarnation = self.membership.live[worker].hello.incarnation
+        self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=True))
+
+    def _send(self, worker: WorkerId, incarnation: Incarnation, directive: Directive) -> None:
+        self._outbox.commands.append(Send(worker=worker, incarnation=incarnation, directive=directive))
+
+
+def _may_be_outdated(job: JobHistory, incarnation: Incarnation) -> bool:
+    """Whether a process may hold something of a history that was rolled back, or be fetching it: then it forgets."""
+    return incarnation in job.outdated or (bool(job.rollbacks) and incarnation not in job.followers)

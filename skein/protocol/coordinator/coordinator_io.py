@@ -1,0 +1,283 @@
+"""What goes into a Coordinator machine and what comes out of it: the border between deciding and acting."""
+
+import hmac
+from dataclasses import dataclass, field, replace
+
+from skein.config.job import JobSpec
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.log.history import History
+from skein.protocol.log.records import CheckpointCommitted, Record
+from skein.protocol.messages.directives import Beginning, Directive, Member
+from skein.protocol.messages.positions import LogPosition, signed
+from skein.protocol.messages.reports import Report
+from skein.topology.fleet import Fleet
+from skein.types import Condition, Generation, Incarnation, JobId, Step, WorkerId
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportArrived:
+    """A worker said something on its control stream. A Hello opens the stream."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRefused:
+    """A worker sent what no worker of this release sends; `reason` names the field, the value, what would be right."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBroken:
+    """A worker's control stream ended."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitAsked:
+    """A client submits a job whose spec is valid, perhaps one that begins from another. A known key changes nothing."""
+
+    key: str
+    spec: JobSpec
+    begins: Beginning | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelAsked:
+    """A client wants a job to end, and may say why; what it has come to is saved before, unless it `discards` that."""
+
+    job: JobId
+    reason: str = ""
+    discards: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseAsked:
+    """A client wants a job to be saved and then held."""
+
+    job: JobId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked:
+    """A client wants a job to go on that is held or has ended, or is about to; perhaps to another number of steps.
+
+    Nothing happens where `skein.protocol.lifecycle.check_resumable` refuses it.
+    """
+
+    job: JobId
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """An operator wants a worker to be free of work, and to exit."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureAsked:
+    """An operator wants workers to measure their devices again: this one, or all."""
+
+    worker: WorkerId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMade:
+    """The answer to MakePlan of the same number.
+
+    `current_s` is what a step of the previous plan would take on that fleet, by the planner's reckoning; None if it
+    does not know. `move_s` is what bringing state to where it is not held would take. `may_improve`: nothing was
+    searched for, so that another asking may find better.
+    """
+
+    request: int
+    result: Plan | Infeasible
+    current_s: float | None = None
+    move_s: float = 0.0
+    may_improve: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestWritten:
+    """The files of a checkpoint are what was written and its manifest exists, so it does; or `error` says why not."""
+
+    checkpoint: CheckpointCommitted
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointVerified:
+    """All files of a checkpoint were read, or could not be: then `reason` says why."""
+
+    checkpoint: CheckpointCommitted
+    condition: Condition
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """The deadline may have come."""
+
+
+CoordinatorEvent = (
+    ReportArrived
+    | ReportRefused
+    | StreamBroken
+    | SubmitAsked
+    | CancelAsked
+    | PauseAsked
+    | ResumeAsked
+    | DrainAsked
+    | MeasureAsked
+    | PlanMade
+    | ManifestWritten
+    | CheckpointVerified
+    | TimePassed
+)
+
+# --- commands ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """Make this record durable before any later command is carried out."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Say this on the control stream of that incarnation; without a stream it is lost, and that is no failure."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakePlan:
+    """Plan this job on this fleet, for so many steps to come. Answered by PlanMade."""
+
+    request: int
+    job: JobSpec
+    fleet: Fleet
+    previous: Plan | None
+    steps_left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteManifest:
+    """All stages' files were written: read them once, and write the manifest last. Answered by ManifestWritten."""
+
+    checkpoint: CheckpointCommitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCheckpoint:
+    """Read all files of a checkpoint and compare them with what was written. Answered by CheckpointVerified."""
+
+    checkpoint: CheckpointCommitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneCheckpoints:
+    """Delete the job's checkpoints but these, manifest first."""
+
+    job: JobId
+    url: str | None
+    keep: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """This coordinator must not go on, and `reason` says what an operator can do. What follows is not carried out."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """A decision changed: one line for people."""
+
+    line: str
+
+
+CoordinatorCommand = (
+    Append | Send | MakePlan | WriteManifest | VerifyCheckpoint | PruneCheckpoints | Halt | Log
+)
+
+
+_SECRET_BYTES = 16
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Commands in the order they must happen. Recording changes the hard state at once."""
+
+    history: History
+    commands: list[CoordinatorCommand] = field(default_factory=list)
+    num_plans_asked: int = 0
+    key: bytes = field(default=b"", repr=False)
+    """Random, of this coordinator's process: secrets of its generations are made of it, and none is ever stored."""
+
+    log_key: bytes = field(default=b"", repr=False)
+    """Random, and kept beside the run log: positions of that are signed with it."""
+
+    @property
+    def position(self) -> LogPosition | None:
+        """How far the log is, signed; None before its first epoch."""
+        position = self.history.position
+        return None if position is None else signed(position, self.log_key)
+
+    def next_request(self) -> int:
+        """A number for a MakePlan that no other has."""
+        self.num_plans_asked += 1
+        return self.num_plans_asked
+
+    def in_generation(self, member: Member, generation: Generation) -> Member:
+        """A member with what its tensors carry under a generation, and what whoever fetches its state shows."""
+        return replace(
+            member,
+            secret=self._secret(member, generation, "tensors"),
+            door=self._secret(member, generation, "state"),
+        )
+
+    def as_donor(self, member: Member) -> Member:
+        """A member of the newest generation as those may know it who are to fetch its state, members or not."""
+        return replace(member, door=self._secret(member, self.history.generation, "state"))
+
+    def to_probe(self, member: Member) -> Member:
+        """A worker as those may know it who are to measure the link to it."""
+        return replace(member, door=self._secret(member, Generation(0), "probe"))
+
+    def _secret(self, member: Member, generation: Generation, purpose: str) -> str:
+        """No two are the same, whatever is in a name."""
+        about = repr((self.history.epoch, generation, member.worker, member.incarnation, purpose))
+        return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
+
+    def record(self, record: Record) -> None:
+        """Apply a record to the hard state and have it appended."""
+        self.history.apply(record)
+        self.commands.append(Append(record=record))
+
+    def log(self, line: str) -> None:
+        """Tell people."""
+        self.commands.append(Log(line=line))
+
+    def drain(self) -> list[CoordinatorCommand]:
+        """All commands since the last call."""
+        commands, self.commands = self.commands, []
+        return commands

@@ -1,0 +1,125 @@
+"""What clients want of a job that exists: that it ends, waits, or goes on.
+
+Rules of this file
+- A wish is recorded before anything comes of it, so a coordinator that dies in between still fulfils it.
+- What a job has come to is saved before it ends or waits, unless whoever asks discards it. Nobody waits for that: a
+  wish to discard may follow at any time.
+- A job that ends or waits has no workers, and no other job waits for it.
+"""
+
+from skein.config.explain import Words
+from skein.config.job import JobSpec, with_steps
+from skein.errors import UserError
+from skein.model.parameters import parameter_shapes
+from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
+from skein.protocol.coordinator.runs.checkpoints.keeping import newest_good
+from skein.protocol.coordinator.runs.checkpoints.storage import lost_beginning
+from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed
+from skein.protocol.messages.directives import Beginning
+from skein.types import JobState, Step
+
+
+def cancel(job: JobHistory, run: Run | None, event: CancelAsked, outbox: Outbox, *, now: float) -> None:
+    """End a job that has not ended; `run` is its own, if it is active."""
+    if job.end is not None:
+        return
+    if run is None:
+        reason = event.reason or ("cancelled while it was held" if job.held else "cancelled before it began")
+        outbox.record(JobEnded(job=job.job, state=JobState.CANCELLED, reason=reason, wall_s=now))
+        return
+    reason = event.reason or "cancelled by a client"
+    if event.discards:
+        run.end(JobState.CANCELLED, reason, now=now)
+    elif job.halt is None or job.halt.state is not JobState.CANCELLED:
+        _halt(run, JobState.CANCELLED, reason, outbox, now=now)
+
+
+def pause(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Outbox, *, now: float) -> None:
+    """Have a job held that has not ended, and is not about to."""
+    reason = event.reason or "paused by a client"
+    if job.end is not None or job.held is not None or job.halt is not None:
+        return
+    if run is None:
+        outbox.record(JobHeld(job=job.job, reason=reason, wall_s=now))
+    else:
+        _halt(run, JobState.HELD, reason, outbox, now=now)
+
+
+def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float) -> None:
+    job = run.job
+    outbox.record(HaltAsked(job=job.job, state=state, reason=reason, wall_s=now))
+    outbox.log(f"job={job.job} is to be {state.value}: {reason}")
+    run.tick(now=now)
+
+
+def resume(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: float) -> None:
+    """Have a job go on, if that is possible and it does not go on anyway."""
+    try:
+        check_resumable(job, event.steps)
+    except UserError:
+        return  # It was possible when it was asked.
+    if job.end is None and job.held is None and job.halt is None:
+        return
+    outbox.record(JobResumed(job=job.job, steps=event.steps, wall_s=now))
+    outbox.log(f"job={job.job} goes on, at {job.version} of {job.total_steps} steps")
+
+
+def check_resumable(job: JobHistory, steps: int | None) -> None:
+    """Refuses to have a job go on that has nothing to do, or whose budget others count on.
+
+    Args:
+        job: as it is.
+        steps: its budget from here on; None: as it was.
+
+    Raises:
+        UserError: with the field `steps`.
+    """
+    is_at_rest = job.end is not None or job.held is not None
+    if steps is None:
+        if job.end is not None and job.end.state is JobState.FINISHED:
+            hint = f"all {job.total_steps} steps are done: give more, such as {2 * job.total_steps}"
+            raise UserError("steps", Words("none"), hint)
+        return
+    if not is_at_rest:
+        raise UserError("steps", steps, f"{job.job} is at work: pause it before you change its budget")
+    if steps <= job.version:
+        raise UserError("steps", steps, f"{job.version} steps are done already: give more")
+    with_steps(job.spec, steps)
+
+
+def end_unbegun(job: JobHistory, history: History, outbox: Outbox, *, now: float) -> bool:
+    """End a job that has made no step, if what it begins with is no more; True if it has ended."""
+    reason = lost_beginning(job, history)
+    if job.version or not reason:
+        return False
+    outbox.record(JobEnded(job=job.job, state=JobState.FAILED, reason=reason, wall_s=now))
+    outbox.log(f"job={job.job} failed: {reason}")
+    return True
+
+
+def beginning(other: JobHistory, spec: JobSpec, version: Step | None) -> Beginning:
+    """The checkpoint of another job that a new one of `spec` begins with.
+
+    Args:
+        other: whose it is.
+        spec: of the new job.
+        version: which checkpoint; None: the newest whose parameters are good.
+
+    Raises:
+        UserError: it has no such checkpoint, or is another model.
+    """
+    versions = [saved.version for saved in other.checkpoints]
+    wanted = newest_good(other) if version is None else version
+    found = next((saved for saved in other.checkpoints if saved.version == wanted), None)
+    if found is None:
+        has = f"it has {', '.join(map(str, versions))}" if versions else "it has none yet"
+        which = f"{other.job} version {'newest' if version is None else version}"
+        raise UserError("from", which, f"there is no such checkpoint, {has}")
+    if found.version in other.damaged:
+        hint = f"is damaged ({other.damaged[found.version]}): put it back, or give another version"
+        raise UserError("from", f"{other.job} version {found.version}", hint)
+    if parameter_shapes(spec.model) != parameter_shapes(other.spec.model):
+        raise UserError("from", other.job, "has a model of another shape: give the same model")
+    return Beginning(job=other.job, version=found.version)

@@ -1,0 +1,91 @@
+"""When workers measure their devices again: a first measurement may have been taken at a bad moment.
+
+Rules of this file
+- Who works is measured by its ops all the time; who does not, silent holders too, measures itself now and then, each
+  time after a longer pause.
+- Where planned and measured ops part, first measurements are what is wrong: everybody measures at once, and under later
+  plans that part again only after a pause, for it takes half a second of those who work.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skein.plan.changing.silent import busy_workers
+from skein.protocol.coordinator.runs.improving.replanning import Backoff
+from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.types import Generation, JobId, Step, WorkerId
+
+FIRST_PAUSE_S = 60.0
+"""From joining, with a measurement, to the next one of a worker without work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What matters of the job that is active.
+
+    Microbatches visit those who are `busy`, None: everybody may be; `parted` is the plan's generation if it takes ops
+    for much faster or slower than they are.
+    """
+
+    busy: frozenset[WorkerId] | None
+    parted: Generation | None
+
+    def is_at_work(self, worker: WorkerId) -> bool:
+        """Whether a worker may have something to do."""
+        return self.busy is None or worker in self.busy
+
+
+class Pacing:
+    """The pace of the active job, looked at once for each step, for everybody's beats ask for it."""
+
+    def __init__(self) -> None:
+        self._at: tuple[Generation, Step] | None = None
+        self._then = Pace(busy=None, parted=None)
+
+    def of(self, run: Run | None, generation: Generation, measured: Mapping[JobId, Measured]) -> Pace:
+        """The pace of `run`, under this generation and as its ops were measured."""
+        if run is None:
+            return Pace(busy=frozenset(), parted=None)
+        if run.plan is None or run.phase is not RunPhase.STEPPING:
+            # Amid a change of generation anybody may be busy with building.
+            return Pace(busy=None, parted=None)
+        place = generation, run.job.version
+        if self._at != place:
+            parted = generation if measured[run.job.job].has_parted(run.plan) else None
+            self._at, self._then = place, Pace(busy=busy_workers(run.plan), parted=parted)
+        return self._then
+
+
+class Remeasuring:
+    """Of each worker when it was asked last."""
+
+    def __init__(self) -> None:
+        self._pauses: dict[WorkerId, Backoff] = {}
+        self._parted: dict[WorkerId, Generation | None] = {}
+
+    def joined(self, worker: WorkerId, *, now: float) -> None:
+        """It has measured itself just now."""
+        self._pauses[worker] = Backoff(FIRST_PAUSE_S)
+        self._pauses[worker].happened(now=now)
+
+    def lost(self, worker: WorkerId) -> None:
+        """A worker is gone."""
+        self._pauses.pop(worker, None)
+        self._parted.pop(worker, None)
+
+    def is_due(self, worker: WorkerId, pace: Pace, *, now: float) -> bool:
+        """Whether this live worker should measure itself now."""
+        pause = self._pauses.get(worker)
+        has_rested = pause is not None and pause.may(now=now)
+        before = self._parted.get(worker)
+        if pace.parted not in (None, before) and (before is None or has_rested):
+            self._parted[worker] = pace.parted
+            return True
+        return has_rested and not pace.is_at_work(worker)
+
+    def asked(self, worker: WorkerId, *, now: float) -> None:
+        """It was asked to."""
+        if worker in self._pauses:
+            self._pauses[worker].happened(now=now)

@@ -1,0 +1,174 @@
+"""Checkpoints that cannot be read: who says so, what the coordinator finds, and when it looks again.
+
+Rules of this file
+- A worker's word sets no checkpoint aside: the coordinator reads all of it first. A damaged one is set aside, which is
+  recorded; of one that is whole, that worker alone gets nothing, and is set aside itself.
+- No job ends for what storage did. It waits, says what is to be mended, and looks again. What was deleted
+  is not put back: a job ends that cannot begin without it.
+"""
+
+from dataclasses import dataclass
+
+from skein.protocol.coordinator.coordinator_io import CheckpointVerified, Outbox, VerifyCheckpoint
+from skein.protocol.coordinator.runs.gathering import Gathering
+from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.placing.sources import Sources
+from skein.protocol.coordinator.runs.workers.blame import Blame
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import CheckpointChecked, CheckpointCommitted, IncidentKind
+from skein.protocol.messages.directives import SourceKind
+from skein.protocol.messages.reports import CheckpointUnread
+from skein.types import Condition, Step, WorkerId
+
+
+def judge(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: float) -> None:
+    """Record what was found of a checkpoint, if that is news."""
+    version, is_set_aside = event.checkpoint.version, event.checkpoint.version in job.damaged
+    is_damaged = event.condition is Condition.DAMAGED
+    if event.checkpoint not in job.checkpoints or event.condition is Condition.UNKNOWN:
+        return
+    if is_damaged != is_set_aside:
+        checked = CheckpointChecked(
+            job=job.job, version=version, is_whole=not is_damaged, reason=event.reason, wall_s=now
+        )
+        outbox.record(checked)
+        said = f"is damaged and set aside: {event.reason}" if is_damaged else "is whole again"
+        outbox.log(f"job={job.job} checkpoint={version} {said}")
+
+
+def lost_beginning(job: JobHistory, history: History) -> str:
+    """Why a job cannot begin: the checkpoint of another that it begins with is no more; "" if it can."""
+    begins = job.begins
+    if begins is None or any(x.version == begins.version for x in history.jobs[begins.job].checkpoints):
+        return ""
+    return f"checkpoint {begins.version} of {begins.job}, with which it begins, is no more: submit it with another"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What follows from a look: `reason` to plan anew or to end, or to wait if it `must_wait`; "" for nothing."""
+
+    reason: str = ""
+    must_wait: bool = False
+
+
+class Storage:
+    """What one run knows of the place where its checkpoints lie, and what it waits for there."""
+
+    def __init__(self, job: JobHistory, blame: Blame, gathering: Gathering, outbox: Outbox) -> None:
+        self._job = job
+        self._blame = blame
+        self._gathering = gathering
+        self._out = outbox
+        self._is_waiting = False
+        self._is_lost = False
+        """What is waited for is one of those that are damaged."""
+        self._looks_elsewhere = True
+        """A look at another job's checkpoint, with which this one begins, may tell something."""
+        self._unread: dict[Step, dict[WorkerId, str]] = {}
+        self._asked: set[Step] = set()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the coordinator reads a checkpoint for somebody; its driver sees to it that this comes to an end."""
+        return any(version in self._asked for version in self._unread)
+
+    def fenced(self) -> None:
+        """A new generation: who could not read is asked anew, if at all."""
+        self._unread.clear()
+        self._is_waiting = self._is_lost = False
+
+    def unread(self, worker: WorkerId, report: CheckpointUnread, incidents: Incidents, *, now: float) -> str:
+        """A worker cannot read a checkpoint; gives a reason to plan anew, or "": the coordinator reads it first."""
+        incidents.noticed(IncidentKind.STORAGE_FAILED, (worker,), report.reason, silent_s=0.0, now=now)
+        if not report.version:
+            self._blame.set_aside({worker: report.reason}, now=now)
+            return f"{worker}: {report.reason}"
+        self._unread.setdefault(report.version, {})[worker] = report.reason
+        self._look_at([c for c in self._job.checkpoints if c.version == report.version])
+        return "" if self.is_looking else f"checkpoint {report.version} is no more"
+
+    def looked(self, event: CheckpointVerified, *, now: float) -> Finding:
+        """The coordinator has read a checkpoint, and what it found is recorded."""
+        version, condition = event.checkpoint.version, event.condition
+        if event.checkpoint.job != self._job.job:
+            begins = self._job.begins
+            if begins is None or (event.checkpoint.job, version) != (begins.job, begins.version):
+                return Finding()  # Of nothing that this job reads.
+            self._looks_elsewhere = condition is not Condition.WHOLE
+            if self._is_waiting and condition is Condition.WHOLE:
+                self._gathering.pardoned()
+            return Finding()
+        is_known = condition is not Condition.UNKNOWN
+        self._asked.discard(version)
+        is_news = condition is Condition.WHOLE if self._is_lost else is_known
+        if self._is_waiting and is_news and self._job.newest_checkpoint is not None:
+            self._gathering.pardoned()
+        unread = self._unread.pop(version, {})
+        if not unread:
+            return Finding()
+        if condition is Condition.WHOLE:
+            self._blame.set_aside(unread, now=now)
+            reason = f"checkpoint {version} is whole, and {', '.join(sorted(unread))} cannot read it"
+            return Finding(reason=reason)
+        if not is_known:
+            self._wait(now=now)
+        said = "is damaged" if is_known else "cannot be read"
+        return Finding(reason=f"checkpoint {version} {said}: {event.reason}", must_wait=not is_known)
+
+    # --- waiting ---
+
+    def lacks(self, sources: Sources, *, now: float) -> Finding:
+        """Why the run waits or ends instead of taking state from `sources`, if it does."""
+        job = self._job
+        if job.damaged and job.version and not sources.version:
+            return Finding(reason=self._lost(now=now), must_wait=True)
+        begins = job.begins
+        is_drawn = any(source.kind is SourceKind.INITIAL for source in sources.by_chunk.values())
+        if begins is None or not is_drawn:
+            return Finding()
+        if lost := lost_beginning(job, self._out.history):
+            return Finding(reason=lost)
+        damage = self._out.history.jobs[begins.job].damaged.get(begins.version)
+        if damage is None:
+            return Finding()
+        self._wait(now=now)
+        which = f"checkpoint {begins.version} of {begins.job}, with which it begins, is damaged"
+        reason = f"{which}: put it back, or cancel and submit it with another ({damage})"
+        return Finding(reason=reason, must_wait=True)
+
+    def _lost(self, *, now: float) -> str:
+        """Every checkpoint that it could go on from is damaged, so the run waits; gives why."""
+        self._is_lost = True
+        self._wait(now=now)
+        job = self._job
+        found = "; ".join(
+            f"checkpoint {version}: {reason}" for version, reason in sorted(job.damaged.items())
+        )
+        return f"no worker holds version {job.version}, and no checkpoint is whole: put one back, or cancel ({found})"
+
+    def _wait(self, *, now: float) -> None:
+        """Have checkpoints looked at until somebody has mended them, or comes who has what is missing."""
+        self._is_waiting = True
+        self._gathering.failed(may_pardon=True, now=now)
+
+    def look_again(self, *, now: float) -> None:
+        """Somebody may have mended what is waited for, if anything is; or what nobody can read is damaged."""
+        begins, has_own = self._job.begins, bool(self._job.version and self._job.checkpoints)
+        # With a version and no checkpoint of its own, a job may have to begin again.
+        may_begin = not has_own or (self._is_waiting and not self._is_lost)
+        if begins is not None and may_begin and self._looks_elsewhere:
+            found = [x for x in self._out.history.jobs[begins.job].checkpoints if x.version == begins.version]
+            self._out.commands += [VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found]
+            self._looks_elsewhere = False
+        if self._is_waiting:
+            job, newest = self._job, self._job.newest_checkpoint
+            damaged = [c for c in job.checkpoints if c.version in job.damaged]
+            self._look_at(damaged if self._is_lost or newest is None else [newest])
+            self._wait(now=now)
+
+    def _look_at(self, checkpoints: list[CheckpointCommitted]) -> None:
+        for checkpoint in checkpoints:
+            if checkpoint.version not in self._asked:
+                self._asked.add(checkpoint.version)
+                self._out.commands.append(VerifyCheckpoint(checkpoint=checkpoint))

@@ -1,0 +1,131 @@
+"""Why a run stops at a step's boundary, or goes back: somebody wants it, the budget is spent, or training has diverged.
+
+Rules of this file
+- A batch that spoils its own step is left out by that step, so what makes training diverge are updates that are too
+  large: it is tried again with a lower learning rate, on the same samples in the same order.
+- All of it follows from the run log. A coordinator that dies in between comes to the same.
+"""
+
+from dataclasses import dataclass
+
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.checkpoints.keeping import newest_sound
+from skein.protocol.log.divergence import Doubt
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import Diverged, JobEnded, JobHeld
+from skein.types import JobState, Step
+
+MAX_REWINDS = 3
+"""Times that a job is tried again; it then learns at an eighth of its learning rate."""
+LEARNING_RATE_RATIO = 0.5
+"""What is left of the learning rate after each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """How a run ends here. `evaluates`, `saves`: what is held is evaluated and saved before, if it was not."""
+
+    state: JobState
+    reason: str
+    evaluates: bool = False
+    saves: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """Going back to a checkpoint because training has diverged; version 0 is what the seed draws."""
+
+    version: Step
+    reason: str
+
+
+def rewind_of(job: JobHistory) -> Rewind | None:
+    """Where a job that has diverged goes back to, if it is one that does and has not done so too often.
+
+    Whoever resumes one that has failed so wants it to go back once more, whatever its job file says.
+    """
+    is_wanted = job.spec.on_divergence == "rewind" and len(job.rewinds) < MAX_REWINDS
+    if job.diverged is None or not (is_wanted or job.may_rewind):
+        return None
+    return Rewind(version=newest_sound(job), reason=told(job, job.diverged))
+
+
+def told(job: JobHistory, diverged: Diverged) -> str:
+    """A divergence in one line: the step is named by the version that it begins with."""
+    good = newest_sound(job)
+    checkpoint = f"checkpoint {good}" if good else "no checkpoint"
+    left = f"last good version {diverged.last_good}, {checkpoint}"
+    return f"diverged at step {diverged.step}: {diverged.reason}; {left}"
+
+
+class Ending:
+    """Looks at what is recorded of a job at every boundary between two steps."""
+
+    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+        self._job = job
+        self._out = outbox
+
+    def look(self, *, is_evaluated: bool, now: float) -> None:
+        """Record that training has diverged, once, if it has; the last version is judged when it is evaluated."""
+        job = self._job
+        doubt = job.losses.doubt()
+        if doubt is None and is_evaluated and job.version >= job.total_steps:
+            doubt = job.losses.last_doubt(job.version, job.scores.get(job.version))
+        if doubt is not None and job.diverged is None:
+            self._record(doubt, now=now)
+
+    def _record(self, doubt: Doubt, *, now: float) -> None:
+        job = self._job
+        diverged = Diverged(
+            job=job.job, step=doubt.step, last_good=doubt.last_good, reason=doubt.reason, wall_s=now
+        )
+        self._out.record(diverged)
+        does = "" if job.spec.on_divergence != "ignore" else "; it goes on, for on_divergence is ignore"
+        self._out.log(f"job={job.job} {told(job, diverged)}{does}")
+
+    def due(self) -> Stop | Rewind | None:
+        """What comes after the job's version instead of the next step; None if that does."""
+        job = self._job
+        if job.halt is not None:
+            # Of what has diverged nobody wants the newest, unless the job says so.
+            saves = job.diverged is None or job.spec.on_divergence == "ignore"
+            return Stop(state=job.halt.state, reason=job.halt.reason, saves=saves)
+        rewind = rewind_of(job)
+        if rewind is not None:
+            return rewind
+        if job.diverged is not None and job.spec.on_divergence != "ignore":
+            return Stop(state=JobState.FAILED, reason=self._failure())
+        if job.version >= job.total_steps:
+            reason = f"{job.version} steps done"
+            return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
+        return None
+
+    def record(self, stop: Stop, *, now: float) -> None:
+        """Record that the job is held, or how it has ended."""
+        job, line = self._job.job, f"job={self._job.job} {stop.state.value}: {stop.reason}"
+        if stop.state is JobState.HELD:
+            self._out.record(JobHeld(job=job, reason=stop.reason, wall_s=now))
+        else:
+            self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
+        self._out.log(line)
+
+    def halted(self, saved: Step, *, may_save: bool, because: str = "") -> Stop | None:
+        """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None.
+
+        Args:
+            saved: version of the newest checkpoint.
+            may_save: something newer may be saved yet.
+            because: what became of those who may have it.
+        """
+        halt = self._job.halt
+        if halt is None or (may_save and saved < self._job.version):
+            return None
+        because = because and f"; {because}"
+        lost = f"; the steps after {saved} are with no worker that is here{because}"
+        reason = f"{halt.reason}{lost if saved < self._job.version else ''}"
+        return Stop(state=halt.state, reason=reason)
+
+    def _failure(self) -> str:
+        assert self._job.diverged is not None
+        reason, num_rewinds = told(self._job, self._job.diverged), len(self._job.rewinds)
+        return f"{reason}; {num_rewinds} rewinds did not help" if num_rewinds else reason

@@ -1,0 +1,209 @@
+"""Workers that get chunks under a coming plan have them before it is put in place, so that nobody waits for them.
+
+The holders of such a stage take a snapshot and keep what each step applies from then on; whoever is to hold it fetches
+the snapshot from all of them at once, beside the steps that go on, and brings it up to date commit by commit. Whoever
+is to hold the first stage opens the job's data meanwhile. When all data are open and every copy is at most one commit
+behind, the plan may be put in place at the next boundary.
+
+Rules of this file
+- A transfer that ends in nothing costs nothing: the wish is given up, and looked at anew.
+- What is asked for is asked for by stage and version, so asking again after a change of generation begins nothing anew.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import JobHistory
+from skein.protocol.messages.directives import Follow, OpenData, Prefetch, Snapshot, StepRecord
+from skein.protocol.messages.reports import DataOpened, Prefetched
+from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
+
+PATIENCE_S = 600.0
+"""A plan whose copies are not here after so long is given up: something keeps them from coming."""
+MAX_IDLE = 8
+"""Commits after which copies that nobody wants any more need not follow."""
+MAX_FAILURES = 5
+"""Of one copy, after which the plan is given up."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A copy on its way: the version that it was asked for at, and the one that it is at by now."""
+
+    asked: Step
+    num_failures: int = 0
+    has_failed: bool = False
+    reached: Step | None = None
+
+
+class Joining:
+    """What is being fetched and opened for a plan that is to come. `may_follow`: copies can follow the steps."""
+
+    def __init__(self, job: JobHistory, members: Members, outbox: Outbox, *, may_follow: bool) -> None:
+        self._may_follow = may_follow
+        self._reading: dict[WorkerId, bool] = {}
+        """Who opens data for it; True once they are open."""
+        self._is_void = False
+        """Somebody cannot open them, or is gone."""
+        self._job = job
+        self._members = members
+        self._out = outbox
+        self._transfers: dict[tuple[WorkerId, StageSpec], _Transfer] = {}
+        self._wanted: set[tuple[WorkerId, StageSpec]] = set()
+        self._until = 0.0
+        self._num_idle = 0
+        """Commits since anything was wanted."""
+
+    def begin(self, present: Plan, coming: Plan, *, now: float) -> None:
+        """Have everybody fetch what the coming plan gives them; nothing if nobody can give it."""
+        self._until = now + PATIENCE_S
+        self._is_void = False
+        self._num_idle = 0
+        self._read(present, coming)
+        self._wanted = set(_to_fetch(present, coming)) if self._may_follow else set()
+        self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
+        for worker, stage in self._in_order():
+            known = self._transfers.get((worker, stage))
+            if known is not None:
+                self._ask(worker, stage, known.asked, present)
+        self._ask_anew([at for at in self._in_order() if at not in self._transfers], present)
+
+    def _read(self, present: Plan, coming: Plan) -> None:
+        """Have the holders of the first stage open the data, but for those who have them open."""
+        first = StageIndex(0)
+        new = sorted(set(coming.holders(first)) - set(present.holders(first)))
+        self._reading = {worker: self._reading.get(worker, False) for worker in new}
+        for worker, is_open in self._reading.items():
+            if not is_open:
+                spec = self._job.spec.canonical_json()
+                self._members.tell(
+                    worker, OpenData(epoch=self._out.history.epoch, job=self._job.job, job_spec=spec)
+                )
+
+    def opened(self, worker: WorkerId, report: DataOpened) -> None:
+        """A worker has the data open, or cannot; who cannot is asked no more."""
+        if report.job != self._job.job or worker not in self._reading:
+            return
+        if report.error:
+            del self._reading[worker]
+            self._is_void = True
+            self._out.log(f"job={self._job.job} worker={worker} could not open the data: {report.error}")
+        else:
+            self._reading[worker] = True
+
+    def try_again(self, present: Plan) -> None:
+        """Ask again for what could not be had: who gave it may be gone, or has no snapshot any more."""
+        failed = [at for at in self._in_order() if at in self._transfers and self._transfers[at].has_failed]
+        self._ask_anew(failed, present)
+
+    def _in_order(self) -> list[tuple[WorkerId, StageSpec]]:
+        return sorted(self._wanted, key=lambda at: (at[0], at[1].index))
+
+    def _ask_anew(self, wanted: Iterable[tuple[WorkerId, StageSpec]], present: Plan) -> None:
+        """Have the version that comes next copied, and fetched."""
+        version, history = Step(self._job.version + 1), self._out.history
+        stages_by_donor: defaultdict[WorkerId, set[StageIndex]] = defaultdict(set)
+        for worker, stage in wanted:
+            before = self._transfers.get((worker, stage))
+            num_failures = 0 if before is None else before.num_failures
+            self._transfers[worker, stage] = _Transfer(asked=version, num_failures=num_failures)
+            for donor in present.holders(stage.index):
+                stages_by_donor[donor].add(stage.index)
+            self._ask(worker, stage, version, present)
+        for donor, stages in sorted(stages_by_donor.items()):
+            snapshot = Snapshot(
+                epoch=history.epoch,
+                generation=history.generation,
+                version=version,
+                stages=tuple(sorted(stages)),
+                keeps_results=True,
+            )
+            self._members.send(donor, snapshot)
+
+    def _ask(self, worker: WorkerId, stage: StageSpec, version: Step, present: Plan) -> None:
+        donors = tuple(self._members.donor(donor) for donor in present.holders(stage.index))
+        prefetch = Prefetch(
+            epoch=self._out.history.epoch,
+            job=self._job.job,
+            job_spec=self._job.spec.canonical_json(),
+            stage=stage,
+            version=version,
+            donors=donors,
+            is_backup=False,
+            drops_before=Step(0),
+        )
+        self._members.tell(worker, prefetch)
+
+    def committed(self, record: StepRecord) -> None:
+        """A step is committed: copies follow."""
+        self._num_idle = 0 if self._wanted else self._num_idle + 1
+        if self._num_idle > MAX_IDLE:
+            self._transfers.clear()
+        follow = Follow(epoch=self._out.history.epoch, job=self._job.job, record=record)
+        for worker in sorted({worker for worker, _ in self._transfers}):
+            self._members.tell(worker, follow)
+
+    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
+        """A copy is whole, at a version, or cannot be had."""
+        at = worker, report.stage
+        transfer = self._transfers.get(at)
+        if transfer is None or report.job != self._job.job:
+            return
+        if not report.error:
+            transfer.reached = report.version
+            return
+        transfer.reached, transfer.has_failed = None, True
+        transfer.num_failures += 1
+        self._out.log(
+            f"job={self._job.job} worker={worker} could not fetch stage {report.stage.index}: {report.error}"
+        )
+        if transfer.num_failures >= MAX_FAILURES:
+            del self._transfers[at]
+
+    def lose(self, worker: WorkerId) -> bool:
+        """A worker is gone; True if something was on its way to it."""
+        lost = [at for at in self._transfers if at[0] == worker]
+        for at in lost:
+            del self._transfers[at]
+        is_reader = self._reading.pop(worker, None) is not None
+        if is_reader:
+            self._is_void = True
+        return bool(lost) or is_reader
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all data are open, and every copy is at most one commit behind."""
+        least = self._job.version - 1
+        found = (self._transfers.get(at) for at in self._wanted)
+        is_read = not self._is_void and all(self._reading.values())
+        return is_read and all(x is not None and x.reached is not None and x.reached >= least for x in found)
+
+    def is_hopeless(self, *, now: float) -> bool:
+        """Whether a copy will not come: its worker is gone, or it has taken too long."""
+        return self._is_void or now > self._until or not self._wanted <= self._transfers.keys()
+
+    def fenced(self) -> None:
+        """The wish is void. What is on its way may be wanted again."""
+        self._wanted.clear()
+
+    def over(self) -> None:
+        """The plan is in place, or not wanted any more."""
+        self._wanted.clear()
+        self._transfers.clear()
+        self._reading.clear()
+        self._is_void = False
+
+
+def _to_fetch(present: Plan, coming: Plan) -> Iterator[tuple[WorkerId, StageSpec]]:
+    """Chunks of the coming plan that their worker does not hold, and somebody else does."""
+    held = {x.chunk for x in present.chunks}
+    cut: Mapping[StageIndex, StageSpec] = {stage.index: stage for stage in present.stages}
+    stages = {stage.index: stage for stage in coming.stages}
+    for x in coming.chunks:
+        stage = stages[x.chunk.stage]
+        if cut.get(stage.index) == stage and ChunkRef(stage=stage.index, worker=x.chunk.worker) not in held:
+            yield x.chunk.worker, stage

@@ -1,0 +1,158 @@
+"""When another plan is asked for although the present one works, and whether it is worth having.
+
+Rules of this file
+- Nothing is fenced to ask: steps go on under the present plan until a better one is at hand, and a generation changes
+  between two steps, so no work is lost.
+- A plan is changed only for more than the change costs. What was looked at once, and stayed, is looked at again only
+  when it has changed again.
+- Each asking, and each newcomer that is let in, doubles the time until the next one may come. Quiet makes it short
+  again. So a worker that comes and goes, or times that swing, cause few plans however long they do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator.coordinator_io import PlanMade
+from skein.types import WorkerId
+
+FIRST_PAUSE_S = 10.0
+LAST_PAUSE_S = 3600.0
+_QUIET = 8
+"""After so many pauses without a wish for another plan, the next one is the first again."""
+CHANGE_S = 2.0
+"""What a change of generation takes until it was measured: fence, build, start."""
+LEAST_GAIN = 0.05
+"""Of a step as it is. Predictions that differ by less say nothing."""
+
+
+class Backoff:
+    """Lets something happen, and then not for a while, which doubles each time."""
+
+    def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._first_pause_s = first_pause_s
+        self._pause_s = first_pause_s
+        self._last = -inf
+
+    def may(self, *, now: float) -> bool:
+        """Whether it may happen now."""
+        return now >= self._last + self._pause_s
+
+    def happened(self, *, now: float) -> None:
+        """It did."""
+        is_quiet = now - self._last > _QUIET * self._pause_s
+        self._pause_s = self._first_pause_s if is_quiet else min(2 * self._pause_s, LAST_PAUSE_S)
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a run sees at a step's end: its measured step (None: too few), who could work, which links changed.
+
+    `stragglers` take so many times as long as they did, or as planned, while their peers do not.
+    """
+
+    step_s: float | None
+    candidates: tuple[WorkerId, ...]
+    changed_links: tuple[tuple[WorkerId, WorkerId], ...]
+    blamed: str
+    stragglers: tuple[tuple[WorkerId, float], ...] = ()
+    measured_anew: tuple[WorkerId, ...] = ()
+    """Without work so far, for they had measured another speed."""
+
+
+class Replanning:
+    """The policy of one run.
+
+    Args:
+        off_by: share by which the measured step may differ from the planned one.
+    """
+
+    def __init__(self, *, off_by: float) -> None:
+        self.backoff = Backoff()
+        self.change_s = CHANGE_S
+        self._off_by = off_by
+        self._expected_s = 0.0
+        self._planned_s = 0.0
+        self._workers: frozenset[WorkerId] = frozenset()
+        self._workers_before: frozenset[WorkerId] | None = None
+        self._links: frozenset[tuple[WorkerId, WorkerId]] = frozenset()
+        self._stragglers: frozenset[WorkerId] = frozenset()
+        self._may_improve = False
+
+    def adopted(self, plan: Plan, candidates: Iterable[WorkerId], *, may_improve: bool) -> None:
+        """This plan is in place; it was made for these workers. `may_improve`: without a search."""
+        self._expected_s = self._planned_s = plan.predicted_step_s
+        self._workers = frozenset(candidates) | frozenset(plan.workers)
+        self._workers_before = None
+        self._links = frozenset()
+        self._may_improve = may_improve
+
+    def kept(self, plan: Plan) -> None:
+        """This plan, which was at hand, is in place: whoever it was not made for, and a search, may improve on it."""
+        self.adopted(plan, self._workers, may_improve=self._may_improve)
+
+    def changed(self, *, seconds: float) -> None:
+        """A change of generation took so long, from the fence to the first step."""
+        self.change_s = seconds
+
+    def reason(self, seen: Seen, *, now: float) -> str | None:
+        """Why another plan should be asked for now; None if it should not."""
+        return self._wish(seen) if self.backoff.may(now=now) else None
+
+    def _wish(self, seen: Seen) -> str | None:
+        newcomers = sorted(set(seen.candidates) - self._workers)
+        if newcomers:
+            return f"{', '.join(newcomers)} could work too"
+        if seen.measured_anew:
+            return f"{', '.join(seen.measured_anew)} measured another speed"
+        if seen.step_s is not None and abs(seen.step_s - self._expected_s) > self._off_by * self._expected_s:
+            return (
+                f"measured {seen.step_s:.2g} s, planned {self._planned_s:.2g} s: replanned for {seen.blamed}"
+            )
+        slow = [
+            (ratio, worker)
+            for worker, ratio in seen.stragglers
+            if worker not in self._stragglers and ratio > 1 + self._off_by
+        ]
+        if slow:
+            ratio, worker = max(slow)
+            return f"{worker} takes {ratio:.1f} times as long as expected"
+        links = sorted(set(seen.changed_links) - self._links)
+        if links and seen.step_s is not None:
+            sender, receiver = links[0]
+            return f"the link {sender} -> {receiver} has changed"
+        return "the search can be run by now" if self._may_improve else None
+
+    def asked(self, seen: Seen, *, now: float) -> None:
+        """A plan was asked for: what is seen now is no reason for a second one."""
+        self.backoff.happened(now=now)
+        self._workers_before = self._workers
+        self._workers |= set(seen.candidates)
+        self._links |= set(seen.changed_links)
+        self._stragglers = frozenset(worker for worker, _ in seen.stragglers)
+        if seen.step_s is not None:
+            self._expected_s = seen.step_s
+
+    def overtaken(self) -> None:
+        """What was asked for is not waited for any more: whoever it was asked for is as new as before."""
+        if self._workers_before is not None:
+            self._workers = self._workers_before
+
+    def verdict(self, made: PlanMade, present: Plan, *, steps_left: int) -> str | None:
+        """Why the plan that was made is not worth the change; None if it is."""
+        self._may_improve = made.may_improve
+        self._workers_before = None
+        if isinstance(made.result, Infeasible):
+            return made.result.reason
+        plan = made.result
+        if (plan.chunks, plan.paths, plan.schedules) == (present.chunks, present.paths, present.schedules):
+            return "it is the best known"
+        # What is reckoned may be wrong; nobody gains more than what a step takes.
+        present_s = self._expected_s if made.current_s is None else min(made.current_s, self._expected_s)
+        gain_s = present_s - plan.predicted_step_s
+        cost_s = made.move_s + self.change_s
+        if gain_s < LEAST_GAIN * self._expected_s or gain_s * steps_left <= cost_s:
+            return f"another would gain {max(gain_s, 0.0):.2g} s in each of {steps_left} steps, and cost {cost_s:.2g} s"
+        return None

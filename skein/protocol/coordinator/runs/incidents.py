@@ -1,0 +1,135 @@
+"""What failed, from the notice until work goes on: then it is recorded once, with what it cost."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from skein.plan.changing.unfinished import Contribution
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.placing.resuming import Resumed
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.incident import told
+from skein.protocol.log.records import Incident, IncidentKind, Remedy, Replayed
+from skein.protocol.membership.membership import Lost
+from skein.types import MicrobatchId, StageIndex, Step, WorkerId
+
+
+class Incidents:
+    """The failure that a run is recovering from, if it is. What fails before it is over belongs to it."""
+
+    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+        self._job = job
+        self._out = outbox
+        self._kind: IncidentKind | None = None
+        self._workers: dict[WorkerId, None] = {}
+        self._reason = ""
+        self._silent_s = 0.0
+        self._noticed_at = 0.0
+        self._fenced_at = 0.0
+        self._version = Step(0)
+        self._resumed: list[Resumed] = []
+        """Since the failure: another one before work goes on leads to another."""
+        self._retried = 0
+        self._steps_lost = 0
+        self._is_averaged = False
+
+    def noticed(
+        self,
+        kind: IncidentKind,
+        workers: Iterable[WorkerId],
+        reason: str,
+        *,
+        silent_s: float,
+        now: float,
+    ) -> None:
+        """Something failed. Of several failures at once the first gives kind and reason."""
+        if self._kind is None:
+            self._kind, self._reason = kind, reason
+            self._noticed_at = now
+            self._silent_s = 0.0
+            self._version = self._job.version
+            self._steps_lost = 0
+            self._is_averaged = False
+        self._workers |= dict.fromkeys(workers)
+        self._silent_s = max(self._silent_s, silent_s)
+
+    def lost(self, change: Lost, *, now: float) -> None:
+        """A worker that was depended on is gone."""
+        kind, who = IncidentKind.WORKER_LOST, (change.worker,)
+        self.noticed(kind, who, change.reason, silent_s=change.silent_s, now=now)
+
+    def fenced(self, *, now: float) -> None:
+        """Nobody acts on anything older any more."""
+        self._fenced_at = now
+
+    def resumed(self, resumed: Resumed) -> None:
+        """The step in progress goes on."""
+        self._resumed.append(resumed)
+        self._retried = 0
+
+    def planned_anew(self, *, num_begun: int) -> None:
+        """Another plan is put in place; of the step in progress, this many microbatches had begun somewhere."""
+        self._resumed.clear()
+        self._retried = num_begun
+
+    def gave_up(self, num_steps: int, *, is_averaged: bool = False) -> None:
+        """So many committed steps are lost, or a stage is made of its neighbours."""
+        self._steps_lost += num_steps
+        self._is_averaged = self._is_averaged or is_averaged
+
+    def over(self, *, now: float) -> None:
+        """Work goes on."""
+        if self._kind is not None:
+            self._record(self._kind, now=now)
+        self._kind = None
+        self._workers.clear()
+        self._resumed.clear()
+        self._retried = 0
+
+    def _record(self, kind: IncidentKind, *, now: float) -> None:
+        incident = Incident(
+            job=self._job.job,
+            generation=self._out.history.generation,
+            step=self._version,
+            kind=kind,
+            workers=tuple(sorted(self._workers)),
+            reason=self._reason,
+            remedy=self._remedy(),
+            silent_s=self._silent_s,
+            fenced_s=max(0.0, self._fenced_at - self._noticed_at),
+            seconds=now - self._noticed_at,
+            num_rerouted=sum(resumed.num_rerouted for resumed in self._resumed),
+            replayed=self._replayed(),
+            num_retried=self._retried,
+            num_steps_lost=self._steps_lost,
+            num_samples_repeated=self._num_samples(),
+            wall_s=self._noticed_at,
+            num_dropped=len({contribution for resumed in self._resumed for contribution in resumed.dropped}),
+        )
+        self._out.record(incident)
+        self._out.log(told(incident))
+
+    def _remedy(self) -> Remedy:
+        if self._steps_lost:
+            return Remedy.ROLLED_BACK
+        if self._is_averaged:
+            return Remedy.AVERAGED
+        if self._retried:
+            return Remedy.RETRIED
+        is_resumed = any(resumed.is_begun for resumed in self._resumed)
+        return Remedy.RESUMED if is_resumed else Remedy.UNTOUCHED
+
+    def _contributions(self) -> list[Contribution]:
+        """What is replayed, each once however often it was lost."""
+        return sorted({contribution for resumed in self._resumed for contribution in resumed.replayed})
+
+    def _replayed(self) -> tuple[Replayed, ...]:
+        by_stage: defaultdict[StageIndex, list[MicrobatchId]] = defaultdict(list)
+        for microbatch, stage in self._contributions():
+            by_stage[stage].append(microbatch)
+        return tuple(Replayed(stage=stage, microbatches=tuple(by_stage[stage])) for stage in sorted(by_stage))
+
+    def _num_samples(self) -> int:
+        """Samples that some worker computes again."""
+        batch = self._job.spec.batch
+        again = self._retried or len({microbatch for microbatch, _ in self._contributions()})
+        return self._steps_lost * batch.samples + again * batch.microbatch_samples

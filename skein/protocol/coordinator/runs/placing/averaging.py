@@ -1,0 +1,75 @@
+"""What nobody holds any more, made of what lies beside it, for jobs that would rather have that than go back.
+
+Source: Blagoev, Ersoy and Chen, "All is Not Lost: LLM Recovery without Checkpoints", arXiv 2506.15461, CheckFree: a
+lost stage becomes the average of the stages before and after it, each with the squared norm of its last gradient as
+its weight. Only what has both neighbours can be made so, and the optimizer begins anew on it. The paper's way to make
+the first and the last stage (CheckFree+) asks for swapped stages all the time, and is not here; nor is its higher
+learning rate after a loss: a step has one learning rate for all stages, and it follows from the step alone.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from skein.model.layers import AnyModel
+from skein.model.neighbours import counterparts
+from skein.protocol.log.history import JobHistory
+from skein.protocol.messages.directives import StepRecord
+from skein.types import StageIndex, StageSpec, Step
+
+Beside = tuple[tuple[StageSpec, float], tuple[StageSpec, float]]
+"""The stages before and after a lost one, each with its weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """What a job allows, and what its log says of averages; `made` has the version at which a stage was last made."""
+
+    is_allowed: bool
+    model: AnyModel
+    last_commit: StepRecord | None
+    made: Mapping[StageSpec, Step]
+
+    def besides(self, stages: Sequence[StageSpec], held: Collection[StageSpec]) -> Mapping[StageSpec, Beside]:
+        """What each stage is made of that is not `held`; empty if that cannot be done with every one of them.
+
+        Args:
+            stages: all of the model, in order.
+            held: those of them that somebody has.
+        """
+        if not self.is_allowed:
+            return {}
+        lost = [at for at, stage in enumerate(stages) if stage not in held]
+        found: dict[StageSpec, Beside] = {}
+        for at in lost:
+            beside = (*stages[at - 1 : at], *stages[at + 1 : at + 2])
+            if len(beside) < 2 or not all(self._is_like(stages[at], other, held) for other in beside):
+                return {}
+            before, after = beside
+            weights = (
+                squared_norm(self.last_commit, before.index),
+                squared_norm(self.last_commit, after.index),
+            )
+            if not all(0.0 < weight < inf for weight in weights):
+                weights = 1.0, 1.0  # Nothing is known of one of them: both count the same.
+            found[stages[at]] = (before, weights[0]), (after, weights[1])
+        return found
+
+    def _is_like(self, lost: StageSpec, other: StageSpec, held: Collection[StageSpec]) -> bool:
+        return other in held and counterparts(self.model, lost, other) is not None
+
+
+def averaging_of(job: JobHistory) -> Averaging:
+    """What this job allows, by its specification and its log."""
+    return Averaging(
+        is_allowed=job.spec.backup.neighbour_average,
+        model=job.spec.model,
+        last_commit=job.last_commit,
+        made=job.averaged,
+    )
+
+
+def squared_norm(record: StepRecord | None, stage: StageIndex) -> float:
+    """Of the mean gradient of what `stage` shares with no other, before clipping; 0 if the step says nothing of it."""
+    results = () if record is None else record.results
+    return sum(x.squared_norm * x.weight * x.weight for x in results if x.group == f"s{stage}")

@@ -1,0 +1,373 @@
+"""A plan, from asking for it to chunks that are ready: what every worker is to hold, and where it comes from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from skein.plan.agreeing.broadcast import BroadcastProblem, parents_of
+from skein.plan.agreeing.walkers import walkers_of
+from skein.plan.changing.redundancy import shortfalls
+from skein.plan.changing.reroute import renamed, rerouted, ways
+from skein.plan.check import violations
+from skein.plan.load import job_layers, stage_loads
+from skein.plan.plan import ChunkPlan, Plan, with_clause
+from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
+from skein.protocol.coordinator.runs.checkpoints.savings import Savings
+from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
+from skein.protocol.coordinator.runs.placing.averaging import averaging_of
+from skein.protocol.coordinator.runs.placing.planning import (
+    fleet_of,
+    held_plan,
+    recorded_plan,
+    who_reads_other_data,
+)
+from skein.protocol.coordinator.runs.placing.resuming import Resumed, resume
+from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
+from skein.protocol.coordinator.runs.placing.walking import held_walkers, walker_sources
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import Averaged, PlanAdopted, RolledBack
+from skein.protocol.membership.membership import Entry
+from skein.protocol.messages.directives import Resumption, SourceKind
+from skein.protocol.messages.reports import Ack, ChunksReady
+from skein.topology.fleet import Fleet, Link
+from skein.topology.links import link_cost_s
+from skein.types import ChunkRef, MicrobatchId, WorkerId
+
+
+class Placement:
+    """The plan that is in place, and how it came there. Parts of the work of a run; the run says when."""
+
+    def __init__(
+        self,
+        job: JobHistory,
+        members: Members,
+        savings: Savings,
+        outbox: Outbox,
+        *,
+        links: Mapping[tuple[WorkerId, WorkerId], Link],
+        measured: Measured,
+    ) -> None:
+        self.plan: Plan | None = None
+        self.chosen: Plan | None = None
+        """What the next generation is for, if it still fits then."""
+        self.awaited: int | None = None
+        """The question whose answer matters."""
+        self.resumed: Resumed | None = None
+        """What the plan goes on with, until the step in progress is over."""
+        self._is_begun = False
+        """Everybody has what this plan gave them, and was told to begin a step."""
+        self._built: Plan | None = None
+        """The last plan of which everybody had all that it gave them."""
+        self._given: set[ChunkRef] = set()
+        """Chunks that plans since have given somebody."""
+        self._whole: Plan | None = None
+        """The plan as it was before workers were lost."""
+        self._restored: Plan | None = None
+        self._tried: tuple[tuple[ChunkPlan, ...], list[WorkerId]] | None = None
+        self._job = job
+        self._spec_json = job.spec.canonical_json()
+        self._members = members
+        self._savings = savings
+        self._out = outbox
+        self.links = links
+        self._measured = measured
+
+    def take_chosen(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The chosen plan, if there is one and it fits those members that are candidates."""
+        chosen, self.chosen = self.chosen, None
+        if chosen is None or violations(chosen, self._job.spec, self._fleet(candidates)):
+            return None
+        return chosen
+
+    def _fleet(self, candidates: Iterable[Entry]) -> Fleet:
+        members = [entry for entry in candidates if self._members.is_this(entry)]
+        return fleet_of(members, self.links, self._measured)
+
+    def ask(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The recorded plan if it fits those members that are candidates; else a plan is asked for."""
+        fleet = self._fleet(candidates)
+        recorded = recorded_plan(self._job, fleet)
+        if recorded is None:
+            before = self.plan or self._adopted_before()
+            # What is held does not tell who belongs to one walker.
+            are_lines = self._job.spec.aggregation.walkers.are_lines
+            self._ask(fleet, before if are_lines and before is not None else self.held() or before)
+        return recorded
+
+    def _adopted_before(self) -> Plan | None:
+        """What an earlier coordinator had in place: its cut is that of what was computed since, and of checkpoints."""
+        return None if self._job.plan is None else self._job.plan.plan
+
+    def ask_beside(self, candidates: Iterable[Entry]) -> None:
+        """Ask for a plan that could follow the present one, while that goes on."""
+        self._ask(fleet_of(candidates, self.links, self._measured), self.plan)
+
+    def tree(self, workers: Sequence[WorkerId], leader: int) -> tuple[int, ...]:
+        """Parents by which what one of these has, by position, is handed on, along the fastest links."""
+        cost = link_cost_s(fleet_of(self._members.entries_of(workers), self.links, self._measured))
+        problem = BroadcastProblem(
+            leader=leader,
+            latency_s=cost.latency_s,
+            bytes_per_s=cost.bytes_per_s,
+            num_bytes=self._largest_bytes(),
+        )
+        return parents_of(problem.tree(), leader)
+
+    def _largest_bytes(self) -> int:
+        """Parameters of the largest stage."""
+        assert self.plan is not None
+        job = self._job.spec
+        return max(load.parameter_bytes for load in stage_loads(job, job_layers(job), self.plan.stages))
+
+    def _ask(self, fleet: Fleet, previous: Plan | None) -> None:
+        self.awaited = self._out.next_request()
+        asked = MakePlan(
+            request=self.awaited,
+            job=self._job.spec,
+            fleet=fleet,
+            previous=previous,
+            steps_left=self._job.total_steps - self._job.version,
+        )
+        self._out.commands.append(asked)
+
+    def is_answer(self, made: PlanMade) -> bool:
+        """Whether this is what was asked last, and is waited for still."""
+        is_answer = made.request == self.awaited
+        self.awaited = None if is_answer else self.awaited
+        return is_answer
+
+    def _walked(self) -> Plan | None:
+        """Whose walkers are what members hold: those of the last plan that was built by all, or that made a step."""
+        return self._built or (None if self._job.worked is None else self._job.worked.plan)
+
+    def _changed(self) -> set[ChunkRef]:
+        """What plans since may have given somebody; after a restart, as far as the log tells."""
+        worked = self._job.worked
+        if self._built is not None or worked is None:
+            return self._given
+        fallen = (x for x in walkers_of(worked.plan) if x not in self._job.standing)
+        return self._given.union(*fallen)
+
+    def held(self, acks: Mapping[WorkerId, Ack] | None = None) -> Plan | None:
+        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones.
+
+        Args:
+            acks: what they hold, if not what they have said.
+        """
+        acks = self._members.acks if acks is None else acks
+        if rewind_of(self._job) is not None:
+            return None  # Nobody wants it.
+        if self._job.spec.aggregation.walkers.are_lines:
+            before = self._walked()
+            if before is None:
+                return None
+            return held_walkers(before, acks, version=self._job.version, given=self._changed())
+        return held_plan(acks, version=self._job.version, parallel=self._job.spec.parallel)
+
+    def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
+        """The ledger that each chunk will have at the end of the present step."""
+        assert self.plan is not None
+        return self.plan.microbatches_by_chunk() if self.resumed is None else self.resumed.expected
+
+    def resume(self, entries: Iterable[Entry]) -> Resumed | None:
+        """The step in progress, if these members can go on with it by the plan that it was begun with."""
+        members = [entry for entry in entries if self._members.is_this(entry)]
+        if self._job.version >= self._job.total_steps or rewind_of(self._job) is not None:
+            return None
+        if not self._job.spec.aggregation.walkers.have_equal_holders:
+            # Nobody else has the lost one's parameters, so nobody can take over its part of this step.
+            return None
+        acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
+        if self._job.turned_at == self._job.version and not self._is_begun:
+            # Who has not built what is new tells of the step as it was before.
+            acks = {worker: replace(ack, progress=()) for worker, ack in acks.items()}
+        may_drop = self._job.spec.recovery == "best_effort"
+        # Who was lost by the plan before may be back, with all that it had done.
+        for plan in (self._whole, self.plan or self._adopted_before()):
+            if plan is None:
+                continue
+            version = self._job.version
+            resumed = resume(plan, acks, version=version, may_drop=may_drop, present=self.plan)
+            if resumed is not None and not violations(resumed.plan, self._job.spec, self._fleet(members)):
+                return resumed
+        return None
+
+    def restored(self, candidates: Iterable[Entry]) -> Plan | None:
+        """The plan as it was before losses, as far as there are workers for it; None if that is no more than now.
+
+        Whoever is new takes the place of one who is gone.
+        """
+        present, whole = self.plan, self._whole
+        if present is None or whole is None:
+            return None
+        listed = list(candidates)
+        here = [entry.hello.worker for entry in listed]
+        if not self._job.spec.aggregation.walkers.have_equal_holders:
+            return None
+        if self._tried == (present.chunks, here):
+            return None
+        self._tried = present.chunks, here
+        gone = [worker for worker in whole.workers if worker not in here]
+        spare = [worker for worker in here if worker not in whole.workers]
+        names = dict(zip(gone, spare, strict=False))
+        filled = renamed(whole, names)
+        alive = {x.chunk for x in filled.chunks if x.chunk.worker in here}
+        plan = filled if len(alive) == len(filled.chunks) else rerouted(filled, alive, {})
+        if plan is None or len(plan.chunks) <= len(present.chunks):
+            return None
+        if violations(plan, self._job.spec, fleet_of(listed, self.links, self._measured)):
+            return None
+        back = sorted(set(plan.workers).difference(present.workers))
+        what, _, _ = whole.reason.partition("; with ")
+        self._restored = replace(plan, reason=f"{what}; with {', '.join(back)} again")
+        return self._restored
+
+    def begun(self) -> None:
+        """Everybody has what the plan gave them, and is told to begin a step, or to go on with it."""
+        self._is_begun = True
+
+    def go_on(self, resumed: Resumed) -> None:
+        """Record the plan without those who are gone, and have the step in progress go on by it."""
+        if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
+            what, _, _ = resumed.plan.reason.partition("; without ")
+            gone = sorted(
+                {x.chunk.worker for x in (self.plan or resumed.plan).chunks}.difference(resumed.plan.workers)
+            )
+            plan = replace(resumed.plan, reason=f"{what}; without {', '.join(gone) or 'some chunks'}")
+            resumed = replace(resumed, plan=plan)
+            if self._whole is None and self.plan is not None:
+                self._whole = self.plan
+        self.resumed = resumed
+        sources = choose_sources(
+            resumed.plan,
+            self._members.acks,
+            version=self._job.version,
+            checkpoint=None,
+            averaging=averaging_of(self._job),
+        )
+        self._adopt(resumed.plan, sources, resumed.resumptions)
+
+    def is_recut(self, plan: Plan) -> bool:
+        """Whether `plan` wants stages that nobody has, though the whole model is here in other pieces."""
+        held = self.held()
+        return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
+
+    def put(self, plan: Plan, *, because: str = "", now: float) -> Sources:
+        """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody.
+
+        Args:
+            plan: to be put in place.
+            because: what is to be said of a roll-back, beyond what nobody holds.
+            now: seconds.
+        """
+        self.resumed = None
+        self._is_begun = False
+        if self._whole is not None and (
+            plan is not self._restored or len(plan.chunks) >= len(self._whole.chunks)
+        ):
+            self._whole = None
+        before = self._job.plan
+        if before is not None and self._job.version and ways(before.plan) != ways(plan):
+            plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
+        sources = self.sources(plan)
+        if sources.averaged:
+            self._average(sources, now=now)
+        self._roll_back_to(sources, because, now=now)
+        self._given.update(at for at, x in sources.by_chunk.items() if x.kind is not SourceKind.KEEP)
+        self._adopt(plan, sources, {})
+        return sources
+
+    def sources(self, plan: Plan, acks: Mapping[WorkerId, Ack] | None = None) -> Sources:
+        """Where the state of each of a plan's chunks would come from, by what members have said or by `acks`."""
+        job, acks = self._job, self._members.acks if acks is None else acks
+        version, checkpoint = job.version, job.newest_checkpoint
+        rewind = rewind_of(job)
+        if rewind is not None:
+            # Whatever is held has seen what is to be forgotten.
+            version, acks = rewind.version, {}
+            checkpoint = next((x for x in job.checkpoints if x.version == version), None)
+        if job.spec.aggregation.walkers.are_lines:
+            before, given = self._walked(), self._changed()
+            return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
+        return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
+
+    def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
+        history, job = self._out.history, self._job
+        self.plan = plan
+        self._measured.planned_anew()
+        self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
+        self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
+        for found in shortfalls(plan, job.spec, self._members.fleet):
+            self._out.log(f"job={job.job} generation={history.generation} short: {found.words}")
+        told = assignments(
+            plan,
+            sources,
+            epoch=history.epoch,
+            generation=history.generation,
+            job=job.job,
+            job_spec=self._spec_json,
+            resumptions=resumptions,
+            begins=job.begins,
+        )
+        self._members.assign(told)
+
+    def _average(self, sources: Sources, *, now: float) -> None:
+        """From here on these stages are others: what is known of them elsewhere does not count."""
+        job, version, stages = self._job.job, sources.version, sources.averaged
+        self._savings.rolled_back()
+        self._members.free_strangers()
+        self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
+        named = ", ".join(str(stage.index) for stage in stages)
+        self._out.log(
+            f"job={job} version={version} averaged stage {named} of its neighbours: no worker holds it"
+        )
+
+    def _roll_back_to(self, sources: Sources, because: str, *, now: float) -> None:
+        """From here on newer state does not count, nor do those who may hold it and were not asked."""
+        job, version = self._job.job, self._job.version
+        if sources.version == version:
+            return
+        self._savings.rolled_back()
+        self._members.free_strangers()
+        stages = ", ".join(str(stage.index) for stage in sources.unheld)
+        reason = f"no worker holds stage {stages} at version {version}" + (f"; {because}" if because else "")
+        rewind = rewind_of(self._job)
+        back = RolledBack(
+            job=job,
+            from_version=version,
+            to_version=sources.version,
+            reason=reason if rewind is None else rewind.reason,
+            wall_s=now,
+            learning_rate_ratio=None if rewind is None else LEARNING_RATE_RATIO,
+        )
+        self._out.record(back)
+        rate = (
+            "" if rewind is None else f"; on with {self._job.learning_rate_ratio:g} times the learning rate"
+        )
+        self._out.log(f"job={job} rolled back from={version} to={sources.version}: {back.reason}{rate}")
+
+    def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
+        """A worker has its chunks: whether all have."""
+        if worker not in self._members.placed:
+            return False
+        self._members.ready[worker] = report
+        if self._members.is_ready:
+            self._built = self.plan
+            self._given.clear()
+        return self._members.is_ready
+
+    def odd_readers(self) -> tuple[WorkerId, ...]:
+        """Origins that read other data than the rest."""
+        members = self._members
+        return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
+
+    def num_samples(self) -> tuple[int, int]:
+        """What every origin has to validate and to train on: who reads other data is none."""
+        ready = self._members.ready[self._origins()[0]]
+        return ready.num_validation_samples, ready.num_train_samples
+
+    def _origins(self) -> list[WorkerId]:
+        assert self.plan is not None
+        paths = (*self.plan.paths, *self.plan.evaluation_paths)
+        return sorted({path.hops[0].worker for path in paths})

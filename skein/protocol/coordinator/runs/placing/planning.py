@@ -1,0 +1,100 @@
+"""What a plan is asked for: the fleet as it is now, the plan that was recorded, and what workers hold."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from skein.config.job import ParallelSpec
+from skein.plan.check import misplaced_stages, violations
+from skein.plan.plan import MOVES, ChunkPlan, Plan
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.log.history import JobHistory
+from skein.protocol.membership.membership import Entry
+from skein.protocol.messages.reports import Ack, ChunksReady
+from skein.topology.fleet import Fleet, Link, rounded
+from skein.types import ChunkRef, Layout, Step, WorkerId
+
+
+def fleet_of(
+    entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link], measured: Measured
+) -> Fleet:
+    """These workers and the links between them, as measured by themselves and while the job ran."""
+    workers = tuple(entry.fleet_worker for entry in entries)
+    known = {worker.worker for worker in workers}
+    between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
+    return rounded(measured.on(Fleet(workers=workers, links=between), links))
+
+
+def num_wanted(parallel: ParallelSpec) -> int:
+    """Workers that a job asks for: one for each chunk."""
+    return parallel.stages * parallel.replicas
+
+
+def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
+    """The recorded plan, if it is complete, all its workers are here and none could be added.
+
+    Then nothing has changed but processes, and with equal sums in equal order the curve goes on unchanged.
+    """
+    plan = None if job.plan is None else job.plan.plan
+    if plan is None or len(plan.workers) < min(num_wanted(job.spec.parallel), len(fleet.workers)):
+        return None
+    if violations(plan, job.spec, fleet):
+        return None
+    # What the plan moved was moved then.
+    what, _, _ = plan.reason.partition(MOVES)
+    return replace(plan, reason=what)
+
+
+def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
+    """What members hold at `version`, as a plan without paths; None if a stage is missing or no cut has it."""
+    held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
+    stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
+    # A worker may say that it holds layers 3 to 0.
+    if len(stages) != parallel.stages + (parallel.layout is Layout.LOOP) or any(misplaced_stages(stages)):
+        return None
+    chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
+    return Plan(
+        layout=parallel.layout,
+        stages=stages,
+        chunks=tuple(ChunkPlan(chunk=chunk, slots=1) for chunk in chunks),
+        paths=(),
+        evaluation_paths=(),
+        schedules=(),
+        alternates=(),
+        groups=(),
+        predicted_step_s=0.0,
+        lower_bound_s=0.0,
+        reason="held",
+    )
+
+
+def who_reads_other_data(
+    origins: Sequence[WorkerId],
+    ready: Mapping[WorkerId, ChunksReady],
+    acks: Mapping[WorkerId, Ack],
+    *,
+    version: Step,
+) -> tuple[WorkerId, ...]:
+    """Those of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
+    believed = [o for o in origins if version > 0 and any(c.version == version for c in acks[o].chunks)]
+    found = {origin: _data_of(ready[origin]) for origin in origins}
+    [(usual, _)] = Counter(found[origin] for origin in believed or origins).most_common(1)
+    return tuple(origin for origin in origins if found[origin] != usual)
+
+
+def _data_of(report: ChunksReady) -> tuple[str, int, int]:
+    return report.data_fingerprint, report.num_train_samples, report.num_validation_samples
+
+
+def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
+    """That of the data that a generation's members read; "" where none of them reads any."""
+    return max((report.data_fingerprint for report in ready.values()), default="")
+
+
+def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
+    """Of those that read data, one for each that is not the same."""
+    found: dict[tuple[str, int, int], WorkerId] = {}
+    for worker in sorted(ready):
+        if ready[worker].data_fingerprint:
+            found.setdefault(_data_of(ready[worker]), worker)
+    return tuple(found.values())

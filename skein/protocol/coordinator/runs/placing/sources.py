@@ -1,0 +1,170 @@
+"""Where each chunk's state comes from when a plan is put into place, and what each worker is told."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from skein.plan.plan import Path, Plan
+from skein.protocol.coordinator.runs.improving.backups import newest_whole
+from skein.protocol.coordinator.runs.placing.averaging import Averaging, Beside
+from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.messages.directives import (
+    Assign,
+    Beginning,
+    ChunkAssignment,
+    Neighbour,
+    Origin,
+    Resumption,
+    SourceKind,
+    StateSource,
+)
+from skein.protocol.messages.reports import Ack
+from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The version everybody starts from and each chunk's source.
+
+    `unheld` are stages that nobody had any more, `averaged` those of them that are made of their neighbours: all or
+    none. `walkers` has the number of each chunk's walker where there are many.
+    """
+
+    version: Step
+    by_chunk: Mapping[ChunkRef, StateSource]
+    unheld: tuple[StageSpec, ...]
+    averaged: tuple[StageSpec, ...] = ()
+    walkers: Mapping[ChunkRef, int] = field(default_factory=dict)
+
+
+def choose_sources(
+    plan: Plan,
+    acks: Mapping[WorkerId, Ack],
+    *,
+    version: Step,
+    checkpoint: CheckpointCommitted | None,
+    averaging: Averaging | None = None,
+) -> Sources:
+    """Sources at `version` if each stage is held at it, else at the newest version that can be had.
+
+    That is one of which every stage has a copy in somebody's memory, or the newest checkpoint, or what the seed draws.
+    If that is older than `version`, lost stages are made of their neighbours instead, where `averaging` allows it.
+    A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
+    """
+    held = _holders(acks, version)
+    unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
+    besides: Mapping[StageSpec, Beside] = {}
+    if unheld:
+        averaged = () if averaging is None else averaging.made.values()
+        backup, kept = newest_whole(plan.stages, acks, at_most=version, averaged=averaged)
+        saved = Step(0) if checkpoint is None else checkpoint.version
+        if averaging is not None and max(backup, saved) < version:
+            besides = averaging.besides(plan.stages, held)
+        if not besides and backup > saved:
+            version, held = backup, {stage: list(workers) for stage, workers in kept.items()}
+        elif not besides:
+            version, held = saved, _holders(acks, saved)
+    num_given: dict[WorkerId, int] = {}
+    by_chunk: dict[ChunkRef, StateSource] = {}
+
+    def donor_of(stage: StageSpec) -> WorkerId:
+        donor = min(held[stage], key=lambda worker: (num_given.get(worker, 0), worker))
+        num_given[donor] = num_given.get(donor, 0) + 1
+        return donor
+
+    stages = {stage.index: stage for stage in plan.stages}
+    for placed in plan.chunks:
+        stage = stages[placed.chunk.stage]
+        holders = held.get(stage, ())
+        if placed.chunk.worker in holders:
+            by_chunk[placed.chunk] = StateSource(kind=SourceKind.KEEP, version=version)
+        elif version == 0:
+            by_chunk[placed.chunk] = StateSource(kind=SourceKind.INITIAL, version=version)
+        elif holders:
+            by_chunk[placed.chunk] = StateSource(
+                kind=SourceKind.PEER,
+                version=version,
+                peer=donor_of(stage),
+                was_averaged=averaging is not None and averaging.made.get(stage) == version,
+            )
+        elif stage in besides:
+            by_chunk[placed.chunk] = StateSource(
+                kind=SourceKind.NEIGHBOURS,
+                version=version,
+                neighbours=tuple(
+                    Neighbour(stage=beside, peer=donor_of(beside), weight=weight)
+                    for beside, weight in besides[stage]
+                ),
+            )
+        else:
+            assert checkpoint is not None and checkpoint.version == version
+            source = StateSource(kind=SourceKind.CHECKPOINT, version=version, url=checkpoint.url)
+            by_chunk[placed.chunk] = source
+    return Sources(version=version, by_chunk=by_chunk, unheld=unheld, averaged=tuple(besides))
+
+
+def _holders(acks: Mapping[WorkerId, Ack], version: Step) -> dict[StageSpec, list[WorkerId]]:
+    held: dict[StageSpec, list[WorkerId]] = {}
+    for worker in sorted(acks):
+        for chunk in acks[worker].chunks:
+            if chunk.version == version:
+                held.setdefault(chunk.stage, []).append(worker)
+    return held
+
+
+def assignments(
+    plan: Plan,
+    sources: Sources,
+    *,
+    epoch: Epoch,
+    generation: Generation,
+    job: JobId,
+    job_spec: str,
+    resumptions: Mapping[WorkerId, Resumption],
+    begins: Beginning | None = None,
+) -> dict[WorkerId, Assign]:
+    """What each worker of the plan is told; `resumptions` are of those who go on with a step in progress."""
+    stages = {stage.index: stage for stage in plan.stages}
+    origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
+    schedules = {schedule.worker: schedule for schedule in plan.schedules}
+    evaluation_paths: defaultdict[ChunkRef, list[int]] = defaultdict(list)
+    for index, path in enumerate(plan.evaluation_paths):
+        for hop in path.hops:
+            evaluation_paths[hop].append(index)
+    chunks: dict[WorkerId, list[ChunkAssignment]] = {}
+    for placed in plan.chunks:
+        assigned = ChunkAssignment(
+            stage=stages[placed.chunk.stage],
+            slots=placed.slots,
+            source=sources.by_chunk[placed.chunk],
+            evaluation_paths=tuple(evaluation_paths[placed.chunk]),
+            walker=sources.walkers.get(placed.chunk, 0),
+        )
+        chunks.setdefault(placed.chunk.worker, []).append(assigned)
+    return {
+        worker: Assign(
+            epoch=epoch,
+            generation=generation,
+            job=job,
+            job_spec=job_spec,
+            version=sources.version,
+            num_paths=len(plan.paths),
+            chunks=tuple(held),
+            schedule=schedules[worker],
+            origins=tuple(origins[worker]),
+            num_evaluation_paths=len(plan.evaluation_paths),
+            evaluation_origins=tuple(evaluation_origins[worker]),
+            groups=tuple(group for group in plan.groups if worker in group.workers),
+            resumption=resumptions.get(worker),
+            begins=begins,
+        )
+        for worker, held in chunks.items()
+    }
+
+
+def _origins(paths: Sequence[Path]) -> defaultdict[WorkerId, list[Origin]]:
+    """What begins at each worker."""
+    origins: defaultdict[WorkerId, list[Origin]] = defaultdict(list)
+    for index, path in enumerate(paths):
+        origins[path.hops[0].worker].append(Origin(microbatch=MicrobatchId(index), path=path))
+    return origins

@@ -1,0 +1,45 @@
+"""What an epoch of a job's data is, once and for all: counted when workers open them first."""
+
+from skein.config.job import with_steps
+from skein.errors import UserError
+from skein.plan.admission import check_admissible
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import DataCounted
+
+
+def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
+    """Record what workers have found, if nobody has before; says before the first step whether the job can be.
+
+    Args:
+        job: whose data they are.
+        num_train_samples: what every origin has to train on.
+        outbox: where the record goes.
+        now: seconds.
+
+    Returns:
+        Why the job cannot be: it does not agree with the steps that its epochs are. None if it can.
+    """
+    counted = job.counted or _count(job, num_train_samples, outbox, now=now)
+    if counted.num_steps is None or job.version:
+        return None
+    try:
+        check_admissible(with_steps(job.spec, job.total_steps))
+    except UserError as error:
+        return f"budget.epochs: {job.spec.budget.epochs:g}: {error}"
+    return None
+
+
+def _count(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> DataCounted:
+    spec = job.spec
+    num_steps = spec.budget.steps_of_epochs(num_train_samples, spec.batch.samples)
+    counted = DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
+    outbox.record(counted)
+    num_tokens = num_train_samples * spec.data.sequence_tokens
+    tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
+    budget = "" if num_steps is None else f"; {spec.budget.epochs:g} of them are {num_steps} steps"
+    outbox.log(
+        f"job={job.job} data: an epoch is {num_train_samples} samples{tokens}, "
+        f"{-(-num_train_samples // spec.batch.samples)} steps{budget}"
+    )
+    return counted

@@ -1,0 +1,160 @@
+"""The step in progress: a Round, the reductions it asks for, and the terms it decides by."""
+
+from collections import deque
+from dataclasses import replace
+from math import inf
+
+from skein.config.aggregation import Lsgd
+from skein.config.schedule import learning_rate
+from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
+from skein.plan.agreeing.rounds import StepGroups, step_groups
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.placing.placement import Placement
+from skein.protocol.coordinator.runs.steps.leading import Leading
+from skein.protocol.coordinator.runs.steps.overlapping import Overlapping
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.history import JobHistory
+from skein.protocol.messages.directives import Prepare, StepRecord
+from skein.protocol.rounds.round import (
+    AskReduction,
+    Outvoted,
+    OverlappedEnded,
+    Patience,
+    Round,
+    RoundEvent,
+    RoundFailed,
+    StepDecided,
+    StepTerms,
+    VoteHeard,
+)
+
+
+class Stepping:
+    """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
+
+    def __init__(
+        self, job: JobHistory, placement: Placement, members: Members, leading: Leading, outbox: Outbox
+    ) -> None:
+        self.round: Round | None = None
+        self._overlapping = Overlapping(job, members, outbox)
+        self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
+        """Of the last rounds of this plan: seconds until each walker was done."""
+        self._begun_at = 0.0
+        self._was_late = False
+        self._job = job
+        self._placement = placement
+        self._members = members
+        self._leading = leading
+        self._out = outbox
+
+    @property
+    def keeps_late(self) -> bool:
+        """Whether walkers that a step is decided without go on with theirs: fast ones make more steps then."""
+        rule = self._job.spec.aggregation
+        return isinstance(rule, Lsgd) and rule.asynchronous
+
+    def grace_ends_at(self) -> float:
+        """When late walkers are waited for no longer; infinite while none are."""
+        ends_at = None if self.round is None else self.round.deadline()
+        return inf if ends_at is None else ends_at
+
+    def fenced(self) -> None:
+        """Other walkers may be there from now on."""
+        self._overlapping.fenced()
+        self._past.clear()
+        self._was_late = False
+
+    def begin(self, *, now: float) -> None:
+        """The job's version is the step that is computed now."""
+        spec, version, history = self._job.spec, self._job.version, self._out.history
+        plan = self._placement.plan
+        assert plan is not None
+        terms = StepTerms(
+            step=version,
+            num_steps=self._job.total_steps,
+            learning_rate=learning_rate(spec.optimizer, version, self._job.total_steps)
+            * self._job.learning_rate_ratio,
+            clip_norm=spec.optimizer.clip_norm,
+            batch_samples=spec.batch.samples,
+        )
+        self._overlapping.begin(plan)
+        groups = step_groups(
+            plan,
+            spec.aggregation,
+            version,
+            num_steps=self._job.total_steps,
+            seed=spec.seed,
+            num_tokens=self._job.learned,
+            leaders=self._leading.leaders(plan, self._members.sites),
+            tree=self._placement.tree,
+        )
+        checkers = tuple(self._leading.checkers(group) for group in groups.exchanged)
+        self.round = Round(
+            terms,
+            replace(groups, checkers=checkers),
+            [path.hops[-1] for path in plan.paths],
+            expected=self._placement.expected(),
+            epoch=history.epoch,
+            generation=history.generation,
+            patience=self._patience(groups, now=now),
+            overlapped=self._overlapping.ending(),
+        )
+        for vote in self._overlapping.results():
+            # The step's own votes are still to come, so nothing can follow from these yet.
+            self.round.handle(OverlappedEnded(vote=vote), now=now)
+
+    def _patience(self, groups: StepGroups, *, now: float) -> Patience | None:
+        """How long late walkers are waited for; nobody is left out twice in a row."""
+        self._begun_at = now
+        if groups.quorum is None or (self._was_late and not isinstance(groups.quorum, Eager)):
+            return None
+        return Patience(quorum=groups.quorum, begun_at=now, past=tuple(self._past))
+
+    def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | Outvoted | RoundFailed]:
+        """Take a report of the step, if there is one; reductions are asked for here."""
+        ends: list[StepDecided | Outvoted | RoundFailed] = []
+        if isinstance(event, VoteHeard) and self._overlapping.is_on_its_way(event.vote):
+            ended = self._overlapping.voted(event.worker, event.vote)
+            if ended is None or isinstance(ended, RoundFailed):
+                return [] if ended is None else [ended]
+            event = OverlappedEnded(vote=ended)
+        for command in () if self.round is None else self.round.handle(event, now=now):
+            if isinstance(command, AskReduction):
+                self._ask(command)
+                continue
+            if isinstance(command, StepDecided) and self.round is not None:
+                self._remember(self.round, command.record, now=now)
+            elif isinstance(command, Outvoted | RoundFailed):
+                for worker in command.blamed:
+                    self._out.log(f"job={self._job.job} worker={worker} struck: {command.reason}")
+            ends.append(command)
+        return ends
+
+    def _remember(self, ended: Round, record: StepRecord, *, now: float) -> None:
+        """What a round took; of late walkers it is known that they took longer than it was open."""
+        self._was_late = bool(ended.late)
+        if self.keeps_late or not ended.arrived:
+            return
+        done_s = [at - self._begun_at for at in ended.arrived.values()]
+        self._past.append((*done_s, *[now - self._begun_at] * len(ended.late)))
+        if ended.late:
+            self._out.log(
+                f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}: "
+                f"{record.num_late_samples} of {ended.terms.batch_samples} samples left out after "
+                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s"
+            )
+
+    def _ask(self, command: AskReduction) -> None:
+        history = self._out.history
+        prepare = Prepare(
+            epoch=history.epoch,
+            generation=history.generation,
+            step=self._job.version,
+            group=command.group,
+            attempt=command.attempt,
+            parts=command.parts,
+            exchange=command.exchange,
+        )
+        # Also to late walkers, which have no part in an exchange and take its result.
+        for worker in command.group.workers:
+            self._members.send(worker, prepare)

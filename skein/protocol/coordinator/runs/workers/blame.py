@@ -1,0 +1,87 @@
+"""Who gets no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
+
+from collections.abc import Iterable, Mapping
+
+from skein.plan.plan import Group
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.workers.disputes import Disputes
+from skein.protocol.coordinator.runs.workers.strikes import Strikes
+from skein.protocol.log.history import JobHistory
+from skein.protocol.membership.membership import Entry
+from skein.protocol.membership.story import Story
+from skein.protocol.rounds.round import Outvoted, RoundFailed
+from skein.types import WorkerId
+
+
+class Blame:
+    """The strikes of one run, and its stories."""
+
+    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+        self.strikes = Strikes()
+        self._disputes = Disputes()
+        self.story = Story()
+        self._job = job
+        self._out = outbox
+
+    @property
+    def excluded(self) -> Mapping[WorkerId, str]:
+        """Workers that get no more work, with the last thing that failed."""
+        return self.strikes.excluded
+
+    def joined(self, entry: Entry) -> None:
+        """A worker came, perhaps again."""
+        if self.strikes.joined(entry.hello.worker, entry.hello.incarnation):
+            self._disputes.forget(entry.hello.worker)
+
+    def strike(
+        self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float, lasts: bool = False
+    ) -> None:
+        """Count a failure, which the worker itself reported unless `is_hearsay`; `lasts`: as of `Strikes.strike`."""
+        self.story.tell(worker, reason, now=now)
+        if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
+            self._log(f"excluded={worker}: {reason}")
+
+    def judged(self, end: Outvoted | RoundFailed, *, now: float) -> None:
+        """Who reported what cannot be is struck; of those who disagree, one day the least credible goes."""
+        if not (isinstance(end, RoundFailed) and end.is_disputed):
+            for worker in end.blamed:
+                self.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+            return
+        going = self._disputes.disputed(end.blamed)
+        for worker in going:
+            self.story.tell(worker, end.reason, now=now)
+            self.strikes.convict(worker, end.reason, may_be_wrong=len(going) < len(end.blamed))
+            self._log(f"excluded={worker}: {end.reason}")
+            self._tell(self.strikes.acquit(self._disputes.cleared(worker)))
+
+    def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float, lasts: bool = False) -> None:
+        """Give these no work until a step is committed, or longer: they lack what is no fault of theirs."""
+        for worker, reason in reasons.items():
+            self.story.tell(worker, reason, now=now)
+            self.strikes.set_aside(worker, reason, lasts=lasts)
+            self._log(f"excluded={worker} for now: {reason}")
+
+    def exclude(self, workers: tuple[WorkerId, ...], reason: str, *, now: float) -> None:
+        """Give these no more work until the run cannot do without."""
+        for worker in workers:
+            self.story.tell(worker, reason, now=now)
+            self.strikes.exclude(worker, reason)
+            self._log(f"excluded={worker}: {reason}")
+
+    def committed(self, groups: Iterable[Group]) -> None:
+        """A step was, with a result for each group: who was set aside can have from others what it lacked."""
+        self._disputes.agreed(groups)
+        self._tell(self.strikes.committed())
+
+    def pardon(self) -> bool:
+        """Give another chance to whoever may have been made to look bad; whether there is anybody."""
+        pardoned = self.strikes.pardon()
+        self._tell(pardoned)
+        return bool(pardoned)
+
+    def _tell(self, pardoned: tuple[WorkerId, ...]) -> None:
+        for worker in pardoned:
+            self._log(f"pardoned={worker}")
+
+    def _log(self, said: str) -> None:
+        self._out.log(f"job={self._job.job} {said}")

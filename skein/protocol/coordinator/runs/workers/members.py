@@ -1,0 +1,209 @@
+"""The workers of the newest generation: what they have said under it, and how the run speaks to them."""
+
+from collections.abc import Mapping, Sequence
+
+from skein.protocol.coordinator.coordinator_io import Outbox, Send
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import GenerationMember, GenerationOpened
+from skein.protocol.membership.membership import Entry, Membership
+from skein.protocol.messages.directives import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
+from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched
+from skein.topology.fleet import Fleet
+from skein.types import Generation, SiteId, WorkerId
+
+_NUM_COPIES = 8
+"""Of one worker that are remembered; it keeps fewer."""
+
+
+class Members:
+    """Everybody who was live when the generation was opened, less who was lost since.
+
+    `placed` are those of them that the plan uses, sorted.
+    """
+
+    def __init__(self, job: JobHistory, membership: Membership, outbox: Outbox) -> None:
+        self.acks: dict[WorkerId, Ack] = {}
+        self.ready: dict[WorkerId, ChunksReady] = {}
+        self.placed: dict[WorkerId, None] = {}
+        self.keepers: dict[GenerationMember, tuple[ChunkVersion, ...]] = {}
+        """Processes that have told of copies in their memory, here or not, and of which."""
+        self._job = job
+        self._membership = membership
+        self._out = outbox
+        self._entries: dict[WorkerId, Entry] = {}
+
+    def __contains__(self, worker: WorkerId) -> bool:
+        return worker in self._entries
+
+    @property
+    def live(self) -> Mapping[WorkerId, Entry]:
+        """Everybody who is not lost, members or not."""
+        return self._membership.live
+
+    def is_this(self, entry: Entry) -> bool:
+        """Whether this very process is a member, not another of its name."""
+        return self._entries.get(entry.hello.worker) is entry
+
+    def lose(self, worker: WorkerId) -> None:
+        """A worker is no more."""
+        self._entries.pop(worker, None)
+
+    def acknowledged(self, worker: WorkerId, ack: Ack) -> None:
+        """A member has acknowledged the generation, with all that it holds."""
+        self.acks[worker] = ack
+        self._keeps(worker, ack.backups)
+
+    def copied(self, worker: WorkerId, report: Prefetched) -> None:
+        """A worker, member or not, has a copy of a stage."""
+        if not report.error and worker in self._entries:
+            told = ChunkVersion(stage=report.stage, version=report.version)
+            before = self.keepers.get(self._entries[worker].holder, ())
+            self._keeps(worker, (*before, told)[-_NUM_COPIES:])
+
+    def _keeps(self, worker: WorkerId, copies: tuple[ChunkVersion, ...]) -> None:
+        for other in [other for other in self.keepers if other.worker == worker]:
+            del self.keepers[other]
+        if copies:
+            self.keepers[self._entries[worker].holder] = copies
+
+    # --- a generation ---
+
+    def open_generation(self, reason: str, *, now: float) -> Generation:
+        """Record a generation of all who are live, and fence whatever is older."""
+        history = self._out.history
+        self._entries = dict(sorted(self._membership.live.items()))
+        self.acks.clear()
+        self.ready.clear()
+        generation = Generation(history.generation + 1)
+        members = tuple(self._out.in_generation(entry.member, generation) for entry in self._entries.values())
+        opened = GenerationOpened(
+            job=self._job.job,
+            generation=generation,
+            members=tuple(entry.holder for entry in self._entries.values()),
+            reason=reason,
+            wall_s=now,
+        )
+        self._out.record(opened)
+        self._out.log(f"job={self._job.job} generation={opened.generation} members={len(members)}: {reason}")
+        fence = NewGeneration(
+            epoch=history.epoch,
+            generation=opened.generation,
+            job=self._job.job,
+            members=members,
+            last_commit=self._job.last_commit,
+            position=self._out.position,
+        )
+        for worker in self._entries:
+            self.send(worker, fence)
+        return opened.generation
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether every member has acknowledged: nobody acts on anything older any more."""
+        return len(self.acks) == len(self._entries)
+
+    def num_begun(self) -> int:
+        """Microbatches that some worker had something of when the generation was opened."""
+        told = (done for ack in self.acks.values() for done in ack.progress)
+        return len({m for done in told for m in (*done.ledger, *done.forwards)})
+
+    def unacknowledged(self) -> tuple[WorkerId, ...]:
+        """Members that the fence still waits for."""
+        return tuple(worker for worker in self._entries if worker not in self.acks)
+
+    def assign(self, told: Mapping[WorkerId, Assign]) -> None:
+        """Tell each worker of the plan its part."""
+        self.placed = dict.fromkeys(sorted(told))
+        for worker in self.placed:
+            self.send(worker, told[worker])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker of the plan has its chunks."""
+        return len(self.ready) == len(self.placed)
+
+    def late(self) -> tuple[WorkerId, ...]:
+        """Workers of the plan that have not built yet what they are to, while others have."""
+        return tuple(worker for worker in self.placed if worker not in self.ready) if self.ready else ()
+
+    @property
+    def sites(self) -> dict[WorkerId, SiteId]:
+        """Where each member is."""
+        return {worker: entry.hello.site for worker, entry in self._entries.items()}
+
+    @property
+    def fleet(self) -> Fleet:
+        """Members that stay, as they were when they joined."""
+        entries = (entry for entry in self._entries.values() if not entry.is_leaving)
+        return Fleet(workers=tuple(entry.fleet_worker for entry in entries), links=())
+
+    def entries_of(self, workers: Sequence[WorkerId]) -> list[Entry]:
+        """These members, in this order."""
+        return [self._entries[worker] for worker in workers]
+
+    # --- speaking ---
+
+    def donor(self, worker: WorkerId) -> Member:
+        """Where a member is reached by those who are to fetch from it, and what they show."""
+        return self._out.as_donor(self._entries[worker].member)
+
+    def tell(self, worker: WorkerId, directive: Directive) -> None:
+        """To anybody who is live, member or not."""
+        entry = self._membership.live.get(worker)
+        if entry is not None:
+            self._say(entry, directive)
+
+    def send(self, worker: WorkerId, directive: Directive) -> None:
+        """To one member."""
+        self._say(self._entries[worker], directive)
+
+    def send_placed(self, directive: Directive) -> None:
+        """To every worker of the plan."""
+        for worker in self.placed:
+            self.send(worker, directive)
+
+    def free_unplaced(self) -> None:
+        """Members without a place may forget the job; those that are leaving may go."""
+        for worker, entry in self._entries.items():
+            if worker not in self.placed:
+                self._dismiss(entry, may_exit=entry.is_leaving)
+
+    def free_strangers(self) -> None:
+        """Who came after the generation was opened holds nothing that counts: it may forget the job.
+
+        Nor do copies count that anybody who is away may keep.
+        """
+        self.keepers.clear()
+        for worker, entry in self._membership.live.items():
+            if worker not in self._entries or not self.is_this(entry):
+                self._dismiss(entry, may_exit=entry.is_leaving)
+
+    def free_all(self) -> None:
+        """The job is over for everybody who is live, member or not."""
+        for entry in self._membership.live.values():
+            self._dismiss(entry, may_exit=entry.is_leaving)
+
+    def let_go(self, worker: WorkerId) -> None:
+        """Nothing depends on this worker."""
+        entry = self._membership.live.get(worker)
+        if entry is not None:
+            self._dismiss(entry, may_exit=True)
+
+    def let_leaving_go(self) -> None:
+        """Nothing depends on anybody."""
+        for entry in self._membership.live.values():
+            if entry.is_leaving:
+                self._dismiss(entry, may_exit=True)
+
+    def is_leaving(self, worker: WorkerId) -> bool:
+        """Whether a member wants to go."""
+        return self._entries[worker].is_leaving
+
+    def _dismiss(self, entry: Entry, *, may_exit: bool) -> None:
+        epoch = self._out.history.epoch
+        self._say(entry, Dismiss(epoch=epoch, job=self._job.job, may_exit=may_exit))
+
+    def _say(self, entry: Entry, directive: Directive) -> None:
+        hello = entry.hello
+        said = Send(worker=hello.worker, incarnation=hello.incarnation, directive=directive)
+        self._out.commands.append(said)

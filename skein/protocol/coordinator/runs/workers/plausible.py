@@ -1,0 +1,38 @@
+"""What a report says that no worker of this job can have seen, though each of its numbers alone could be."""
+
+from skein.config.job import JobSpec
+from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, StageDone
+from skein.types import WorkerId
+
+
+def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str | None:
+    """What is wrong with a worker's report, with the value and what would be right; None: it may be true.
+
+    Args:
+        spec: the job at hand, if there is one.
+    """
+    match report:
+        case LinksMeasured():
+            foreign = [link for link in report.links if worker not in (link.sender, link.receiver)]
+            if foreign:
+                link = foreign[0]
+                return f"LinksMeasured: a link {link.sender} -> {link.receiver} of others: tell of your own"
+        case StageDone() if report.ledger.worker != worker:
+            return f"StageDone.ledger: {report.ledger.worker}'s: tell of your own"
+        case StageDone() if spec is not None:
+            return _too_many("StageDone.tokens", max(report.tokens, default=0), most_tokens(spec))
+        case EvaluationDone() if spec is not None and report.microbatches:
+            most = len(set(report.microbatches)) * most_tokens(spec)
+            return _too_many("EvaluationDone.num_tokens", report.num_tokens, most)
+        case _:
+            pass
+    return None
+
+
+def most_tokens(spec: JobSpec) -> int:
+    """Of one microbatch."""
+    return spec.batch.microbatch_samples * spec.data.sequence_tokens
+
+
+def _too_many(field: str, tokens: int, most: int) -> str | None:
+    return f"{field}: {tokens}: give at most {most}, which is all of it" if tokens > most else None

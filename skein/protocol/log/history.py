@@ -1,0 +1,425 @@
+"""The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite, prod
+from typing import assert_never
+
+from skein.config.job import JobSpec, with_steps
+from skein.plan.agreeing.rounds import is_exchange, local_group
+from skein.plan.agreeing.walkers import walkers_of
+from skein.plan.changing.reroute import ways
+from skein.plan.plan import Plan
+from skein.protocol.log.divergence import LossWatch
+from skein.protocol.log.records import (
+    Averaged,
+    CheckpointChecked,
+    CheckpointCommitted,
+    DataCounted,
+    Diverged,
+    Drained,
+    EpochOpened,
+    Evaluated,
+    GenerationMember,
+    GenerationOpened,
+    HaltAsked,
+    Incident,
+    JobEnded,
+    JobHeld,
+    JobResumed,
+    JobSubmitted,
+    PlanAdopted,
+    Record,
+    RolledBack,
+    StepCommitted,
+)
+from skein.protocol.log.workclock import WorkClock
+from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
+from skein.protocol.messages.positions import LogPosition
+from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step, WorkerId
+
+Holding = Mapping[GenerationMember, frozenset[StageSpec]]
+"""By process, what a plan gives it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class JobHistory:
+    """What is recorded of one job. `version` is the number of steps that count: roll-backs take some away."""
+
+    job: JobId
+    key: str
+    spec: JobSpec
+    submitted_wall_s: float
+    last_wall_s: float = 0.0
+    """When something was recorded of it last."""
+    version: Step = field(default=Step(0))
+    last_commit: StepRecord | None = None
+    num_tokens: int = 0
+    num_late_samples: int = 0
+    """Left out of committed steps, rolled back ones included."""
+    last_evaluation: Evaluated | None = None
+    losses: LossWatch = field(default_factory=LossWatch)
+    clock: WorkClock = field(default_factory=WorkClock)
+    diverged: Diverged | None = None
+    """What is wrong with the losses, until a step learns again."""
+    scores: dict[Step, float] = field(default_factory=dict)
+    """Validation losses of checkpoints and of versions after them; infinite if not finite."""
+    checkpoints: list[CheckpointCommitted] = field(default_factory=list)
+    damaged: dict[Step, str] = field(default_factory=dict)
+    """Checkpoints among them that nobody is to read, and why."""
+    members: tuple[GenerationMember, ...] = ()
+    followers: set[Incarnation] = field(default_factory=set)
+    """Everybody who was ever a member."""
+    outdated: set[Incarnation] = field(default_factory=set)
+    """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
+    plan: PlanAdopted | None = None
+    worked: PlanAdopted | None = None
+    """The plan by which the last step was made."""
+    standing: tuple[tuple[ChunkRef, ...], ...] = ()
+    """Of many walkers, those of the last step that no plan adopted since may have given anything."""
+    worked_by: tuple[GenerationMember, ...] = ()
+    """Who was a member at the last step."""
+    holding: tuple[Holding, ...] = ()
+    """Who may hold what at `version`: by the plan of the last step, and by those that were adopted since."""
+    behind: dict[GenerationMember, frozenset[ChunkVersion]] = field(default_factory=dict)
+    """What processes may hold that were away when later steps were made; newer than any checkpoint."""
+    given_up: dict[Incarnation, Step] = field(default_factory=dict)
+    """Processes that were not here when a version was given up which they may hold, and that version."""
+    turned_at: Step | None = None
+    """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
+    what had been done of that step under an older plan is of another step."""
+    rollbacks: list[RolledBack] = field(default_factory=list)
+    averaged: dict[StageSpec, Step] = field(default_factory=dict)
+    """At which version a stage was last made of its neighbours."""
+    incidents: list[Incident] = field(default_factory=list)
+    learned: tuple[int, ...] = ()
+    """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
+    begins: Beginning | None = None
+    """Whose parameters it begins with, if they are another job's."""
+    counted: DataCounted | None = None
+    """What its data were when they were opened first."""
+    halt: HaltAsked | None = None
+    """What it is to come to once it is saved."""
+    held: JobHeld | None = None
+    end: JobEnded | None = None
+    asked: JobSpec | None = None
+    """As it was submitted, if its budget is another since."""
+    may_rewind: bool = False
+    """Somebody has it go on although it had diverged, so that it goes back once more."""
+
+    @property
+    def may_hold(self) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+        """What processes may hold, here or not: stages at `version`, or as they were when these went away."""
+        merged = dict(self.behind)
+        for held in self.holding:
+            for member, stages in held.items():
+                now = {ChunkVersion(stage=stage, version=self.version) for stage in stages}
+                merged[member] = merged.get(member, frozenset()) | now
+        return merged
+
+    @property
+    def newest_checkpoint(self) -> CheckpointCommitted | None:
+        """Of those that are whole, as far as is known."""
+        return max(self.whole_checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
+
+    @property
+    def whole_checkpoints(self) -> list[CheckpointCommitted]:
+        """Those that were not found damaged."""
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.version not in self.damaged]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps after which the budget is spent, as far as data were counted and the pace tells of its hours."""
+        by_time = self.clock.total_steps(self.spec, self.version)
+        num_steps = None if self.counted is None else self.counted.num_steps
+        return by_time if num_steps is None else min(by_time, num_steps)
+
+    @property
+    def rewinds(self) -> list[RolledBack]:
+        """Roll-backs because training had diverged."""
+        return [back for back in self.rollbacks if back.learning_rate_ratio is not None]
+
+    @property
+    def learning_rate_ratio(self) -> float:
+        """What is left of the learning rate that the job asks for."""
+        return prod(back.learning_rate_ratio or 1.0 for back in self.rewinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """An epoch of the log, and the entry that begins it."""
+
+    record: EpochOpened
+    entry: int
+
+
+class History:
+    """All jobs, the epoch and the newest generation, as the log has them."""
+
+    def __init__(self) -> None:
+        self.epoch = Epoch(0)
+        self.generation = Generation(0)
+        self.jobs: dict[JobId, JobHistory] = {}
+        self.job_by_key: dict[str, JobId] = {}
+        self.drained: set[Incarnation] = set()
+        """Processes that an operator wants to go."""
+        self.num_records = 0
+        """Entries of the log."""
+        self.openings: list[Opening] = []
+        """Of the log, one for each epoch."""
+        self.has_decided = False
+        """Something that binds was recorded in this epoch: what was before it is what counts."""
+
+    def apply(self, record: Record) -> None:
+        """Take one record, in log order."""
+        self.num_records += 1
+        self.has_decided |= isinstance(
+            record, StepCommitted | Evaluated | CheckpointCommitted | RolledBack | Averaged | JobEnded
+        )
+        match record:
+            case EpochOpened():
+                assert record.epoch > self.epoch, f"epoch {record.epoch} after {self.epoch}"
+                self.epoch = record.epoch
+                self.openings.append(Opening(record=record, entry=self.num_records))
+                self.has_decided = False
+            case JobSubmitted():
+                spec = JobSpec.model_validate_json(record.spec)
+                self.jobs[record.job] = JobHistory(
+                    job=record.job,
+                    key=record.key,
+                    spec=spec,
+                    submitted_wall_s=record.wall_s,
+                    last_wall_s=record.wall_s,
+                    begins=record.begins,
+                )
+                self.job_by_key[record.key] = record.job
+            case Drained():
+                self.drained.add(record.incarnation)
+            case _:
+                self._of_job(self.jobs[record.job], record)
+                if not isinstance(record, PlanAdopted):
+                    self.jobs[record.job].last_wall_s = record.wall_s
+
+    def _of_job(
+        self,
+        job: JobHistory,
+        record: GenerationOpened
+        | PlanAdopted
+        | StepCommitted
+        | Evaluated
+        | CheckpointCommitted
+        | CheckpointChecked
+        | RolledBack
+        | Diverged
+        | Averaged
+        | Incident
+        | DataCounted
+        | HaltAsked
+        | JobHeld
+        | JobResumed
+        | JobEnded,
+    ) -> None:
+        match record:
+            case GenerationOpened():
+                assert record.generation > self.generation, f"{record} after {self.generation}"
+                self.generation = record.generation
+                job.members = record.members
+                job.clock.stops()
+                job.followers.update(member.incarnation for member in record.members)
+            case PlanAdopted():
+                if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
+                    job.turned_at = job.version
+                job.standing = _still_standing(job, record)
+                job.learned = _still_learned(job, record.plan)
+                job.plan = record
+                job.holding = (*job.holding, _holding(job.members, record.plan))
+            case StepCommitted():
+                assert record.record.step == job.version, f"{record} at version {job.version}"
+                job.behind, job.holding = _behind(job), job.holding[-1:]
+                job.version = Step(job.version + 1)
+                job.last_commit = record.record
+                job.losses.stepped(record.record)
+                job.clock.stepped(record.wall_s)
+                job.diverged = None if job.losses.doubt() is None else job.diverged
+                job.num_tokens += record.record.num_tokens
+                job.num_late_samples += record.record.num_late_samples
+                job.learned = _learned(job, record.record)
+                job.worked, job.worked_by = job.plan, job.members
+                are_lines = job.spec.aggregation.walkers.are_lines
+                job.standing = walkers_of(job.plan.plan) if are_lines and job.plan is not None else ()
+                if job.outdated and job.plan is not None:
+                    placed = set(job.plan.plan.workers)
+                    job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
+            case Evaluated():
+                job.last_evaluation = record
+                job.clock.goes_on(record.wall_s)
+                job.scores[record.version] = record.loss if isfinite(record.loss) else inf
+            case CheckpointCommitted():
+                found = [c for c in job.checkpoints if c.version != record.version]
+                whole = [c.version for c in found if c.version not in job.damaged]
+                keeps = record.keeps or (*whole, record.version)[-job.spec.checkpoint.keep :]
+                job.checkpoints = [c for c in (*found, record) if c.version in keeps]
+                job.scores = {v: x for v, x in job.scores.items() if v in keeps or v > record.version}
+                job.damaged = {
+                    at: why for at, why in job.damaged.items() if at in keeps and at != record.version
+                }
+            case Diverged():
+                job.diverged = record
+            case CheckpointChecked():
+                job.damaged.pop(record.version, None)
+                if not record.is_whole:
+                    job.damaged[record.version] = record.reason
+            case RolledBack():
+                assert record.from_version == job.version >= record.to_version
+                job.given_up |= _absent(job)
+                job.holding = ()
+                job.behind.clear()
+                job.version = record.to_version
+                job.learned = ()
+                job.last_commit = None
+                job.standing = ()
+                job.rollbacks.append(record)
+                job.averaged = {x: at for x, at in job.averaged.items() if at <= record.to_version}
+                job.outdated |= job.followers
+                if job.last_evaluation is not None and job.last_evaluation.version > record.to_version:
+                    job.last_evaluation = None
+                job.checkpoints = [c for c in job.checkpoints if c.version <= record.to_version]
+                job.scores = {v: x for v, x in job.scores.items() if v <= record.to_version}
+                job.losses.went_back(record.to_version)
+                job.diverged, job.may_rewind = None, False
+                job.damaged = {at: why for at, why in job.damaged.items() if at <= record.to_version}
+            case Averaged():
+                assert record.version == job.version
+                job.turned_at = job.version
+                job.losses.changed()
+                job.averaged.update(dict.fromkeys(record.stages, record.version))
+                job.given_up |= _absent(job)
+                job.behind.clear()
+                here = set(job.members)
+                job.holding = tuple({m: x for m, x in held.items() if m in here} for held in job.holding)
+                job.outdated |= job.followers.difference(m.incarnation for m in job.members)
+            case Incident():
+                job.incidents.append(record)
+            case DataCounted():
+                job.counted = record
+            case HaltAsked():
+                job.halt = record
+            case JobHeld():
+                job.held, job.halt = record, None
+            case JobResumed():
+                _resume(job, record)
+            case JobEnded():
+                job.end, job.held, job.halt = record, None, None
+            case _:
+                assert_never(record)
+
+    @property
+    def position(self) -> LogPosition | None:
+        """How far the log is; None before its first epoch."""
+        if not self.openings:
+            return None
+        origin = next((x for x in reversed(self.openings) if x.record.accepts_loss), self.openings[0])
+        newest = self.openings[-1].record
+        return LogPosition(
+            origin_s=origin.record.wall_s,
+            epoch=newest.epoch,
+            opened_s=newest.wall_s,
+            entry=self.num_records,
+        )
+
+    def covers(self, known: LogPosition) -> bool:
+        """Whether the log has all that somebody knows of it."""
+        place = bisect_left(self.openings, known.epoch, key=lambda opening: opening.record.epoch)
+        following = self.openings[place : place + 2]
+        if not following or following[0].record.epoch != known.epoch:
+            return False
+        end = following[1].entry - 1 if len(following) == 2 else self.num_records
+        return following[0].record.wall_s == known.opened_s and known.entry <= end
+
+    def pending(self) -> list[JobHistory]:
+        """Jobs that have not ended and are not held, oldest first."""
+        return [job for job in self.jobs.values() if job.end is None and job.held is None]
+
+    def state_of(self, job: JobId) -> JobState | None:
+        """The state of a job that has ended or is held; None of one that goes on."""
+        found = self.jobs[job]
+        if found.end is not None:
+            return found.end.state
+        return None if found.held is None else JobState.HELD
+
+
+def _resume(job: JobHistory, record: JobResumed) -> None:
+    if job.end is not None or job.held is not None:
+        # Whoever worked on it has forgotten it.
+        job.members = ()
+        job.losses.went_back(job.version)
+        job.may_rewind = job.diverged is not None and job.spec.on_divergence != "ignore"
+    job.end = job.held = job.halt = None
+    if record.steps is not None:
+        job.asked = job.asked or job.spec
+        job.spec = with_steps(job.spec, record.steps)
+        job.counted = None if job.counted is None else replace(job.counted, num_steps=None)
+
+
+def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:
+    stages = {stage.index: stage for stage in plan.stages}
+    by_worker: dict[WorkerId, set[StageSpec]] = {}
+    for placed in plan.chunks:
+        by_worker.setdefault(placed.chunk.worker, set()).add(stages[placed.chunk.stage])
+    return {m: frozenset(by_worker[m.worker]) for m in members if m.worker in by_worker}
+
+
+def _behind(job: JobHistory) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+    """What `behind` is once the step at hand is made by the newest plan."""
+    if len(job.holding) < 2 and not job.behind:
+        return job.behind
+    here = {member.worker for member in job.members}
+    saved = Step(0) if job.newest_checkpoint is None else job.newest_checkpoint.version
+    away = {
+        member: frozenset(held for held in chunks if held.version > saved)
+        for member, chunks in job.may_hold.items()
+        if member.worker not in here
+    }
+    return {member: chunks for member, chunks in away.items() if chunks}
+
+
+def _absent(job: JobHistory) -> dict[Incarnation, Step]:
+    """Who may hold something and is no member of the newest generation, and the version of it."""
+    return {
+        member.incarnation: max(held.version for held in chunks)
+        for member, chunks in job.may_hold.items()
+        if member not in job.members
+    }
+
+
+def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:
+    """Walkers that a plan has too, with nobody in them who is not the very process that made the last step."""
+    if not job.standing:
+        return ()
+    same = {m.worker for m in set(job.worked_by) & set(job.members)}
+    kept = set(walkers_of(record.plan))
+    return tuple(x for x in job.standing if x in kept and all(at.worker in same for at in x))
+
+
+def _still_learned(job: JobHistory, plan: Plan) -> tuple[int, ...]:
+    """What `learned` is in the order of another plan: nothing of walkers that do not go on by it."""
+    if job.plan is None or not job.learned:
+        return ()
+    standing = {chunk for walker in job.standing for chunk in walker}
+    by_chunk = dict(zip(job.plan.plan.groups[-1].members, job.learned, strict=True))
+    return tuple(by_chunk.get(x, 0) if x in standing else 0 for x in plan.groups[-1].members)
+
+
+def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
+    if not job.spec.aggregation.walkers.are_lines or job.plan is None:
+        return ()
+    if record.decision is not Decision.APPLY:
+        return job.learned
+    num_tokens = {result.group: result.num_tokens for result in record.results}
+    if any(is_exchange(group) for group in num_tokens):
+        return ()
+    members = job.plan.plan.groups[-1].members
+    now = [num_tokens.get(local_group(member).group, 0) for member in members]
+    before = job.learned or (0,) * len(now)
+    return tuple(a + b for a, b in zip(before, now, strict=True))

@@ -1,0 +1,497 @@
+"""The Membership machine: who is here. The exemplar of a machine: events and the time go in, changes come out.
+
+Rules of this file
+- A worker is an id with an incarnation. Another incarnation of a live id is refused, unless it proves that it is the
+  same worker, started again: then the old process died; should it live after all, it is refused from then on, or the
+  two would take the name from each other for ever.
+- After a coordinator's restart names belong to whom the log knows under them, for as long as a lease.
+- Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
+- A peer's word alone loses nobody: a doubted worker is lost at once if it has been silent here too.
+- While this process stood still nobody was heard, and that is nobody's fault: whoever would be lost is given time.
+- Who is lost for silence alone and speaks again on the stream that it still has, joins again.
+- Who is leaving stays so, however often it is lost and comes back; each time it is told again.
+- Only `handle` changes anything, and every change is told.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from heapq import heappop, heappush, heapreplace
+from typing import assert_never
+
+from skein import PROTOCOL_VERSION
+from skein.protocol.log.records import GenerationMember
+from skein.protocol.membership.story import Story
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.reports import Hello
+from skein.topology.fleet import FleetWorker
+from skein.types import Incarnation, WorkerId
+
+LEASE_S = 2.5
+"""With the beat before a freeze up to a period old, and timers late by some, a frozen process is lost within 3 s."""
+GRACE_S = 0.25
+"""A live worker dials again within 0.05 s; a dead one is to be lost within 0.5 s. Over a long way a return may be late,
+which costs a generation and no work."""
+BEATS_PER_LEASE = 5
+"""Four lost beats in a row are no death, and the fifth comes in time unless nothing does."""
+DOUBT_BEATS = 2.5
+"""So many periods of silence bear a peer's doubt out: two beats are missing then."""
+_CURE = (
+    "give each worker a name of its own; to replace that process, end it first, or start the new one on its host with "
+    "its state directory"
+)
+LATE_S = 1.0
+"""A lease that is looked at so late was not looked after: this process stood still meanwhile."""
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloHeard:
+    """A worker opened a control stream."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A worker said something on its stream; `progress` comes with beats."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    progress: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedHeard:
+    """A live worker has measured its device again."""
+
+    worker: WorkerId
+    flops_per_s: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBroke:
+    """A worker's stream ended."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubted:
+    """A peer cannot reach this worker."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveHeard:
+    """A worker asked to go, or an operator asked for it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveRemembered:
+    """An operator asked this process to go, and an earlier coordinator recorded it."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRemembered:
+    """A process had this name when the coordinator before this one was lost, and may be alive."""
+
+    member: GenerationMember
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """The coordinator wants no more of this incarnation, now or later."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTime:
+    """The deadline may have come."""
+
+
+MembershipEvent = (
+    HelloHeard
+    | Heard
+    | SpeedHeard
+    | StreamBroke
+    | Doubted
+    | LeaveHeard
+    | LeaveRemembered
+    | NameRemembered
+    | Evicted
+    | LeaseTime
+)
+
+# --- changes ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """An incarnation is here that was not, or that was lost."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A known incarnation has a new stream: what was said on the old one may be lost."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """This Hello admits nobody."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """An incarnation is dead, or counts as dead; if `is_final`, it will not be admitted again."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+    silent_s: float
+    """Since its last sign of life."""
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsLeaving:
+    """A worker is to be given no more work."""
+
+    worker: WorkerId
+
+
+LEFT = "left when asked"
+"""Why a worker is lost that was to go and went."""
+
+MembershipChange = Joined | Returned | Rejected | Lost | IsLeaving
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """What is known of one live worker."""
+
+    hello: Hello
+    lease_until: float
+    queued_at: float = 0.0
+    """The one time in the lease heap that counts: no later than `lease_until`."""
+    is_connected: bool = True
+    is_leaving: bool = False
+    progress: int = 0
+    heard_at: float = 0.0
+    progressed_at: float = 0.0
+    measured_at: float = 0.0
+    """When its speed was last measured, as far as is known here."""
+
+    @property
+    def holder(self) -> GenerationMember:
+        """Who has the name, as the log knows it."""
+        hello = self.hello
+        return GenerationMember(
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            proof=proof_of(hello),
+            address=hello.address,
+        )
+
+    @property
+    def member(self) -> Member:
+        hello = self.hello
+        return Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+
+    @property
+    def fleet_worker(self) -> FleetWorker:
+        return FleetWorker(worker=self.hello.worker, site=self.hello.site, profile=self.hello.profile)
+
+
+def proof_of(hello: Hello) -> str:
+    """What is kept of the secret that a process knows; "" of none."""
+    return sha256(hello.secret.encode()).hexdigest() if hello.secret else ""
+
+
+class Membership:
+    """Live workers and their leases.
+
+    Args:
+        lease_s: silence after which a worker is lost.
+        grace_s: the same after its stream broke.
+    """
+
+    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S) -> None:
+        self.lease_s = lease_s
+        self.grace_s = grace_s
+        self._entries: dict[WorkerId, Entry] = {}
+        # One entry per live lease counts, no later than its end; what is too early is put right when it comes up.
+        self._leases: list[tuple[float, WorkerId, Incarnation]] = []
+        self._silent: dict[WorkerId, Entry] = {}
+        self._refused: dict[Incarnation, str] = {}
+        self._leaving: set[Incarnation] = set()
+        self._remembered: dict[WorkerId, tuple[GenerationMember, float]] = {}
+        """Who had the name, and until when nobody else gets it."""
+        self._story = Story()
+
+    @property
+    def live(self) -> Mapping[WorkerId, Entry]:
+        """Every worker that is not lost, leaving ones included."""
+        return self._entries
+
+    @property
+    def beat_s(self) -> float:
+        """How often workers are to beat."""
+        return self.lease_s / BEATS_PER_LEASE
+
+    def handle(self, event: MembershipEvent, *, now: float) -> list[MembershipChange]:
+        """Take one event at time `now` (seconds); gives what changed."""
+        match event:
+            case HelloHeard():
+                return self._hello(event.hello, now=now)
+            case Heard():
+                return self._heard(event, now=now)
+            case SpeedHeard():
+                self._speed(event, now=now)
+                return []
+            case StreamBroke():
+                self._broke(event, now=now)
+                return []
+            case Doubted():
+                return self._doubt(event, now=now)
+            case LeaveHeard():
+                return self._leave(event.worker, now=now)
+            case LeaveRemembered():
+                self._leaving.add(event.incarnation)
+                return []
+            case NameRemembered():
+                # Who has shown no proof could not show it now, were it the same worker.
+                if event.member.proof:
+                    self._remembered[event.member.worker] = event.member, now + self.lease_s
+                return []
+            case Evicted():
+                return self._refuse(event.worker, event.reason, now=now)
+            case LeaseTime():
+                return self._expire(now=now)
+            case _:
+                assert_never(event)
+
+    def deadline(self) -> float | None:
+        """When the next lease ends."""
+        while self._leases:
+            at, worker, incarnation = self._leases[0]
+            entry = self._entries.get(worker)
+            if entry is None or entry.hello.incarnation != incarnation or entry.queued_at != at:
+                heappop(self._leases)
+            elif entry.lease_until > at:
+                entry.queued_at = entry.lease_until
+                heapreplace(self._leases, (entry.lease_until, worker, incarnation))
+            else:
+                return at
+        return None
+
+    def story(self, worker: WorkerId) -> tuple[str, ...]:
+        """The last lines about a worker."""
+        return self._story.of(worker)
+
+    def is_current(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this incarnation is the live one."""
+        entry = self._entries.get(worker)
+        return entry is not None and entry.hello.incarnation == incarnation
+
+    def is_refused(self, incarnation: Incarnation) -> bool:
+        """Whether this process was turned away for good."""
+        return incarnation in self._refused
+
+    def is_from_holder(self, hello: Hello) -> bool:
+        """Whether this is said by the live process of its name, and not by one that only knows its incarnation."""
+        entry = self._entries.get(hello.worker)
+        said = hello.incarnation, proof_of(hello)
+        return entry is not None and (entry.holder.incarnation, entry.holder.proof) == said
+
+    def _hello(self, hello: Hello, *, now: float) -> list[MembershipChange]:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = (
+                f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
+                "install the same release of Skein on both"
+            )
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
+        if hello.incarnation in self._refused:
+            reason = self._refused[hello.incarnation]
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
+        taken = self._taken(hello, now=now)
+        if taken is not None:
+            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=taken)]
+        self._remembered.pop(hello.worker, None)
+        if self.is_current(hello.worker, hello.incarnation):
+            entry = self._entries[hello.worker]
+            entry.is_connected = True
+            entry.heard_at = now
+            entry.lease_until = now + self.lease_s
+            self._story.tell(hello.worker, "returned on a new stream", now=now)
+            return [Returned(worker=hello.worker), *self._still_leaving(entry)]
+        changes = self._displace(hello, now=now)
+        return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
+
+    def _taken(self, hello: Hello, *, now: float) -> str | None:
+        """Why this process does not get its name: another one has it, and this one proves no succession."""
+        entry = self._entries.get(hello.worker)
+        remembered, until = self._remembered.get(hello.worker, (None, now))
+        if entry is not None:
+            holder = entry.holder
+            host, heard_s = entry.hello.host or "a nameless host", now - entry.heard_at
+            who = f"a living process on {host}, at {entry.hello.address}, heard {heard_s:.1f} s ago"
+        elif remembered is not None and now < until:
+            holder, who = remembered, "a process that may live and come back within seconds"
+        else:
+            return None
+        proof = proof_of(hello)
+        if proof == holder.proof and (proof or hello.incarnation == holder.incarnation):
+            return None
+        return f"the name {hello.worker} is that of {who}: {_CURE}"
+
+    def _displace(self, hello: Hello, *, now: float) -> list[MembershipChange]:
+        """Refuse another process of this name, live or silent."""
+        reason = f"another process took the name {hello.worker}: give each worker its own"
+        changes = self._refuse(hello.worker, reason, now=now)
+        silent = self._silent.pop(hello.worker, None)
+        if silent is not None and silent.hello.incarnation != hello.incarnation:
+            incarnation = silent.hello.incarnation
+            self._refused[incarnation] = reason
+            changes.append(Rejected(worker=hello.worker, incarnation=incarnation, reason=reason))
+        return changes
+
+    def _still_leaving(self, entry: Entry) -> list[MembershipChange]:
+        return [IsLeaving(worker=entry.hello.worker)] if entry.is_leaving else []
+
+    def _join(self, entry: Entry, *, now: float) -> list[MembershipChange]:
+        worker, incarnation = entry.hello.worker, entry.hello.incarnation
+        entry.is_leaving = incarnation in self._leaving
+        entry.heard_at = entry.measured_at = now
+        entry.lease_until = now + self.lease_s
+        self._entries[worker] = entry
+        self._queue_lease(entry)
+        self._story.tell(worker, f"joined as {incarnation}", now=now)
+        return [Joined(worker=worker), *self._still_leaving(entry)]
+
+    def _queue_lease(self, entry: Entry) -> None:
+        entry.queued_at = entry.lease_until
+        heappush(self._leases, (entry.lease_until, entry.hello.worker, entry.hello.incarnation))
+
+    def _heard(self, event: Heard, *, now: float) -> list[MembershipChange]:
+        changes: list[MembershipChange] = []
+        silent = self._silent.get(event.worker)
+        if silent is not None and silent.hello.incarnation == event.incarnation:
+            changes += self._join(self._silent.pop(event.worker), now=now)
+        if self.is_current(event.worker, event.incarnation):
+            self._renew(self._entries[event.worker], event, now=now)
+        return changes
+
+    def _renew(self, entry: Entry, event: Heard, *, now: float) -> None:
+        entry.heard_at = now
+        if entry.is_connected:
+            entry.lease_until = now + self.lease_s
+        if event.progress is not None and event.progress != entry.progress:
+            entry.progress = event.progress
+            entry.progressed_at = now
+
+    def _speed(self, event: SpeedHeard, *, now: float) -> None:
+        entry = self._entries[event.worker]
+        profile = replace(entry.hello.profile, flops_per_s=event.flops_per_s, spread=event.spread)
+        entry.hello = replace(entry.hello, profile=profile)
+        entry.measured_at = now
+
+    def _broke(self, event: StreamBroke, *, now: float) -> None:
+        silent = self._silent.get(event.worker)
+        if silent is not None and silent.hello.incarnation == event.incarnation:
+            del self._silent[event.worker]
+        if not self.is_current(event.worker, event.incarnation):
+            return
+        entry = self._entries[event.worker]
+        entry.is_connected = False
+        entry.lease_until = min(entry.lease_until, now + self.grace_s)
+        if entry.lease_until < entry.queued_at:
+            self._queue_lease(entry)
+        self._story.tell(event.worker, f"stream broke: {event.reason}", now=now)
+
+    def _leave(self, worker: WorkerId, *, now: float) -> list[MembershipChange]:
+        entry = self._entries.get(worker)
+        if entry is None or entry.is_leaving:
+            return []
+        entry.is_leaving = True
+        self._leaving.add(entry.hello.incarnation)
+        self._story.tell(worker, "is leaving", now=now)
+        return [IsLeaving(worker=worker)]
+
+    def _expire(self, *, now: float) -> list[MembershipChange]:
+        changes: list[MembershipChange] = []
+        due = self.deadline()
+        if due is not None and now - due > LATE_S:
+            self._forgive(now=now)
+            return changes
+        for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= now):
+            entry = self._entries[worker]
+            how = "lease" if entry.is_connected else "stream broke"
+            reason = f"{how}, silent for {now - entry.heard_at:.1f} s"
+            if entry.is_leaving and not entry.is_connected:
+                reason = LEFT
+            changes += self._lose_silent(entry, reason, now=now)
+        return changes
+
+    def _forgive(self, *, now: float) -> None:
+        """Let everybody be heard first: what they said meanwhile is still to be read."""
+        for worker, entry in sorted(self._entries.items()):
+            if entry.lease_until <= now:
+                entry.lease_until = now + (DOUBT_BEATS * self.beat_s if entry.is_connected else self.grace_s)
+                self._story.tell(worker, "was not listened to", now=now)
+
+    def _doubt(self, event: Doubted, *, now: float) -> list[MembershipChange]:
+        entry = self._entries.get(event.worker)
+        if entry is None:
+            return []
+        silent_s = now - entry.heard_at
+        if entry.is_connected and silent_s < DOUBT_BEATS * self.beat_s:
+            self._story.tell(event.worker, f"doubted: {event.reason}", now=now)
+            return []
+        return self._lose_silent(entry, f"{event.reason}, silent here for {silent_s:.1f} s", now=now)
+
+    def _lose_silent(self, entry: Entry, reason: str, *, now: float) -> list[MembershipChange]:
+        """Lose a worker that may speak again."""
+        changes = self._lose(entry.hello.worker, reason, now=now)
+        if entry.is_connected:
+            self._silent[entry.hello.worker] = entry
+        return changes
+
+    def _refuse(self, worker: WorkerId, reason: str, *, now: float) -> list[MembershipChange]:
+        """Lose a worker for good."""
+        entry = self._entries.get(worker)
+        if entry is not None:
+            self._refused[entry.hello.incarnation] = reason
+        return self._lose(worker, reason, now=now)
+
+    def _lose(self, worker: WorkerId, reason: str, *, now: float) -> list[MembershipChange]:
+        entry = self._entries.pop(worker, None)
+        if entry is None:
+            return []
+        self._story.tell(worker, f"lost: {reason}", now=now)
+        incarnation = entry.hello.incarnation
+        is_final = incarnation in self._refused
+        silent_s = now - entry.heard_at
+        return [
+            Lost(worker=worker, incarnation=incarnation, reason=reason, silent_s=silent_s, is_final=is_final)
+        ]

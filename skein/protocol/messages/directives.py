@@ -1,0 +1,488 @@
+"""What coordinator and workers say to each other, and the headers of what workers send to peers.
+
+Reports go up, directives down. Every directive of a run carries (epoch, generation): a lower epoch or generation is
+refused, and all are idempotent. These classes are the domain side of protos/skein/wire/v1; `skein.wire.codec` maps
+them field by field, so names here are names there.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from skein.config.rule import Reach
+from skein.plan.plan import Group, Path, Schedule
+from skein.protocol.messages.positions import LogPosition
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.types import (
+    Attempt,
+    Epoch,
+    Generation,
+    GroupId,
+    Incarnation,
+    JobId,
+    MicrobatchId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
+
+# --- values that several messages share ---
+
+
+class Decision(StrEnum):
+    """What a commit does to parameters: apply the reduced gradient, or skip it as not finite."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+
+
+class SourceKind(StrEnum):
+    """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it.
+
+    NEIGHBOURS: nobody has it, and it is made of the stages beside it.
+    """
+
+    KEEP = "keep"
+    INITIAL = "initial"
+    CHECKPOINT = "checkpoint"
+    PEER = "peer"
+    NEIGHBOURS = "neighbours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker of a generation and where peers reach it (host:port).
+
+    `secret` is what its tensors carry under the generation that is told with it; empty elsewhere. `door` is what it
+    wants to be shown: by peers that fetch state, where a directive tells of members or donors, and by peers that
+    measure the link, where it tells whom to probe.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+    secret: str = field(default="", repr=False, compare=False)
+    door: str = field(default="", repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkVersion:
+    """A chunk held: after how many committed steps its parameters are."""
+
+    stage: StageSpec
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A stage beside a lost one, who gives its parameters, and its weight in their average."""
+
+    stage: StageSpec
+    peer: WorkerId
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSource:
+    """Where a chunk's state at `version` comes from; `peer` names a worker, `url` a checkpoint.
+
+    `was_averaged`: this version of the stage was made of its neighbours, so what was copied of it before is another.
+    """
+
+    kind: SourceKind
+    version: Step
+    peer: WorkerId | None = None
+    url: str | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+    was_averaged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAssignment:
+    """A chunk to hold: its slots, where its state comes from, and which of the plan's evaluation paths visit it.
+
+    `walker`: which one the chunk is of, where its source is a checkpoint of many walkers.
+    """
+
+    stage: StageSpec
+    slots: int
+    source: StateSource
+    evaluation_paths: tuple[int, ...]
+    walker: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Another job's checkpoint whose parameters a job begins with, at a step 0 of its own."""
+
+    job: JobId
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A microbatch that starts here, and its way; for evaluation, the first of those that take this way."""
+
+    microbatch: MicrobatchId
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Which microbatches' contributions one chunk has accumulated in this step, in that order."""
+
+    stage: StageIndex
+    worker: WorkerId
+    microbatches: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkProgress:
+    """What a chunk has done of the step that begins at its version, when a new generation stopped it.
+
+    `ledger` is in the order of accumulation. `forwards` are microbatches whose activations wait for their gradient;
+    `outputs` and `gradients` those whose activation for the next hop, and gradient for the hop before, the boundary
+    log has.
+    """
+
+    stage: StageIndex
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+    outputs: tuple[MicrobatchId, ...]
+    gradients: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedChunk:
+    """What stays of a chunk's progress: its whole ledger or none of it, and some of its activations."""
+
+    stage: StageIndex
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """How a worker goes on with a step that an older generation began: what of it stays, and what is left to do.
+
+    `schedule` names the ops that are left, `origins` the microbatches among them that start here. `repeats` are sent
+    again from the boundary log when the step goes on, by the paths that they have now.
+    """
+
+    step: Step
+    schedule: Schedule
+    chunks: tuple[ResumedChunk, ...]
+    origins: tuple[Origin, ...]
+    repeats: tuple[HopTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """The attempt whose result a commit applies, and what its holders voted.
+
+    `weight` is the factor on their summed gradient: 1 over `num_tokens`, the valid tokens of the microbatches that
+    visited the group's stages; 0 if there are none: then the step leaves these stages as they are. Where walkers are
+    clipped apart, the clip is in it.
+    """
+
+    group: GroupId
+    attempt: Attempt
+    digest: str
+    squared_norm: float
+    weight: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The durable decision on one step. Everybody computes with the numbers in here, never with its own.
+
+    `loss` is nats per valid token (or per sample), `weight` 1 / `num_tokens` (groups have their own), `clip` the factor
+    on all gradients, `gradient_norm` the global norm after weighting by group and before clipping.
+    """
+
+    step: Step
+    decision: Decision
+    reason: str
+    results: tuple[GroupResult, ...]
+    loss: float
+    num_tokens: int
+    weight: float
+    gradient_norm: float
+    clip: float
+    learning_rate: float
+    samples_after: int
+    num_late_samples: int = 0
+    """Of this step, left out: their walkers were not waited for, and give them up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """One file of a checkpoint: its name, size in bytes, hex SHA-256 and the tensors in it."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """One labelled number of a worker's statistics, cumulative since its process started."""
+
+    name: str
+    label: str
+    value: float
+
+
+# --- directives: coordinator to worker ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`. The log is at `position`.
+
+    `door` is what those show who are told to probe this worker.
+    """
+
+    epoch: Epoch
+    lease_s: float
+    beat_s: float
+    position: LogPosition | None = None
+    door: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Not admitted, and trying again will not help."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGeneration:
+    """Stop what belongs to older generations, apply `last_commit` if it is new, and acknowledge."""
+
+    epoch: Epoch
+    generation: Generation
+    job: JobId
+    members: tuple[Member, ...]
+    last_commit: StepRecord | None
+    position: LogPosition | None = None
+    """Where the run log is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assign:
+    """What to hold, where it comes from, and in which order to work. Answered by `ChunksReady`.
+
+    Evaluation microbatch e starts where `evaluation_origins` has e modulo `num_evaluation_paths`.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+    version: Step
+    num_paths: int
+    """Microbatches in a step."""
+    chunks: tuple[ChunkAssignment, ...]
+    schedule: Schedule
+    origins: tuple[Origin, ...]
+    num_evaluation_paths: int
+    evaluation_origins: tuple[Origin, ...]
+    groups: tuple[Group, ...]
+    resumption: Resumption | None
+    """None: nothing of a step in progress counts any more."""
+    begins: Beginning | None = None
+    """What chunks of an initial source begin with; None: with what the job says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Everybody is ready: begin `step`."""
+
+    epoch: Epoch
+    generation: Generation
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Forward `num_microbatches` of validation data through `version`, loss only.
+
+    In a probe all evaluation paths, one for each walker, get the same samples.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    num_microbatches: int
+    phase: Phase = Phase.EVALUATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeTerms:
+    """Which exchange of the job's rule a reduction is, and the numbers of the step that it ends.
+
+    `scales` has for each member of the group the factor on its summed gradients: 1 / tokens times its clip, 0 for one
+    that makes no local step. `due_step` is the step that the rule ends with this exchange. `taken_at` is None where
+    that is the step whose record applies the result; else the version at which members send, to go on with steps until
+    that record. `checkers` are followers that compute the leader's score again from what they have received.
+    `num_steps` are the whole job's: with the last all exchanges are due.
+    """
+
+    reach: Reach
+    learning_rate: float
+    scales: tuple[float, ...]
+    due_step: Step
+    num_steps: int
+    taken_at: Step | None = None
+    checkers: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Reduce `group`: its members' ledgers, disjoint and covering, are `parts`; or exchange, by the job's rule."""
+
+    epoch: Epoch
+    generation: Generation
+    step: Step
+    group: Group
+    attempt: Attempt
+    parts: tuple[Ledger, ...]
+    exchange: ExchangeTerms | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive.
+
+    `keeps_late`: whoever the record leaves out goes on with the local step that it is in, else it gives that up.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    record: StepRecord
+    goes_on: bool
+    keeps_late: bool = False
+    position: LogPosition | None = None
+    """Where the run log is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Copy these stages at `version` and write them under `url` (None: upload to the coordinator).
+
+    `walkers` has for each stage the number of its walker in this checkpoint; 0 is the main one, or the only one.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    stages: tuple[StageIndex, ...]
+    url: str | None
+    walkers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Copy these stages when they are at `version`, and give the copies to peers that ask.
+
+    With `keeps_results`, keep what every step from then on applies too. Older copies may go.
+    """
+
+    epoch: Epoch
+    generation: Generation
+    version: Step
+    stages: tuple[StageIndex, ...]
+    keeps_results: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Fetch a stage's state at `version` from all of `donors`, beside whatever is running. Answered by `Prefetched`.
+
+    A backup is kept for others as it is, until newer ones of all stages are complete; otherwise the receiver will hold
+    the stage under a coming plan, and is told of every commit meanwhile.
+    """
+
+    epoch: Epoch
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+    stage: StageSpec
+    version: Step
+    donors: tuple[Member, ...]
+    is_backup: bool
+    drops_before: Step
+    """Backups of older versions are of no more use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenData:
+    """Open a job's data, beside whatever is running: paths will begin here. Answered by `DataOpened`."""
+
+    epoch: Epoch
+    job: JobId
+    job_spec: str
+    """Canonical JSON of the `JobSpec`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """A step is committed: bring what was prefetched up to date with its result. Answered by `Prefetched`."""
+
+    epoch: Epoch
+    job: JobId
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Measure the links to these peers."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Measure the device again. Answered by `SpeedMeasured`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Say who of these peers is there: the coordinator hears nothing of them. Answered by `PeersSeen`."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """The job is over for this worker: drop all state of it. `may_exit` answers `Leaving`."""
+
+    epoch: Epoch
+    job: JobId | None
+    may_exit: bool
+
+
+Directive = (
+    Welcome
+    | Refused
+    | NewGeneration
+    | Assign
+    | Start
+    | Evaluate
+    | Prepare
+    | Commit
+    | Save
+    | Snapshot
+    | Prefetch
+    | OpenData
+    | Follow
+    | Probe
+    | Measure
+    | Look
+    | Dismiss
+)

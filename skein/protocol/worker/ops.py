@@ -1,0 +1,212 @@
+"""What a worker's executor is asked to do, one op at a time, and what it answers.
+
+An op names its operands by identity (`TensorKey`, ledgers, attempts); the payloads stay with the driver. So the
+simulator can run the same ops by a cost model and the worker by torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import fsum, isfinite
+from typing import NamedTuple
+
+from skein.plan.ops import Direction
+from skein.plan.plan import Group, Path
+from skein.protocol.messages.directives import ExchangeTerms, StepRecord
+from skein.protocol.messages.tensors import HopTensor, Phase, ShardTensor
+from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
+
+
+class HopKey(NamedTuple):
+    """Identity of a boundary tensor, without its route."""
+
+    direction: Direction
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+
+
+def hop_key(tensor: HopTensor) -> HopKey:
+    """The identity in a boundary tensor's header."""
+    return HopKey(tensor.direction, tensor.phase, tensor.step, tensor.microbatch, tensor.hop)
+
+
+TensorKey = HopKey | ShardTensor
+"""What the driver files payloads under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOp:
+    """Run a chunk forward. Input: x of `hop` (hop 0: the data). Output, ready to send: x of `hop + 1`.
+
+    TRAIN keeps what the backward pass needs; EVALUATE keeps nothing.
+    """
+
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOp:
+    """Run the last hop: forward and loss, and in TRAIN backward too, accumulating. Output: dy of `hop - 1`, if any."""
+
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardOp:
+    """Run a chunk backward from dy of `hop`, adding to its accumulators. Output: dy of `hop - 1`, if any."""
+
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+
+Parcel = tuple[WorkerId, ShardTensor]
+"""A shard and who is to have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOp:
+    """Copy the group's accumulators of each local member into shards, filed as `parcels` say. Accumulators stay."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+    stages: tuple[StageIndex, ...]
+    parcels: tuple[Parcel, ...]
+    """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
+    exchange: ExchangeTerms | None = None
+    """Not None: what is packed is what the job's rule sends, after its local step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOp:
+    """Add `parts` of one shard, PARTs or SUMs, in that order; filed as `total`, a RESULT or a SUM that goes on."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+    shard: int
+    parts: tuple[ShardTensor, ...]
+    total: ShardTensor
+    to: tuple[WorkerId, ...]
+    """Who is to have the total, perhaps this worker too."""
+    exchange: ExchangeTerms | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOp:
+    """Put the group's `results` together (if none: take the only member's accumulators) and say what it is."""
+
+    step: Step
+    group: Group
+    attempt: Attempt
+    results: tuple[ShardTensor, ...] = ()
+    exchange: ExchangeTerms | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyOp:
+    """Update all chunks from the joined results as the record says, then clear accumulators and boundary tensors."""
+
+    record: StepRecord
+    keeps_step: bool = False
+    """The decision was made without these chunks, which go on with the local step that they are in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOp:
+    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`.
+
+    `walker` is its walker's number in that checkpoint.
+    """
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    url: str | None
+    walker: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotOp:
+    """Copy a chunk's state at `version` into host memory, for peers; then perhaps what each step applies to it, too.
+
+    A copy that finds no room is left out: that is no failure.
+    """
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    keeps_results: bool
+
+
+Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A LossOp's answer: summed nats and valid tokens; in a probe also the digest of the chunk's parameters."""
+
+    loss_sum: float
+    num_tokens: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A JoinOp's answer: what the holder votes."""
+
+    group: GroupId
+    digest: str
+    squared_norm: float
+    is_finite: bool
+    probe_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFailed:
+    """The op raised. `is_fatal`: it would on any worker, the job is wrong. `is_unfit`: this worker lacks something.
+
+    `blamed`: the worker that has sent it what it could not use.
+    """
+
+    is_fatal: bool
+    reason: str
+    blamed: WorkerId | None = None
+    is_unfit: bool = False
+
+
+OpOutcome = Loss | Joined | OpFailed | None
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum rounded once, whatever the order; not finite where plain addition is not, and never an error.
+
+    >>> exact_sum([0.1] * 10), exact_sum([1e308, 1e308]), exact_sum([float("inf"), float("-inf")])
+    (1.0, inf, nan)
+    """
+    listed = list(values)
+    total = sum(listed)
+    return fsum(listed) if isfinite(total) else total

@@ -1,0 +1,357 @@
+"""Which compute op a worker runs next: of those whose input has arrived, the one that its schedule names first.
+
+Rules of this file
+- Of one chunk, forwards are taken strictly in the schedule's order, and so are losses and backwards. So sums are made
+  in one order whatever the network does. Otherwise nothing waits for its turn: what is ready goes first.
+- A forward starts only into a free slot; its slot is free again when that microbatch's backward has ended.
+- So what an op waits for is fixed: its input, the op before it in its chunk's order, and for the k-th forward of a
+  chunk with n slots the backward number k - n. A worker is never idle while one of its ops is ready; hence a step can
+  come to a halt only if these precedences run in a circle, which no timing makes or mends. `skein.plan.check` walks
+  them.
+- A microbatch enters the ledger once, when its last op on the chunk has ended; repeats are dropped on arrival.
+- Evaluation comes after every training op that may run: losses, then forwards, by microbatch, and of one microbatch
+  the hop nearest to its loss. It holds its slot until an empty gradient comes back, so nothing piles up before a slow
+  stage. Its paths visit all stages in order: who holds a slot waits for later stages alone, and the last never waits.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, assert_never
+
+from skein.plan.ops import Direction, OpKind
+from skein.plan.plan import Path, PlannedOp, Schedule
+from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
+from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
+from skein.types import MicrobatchId, StageIndex, Step, WorkerId
+
+ComputeOp = ForwardOp | LossOp | BackwardOp
+_Place = tuple[int, Path]
+"""Hop and path of a microbatch that is ready."""
+
+
+class _Listed(NamedTuple):
+    """An op and its place in the schedule."""
+
+    position: int
+    op: PlannedOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a chunk has done of a step: it outlives the generation under which it was done."""
+
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+    losses: Mapping[MicrobatchId, Loss]
+
+
+NOTHING = Carried(ledger=(), forwards=(), losses={})
+
+
+class _Chunk:
+    """One chunk's queues and ledger."""
+
+    def __init__(self, assignment: ChunkAssignment, planned: Iterable[_Listed]) -> None:
+        self.slots = assignment.slots
+        self.evaluation_paths = assignment.evaluation_paths
+        self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
+        self.evaluation_losses: dict[MicrobatchId, Loss] = {}
+        self._whole_step = list(planned)
+        self.arrived: dict[PlannedOp, _Place] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """A step from its beginning."""
+        self.arrived.clear()
+        self.ledger: list[MicrobatchId] = []
+        self.train_losses: dict[MicrobatchId, Loss] = {}
+        self.held: set[MicrobatchId] = set()
+        # What an evaluation of the older version has not released by now is refused as stale when it comes.
+        self.in_flight = 0
+        self._plan(self._whole_step)
+
+    def resume(self, carried: Carried, left: Iterable[_Listed]) -> None:
+        """A step that goes on: what was carried over counts, the ops in `left` are to come."""
+        self.ledger = list(carried.ledger)
+        self.train_losses = {m: carried.losses[m] for m in carried.ledger if m in carried.losses}
+        self.held = set(carried.forwards)
+        self.in_flight = len(self.held)
+        self._plan(left)
+
+    def _plan(self, listed: Iterable[_Listed]) -> None:
+        left = list(listed)
+        self.planned = {listed_op.op for listed_op in left}
+        self._forwards = deque(listed_op for listed_op in left if not listed_op.op.kind.row.is_accumulating)
+        self._accumulations = deque(listed_op for listed_op in left if listed_op.op.kind.row.is_accumulating)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._accumulations
+
+    def due(self) -> Iterator[_Listed]:
+        """What may run now: at most the next forward and the next op that accumulates."""
+        if self._accumulations and self._is_ready(self._accumulations[0].op):
+            yield self._accumulations[0]
+        if self._forwards and self.in_flight < self.slots and self._forwards[0].op in self.arrived:
+            yield self._forwards[0]
+
+    def _is_ready(self, op: PlannedOp) -> bool:
+        # In a step that goes on, the gradient may be here before the activation has been made again.
+        is_forward_done = op.kind is not OpKind.BACKWARD or op.microbatch in self.held
+        return is_forward_done and op in self.arrived
+
+    def begin_op(self, op: PlannedOp) -> _Place:
+        """The op runs now."""
+        if op.kind is OpKind.FORWARD:
+            self._forwards.popleft()
+            self.in_flight += 1
+        return self.arrived.pop(op)
+
+    def accumulated(self, microbatch: MicrobatchId) -> None:
+        """An op that adds to the gradient has ended."""
+        self._accumulations.popleft()
+        self.ledger.append(microbatch)
+
+
+class Pipeline:
+    """The compute ops of one worker under one generation. It knows one step at a time, `step`."""
+
+    def __init__(
+        self, worker: WorkerId, chunks: Iterable[ChunkAssignment], schedule: Schedule, step: Step
+    ) -> None:
+        self.worker = worker
+        self.step = step
+        planned: dict[StageIndex, list[_Listed]] = {}
+        for position, op in enumerate(schedule.ops):
+            planned.setdefault(op.stage, []).append(_Listed(position, op))
+        self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
+        self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
+        self._evaluating = Phase.EVALUATE
+        self._seen: set[object] = set()
+
+    def resume(self, carried: Mapping[StageIndex, Carried], schedule: Schedule) -> None:
+        """Go on with a step: `carried` is what stays of each chunk's, `schedule` names the ops that are left."""
+        left: dict[StageIndex, list[_Listed]] = {stage: [] for stage in self._chunks}
+        for position, op in enumerate(schedule.ops):
+            left[op.stage].append(_Listed(position, op))
+        for stage, chunk in self._chunks.items():
+            chunk.resume(carried.get(stage, NOTHING), left[stage])
+
+    def carried(self) -> dict[StageIndex, Carried]:
+        """What each chunk has done of the step."""
+        return {
+            stage: Carried(
+                ledger=tuple(chunk.ledger),
+                forwards=tuple(sorted(chunk.held)),
+                losses=dict(chunk.train_losses),
+            )
+            for stage, chunk in self._chunks.items()
+        }
+
+    @property
+    def num_in_flight(self) -> int:
+        """Microbatches that hold a slot here."""
+        return sum(chunk.in_flight for chunk in self._chunks.values())
+
+    def slots_taken(self) -> Iterator[tuple[int, int]]:
+        """Of each chunk here, how many slots are taken and how many there are."""
+        return ((chunk.in_flight, chunk.slots) for chunk in self._chunks.values())
+
+    @property
+    def queue_depths(self) -> Mapping[str, int]:
+        """Ready ops by kind."""
+        depths = dict.fromkeys((kind.value for kind in OpKind), 0)
+        for chunk in self._chunks.values():
+            depths[OpKind.FORWARD.value] += len(chunk.evaluation_forwards)
+            for op in chunk.arrived:
+                depths[op.kind.value] += 1
+        depths[OpKind.LOSS.value] += len(self._evaluation_losses)
+        return depths
+
+    def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
+        """Make the microbatches that start here ready at their first hop; one evaluation is at a time."""
+        for origin in origins:
+            self.arrive(
+                HopTensor(
+                    direction=Direction.FORWARD,
+                    phase=phase,
+                    step=self.step,
+                    microbatch=origin.microbatch,
+                    hop=0,
+                    path=origin.path,
+                )
+            )
+
+    def may_hold(self, tensor: HopTensor) -> bool:
+        """Whether the tensor is for a chunk here, and in training for an op of its schedule."""
+        if not 0 <= tensor.hop < len(tensor.path.hops):
+            return False
+        at = tensor.path.hops[tensor.hop]
+        chunk = self._chunks.get(at.stage)
+        if at.worker != self.worker or chunk is None:
+            return False
+        return tensor.phase is not Phase.TRAIN or _planned(tensor) in chunk.planned
+
+    def arrive(self, tensor: HopTensor) -> HopTensor | None:
+        """Take a boundary tensor that is here (or, at hop 0, the data); an evaluation's release is passed upstream."""
+        key = hop_key(tensor)
+        if key in self._seen:
+            return None
+        self._seen.add(key)
+        chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
+        if tensor.phase is not Phase.TRAIN:
+            return self._arrive_evaluation(chunk, tensor)
+        chunk.arrived[_planned(tensor)] = (tensor.hop, tensor.path)
+        return None
+
+    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> HopTensor | None:
+        if tensor.direction is Direction.BACKWARD:
+            chunk.in_flight -= 1
+            return _passed_on(tensor, Direction.BACKWARD)
+        if tensor.phase is not self._evaluating:
+            self._evaluating = tensor.phase
+            for other in self._chunks.values():
+                other.evaluation_losses.clear()
+        is_last = tensor.hop == len(tensor.path.hops) - 1
+        queue = self._evaluation_losses if is_last else chunk.evaluation_forwards
+        heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
+        return None
+
+    def next_op(self) -> ComputeOp | None:
+        """The op to run now, or None if nothing that is here may run."""
+        due = [(listed_op, chunk) for chunk in self._chunks.values() for listed_op in chunk.due()]
+        if not due:
+            return self._next_evaluation()
+        (_, op), chunk = min(due, key=lambda pair: pair[0].position)
+        hop, path = chunk.begin_op(op)
+        match op.kind:
+            case OpKind.FORWARD:
+                return ForwardOp(
+                    phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
+                )
+            case OpKind.LOSS:
+                return LossOp(phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path)
+            case OpKind.BACKWARD:
+                return BackwardOp(step=self.step, microbatch=op.microbatch, hop=hop, path=path)
+            case _:
+                assert_never(op.kind)
+
+    def _next_evaluation(self) -> LossOp | ForwardOp | None:
+        if self._evaluation_losses:
+            microbatch, hop, path = heappop(self._evaluation_losses)
+            return LossOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
+        free = [x for x in self._chunks.values() if x.evaluation_forwards and x.in_flight < x.slots]
+        if not free:
+            return None
+        # Oldest microbatch first; of one microbatch the hop nearest to its loss.
+        chunk = min(free, key=lambda x: (x.evaluation_forwards[0][0], -x.evaluation_forwards[0][1]))
+        chunk.in_flight += 1
+        microbatch, hop, path = heappop(chunk.evaluation_forwards)
+        return ForwardOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
+
+    def end(self, op: ComputeOp, loss: Loss | None) -> HopTensor | None:
+        """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
+        chunk = self._chunks[op.chunk.stage]
+        match op:
+            case ForwardOp():
+                if op.phase is Phase.TRAIN:
+                    chunk.held.add(op.microbatch)
+                return output_of(op.phase, Direction.FORWARD, op.step, op.microbatch, op.hop, op.path)
+            case BackwardOp():
+                chunk.in_flight -= 1
+                chunk.held.discard(op.microbatch)
+                chunk.accumulated(op.microbatch)
+                return output_of(Phase.TRAIN, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
+            case LossOp():
+                assert loss is not None
+                if op.phase is Phase.TRAIN:
+                    chunk.accumulated(op.microbatch)
+                    chunk.train_losses[op.microbatch] = loss
+                else:
+                    chunk.evaluation_losses[op.microbatch] = loss
+                return output_of(op.phase, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
+
+    def spoil(self, op: ComputeOp) -> None:
+        """An op failed halfway: its activation is gone, and if it accumulates, all that its chunk has summed."""
+        chunk = self._chunks[op.chunk.stage]
+        chunk.held.discard(op.microbatch)
+        if not isinstance(op, ForwardOp):
+            chunk.ledger.clear()
+            chunk.train_losses.clear()
+
+    def advance(self, step: Step) -> None:
+        """The step before `step` is committed: empty ledgers, the next step's numbers."""
+        self.step = step
+        self._seen.clear()
+        for chunk in self._chunks.values():
+            chunk.clear()
+            chunk.evaluation_losses.clear()
+
+    def keep_on(self, step: Step) -> None:
+        """The step before `step` is committed without this worker, which goes on with its own."""
+        self.step = step
+        self._seen.clear()
+
+    def ledger(self, stage: StageIndex) -> Ledger:
+        """What the chunk of `stage` has accumulated in this step, in that order."""
+        return Ledger(stage=stage, worker=self.worker, microbatches=tuple(self._chunks[stage].ledger))
+
+    def is_done(self, stage: StageIndex) -> bool:
+        """Whether the chunk's ledger covers what was assigned."""
+        return self._chunks[stage].is_done
+
+    def train_loss_sum(self, stage: StageIndex) -> float:
+        """Summed loss, in nats, of the last hops that this chunk has run in this step."""
+        return exact_sum(loss.loss_sum for loss in self._chunks[stage].train_losses.values())
+
+    def train_tokens(self, stage: StageIndex) -> tuple[int, ...]:
+        """Valid tokens of each microbatch in the ledger of a chunk where paths end; nothing of another chunk."""
+        chunk = self._chunks[stage]
+        return tuple(chunk.train_losses[m].num_tokens for m in chunk.ledger) if chunk.train_losses else ()
+
+    def evaluation_loss(self, stage: StageIndex) -> tuple[tuple[MicrobatchId, ...], Loss]:
+        """Evaluation microbatches whose loss this chunk has, ascending, and their sum."""
+        losses = self._chunks[stage].evaluation_losses
+        return tuple(sorted(losses)), _total(losses.values())
+
+    def expected_evaluations(self, stage: StageIndex, num_evaluation: int, num_paths: int) -> int:
+        """How many of `num_evaluation` microbatches visit this chunk: number e takes path e modulo `num_paths`."""
+        rounds, rest = divmod(num_evaluation, num_paths)
+        visiting = self._chunks[stage].evaluation_paths
+        return rounds * len(visiting) + sum(1 for path in visiting if path < rest)
+
+
+def _total(losses: Iterable[Loss]) -> Loss:
+    listed = list(losses)
+    return Loss(
+        loss_sum=exact_sum(loss.loss_sum for loss in listed),
+        num_tokens=sum(loss.num_tokens for loss in listed),
+        digest=listed[0].digest if listed else "",
+    )
+
+
+def _planned(tensor: HopTensor) -> PlannedOp:
+    """The op that a training tensor is the input of."""
+    kind = OpKind.BACKWARD
+    if tensor.direction is Direction.FORWARD:
+        kind = OpKind.LOSS if tensor.hop == len(tensor.path.hops) - 1 else OpKind.FORWARD
+    return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)
+
+
+def _passed_on(tensor: HopTensor, direction: Direction) -> HopTensor | None:
+    return output_of(tensor.phase, direction, tensor.step, tensor.microbatch, tensor.hop, tensor.path)
+
+
+def output_of(
+    phase: Phase, direction: Direction, step: Step, microbatch: MicrobatchId, hop: int, path: Path
+) -> HopTensor | None:
+    """Header of the tensor that leaves `hop` in `direction`; None before the first hop."""
+    target = hop + 1 if direction is Direction.FORWARD else hop - 1
+    if target < 0:
+        return None
+    return HopTensor(
+        direction=direction, phase=phase, step=step, microbatch=microbatch, hop=target, path=path
+    )

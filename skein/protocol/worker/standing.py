@@ -1,0 +1,97 @@
+"""Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
+
+from collections.abc import Iterable
+from hmac import compare_digest
+
+from skein.protocol.messages.directives import Member
+from skein.protocol.messages.positions import LogPosition
+from skein.protocol.messages.reports import Report, Suspected, Trouble
+from skein.protocol.messages.tensors import Envelope, TensorHeader
+from skein.protocol.worker.worker_io import Identity, SendReport, SendTensor, WorkerCommand
+from skein.types import Epoch, Generation, JobId, WorkerId
+
+
+class Standing:
+    """Shared by the parts of one Worker machine; `commands` are what the event in hand has caused so far."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.epoch = Epoch(0)
+        self.position: LogPosition | None = None
+        """How much of the run log this worker has heard of."""
+        self.generation = Generation(0)
+        self.job: JobId | None = None
+        self.members: dict[WorkerId, Member] = {}
+        self.probe_door: str | None = None
+        self._doors: tuple[str, ...] = ()
+        """What whoever fetches state shows: of this generation and the one before, as fetching outlasts a change."""
+        self.is_connected = False
+        self.commands: list[WorkerCommand] = []
+
+    @property
+    def place(self) -> tuple[Epoch, Generation]:
+        """What every directive and tensor is compared with."""
+        return self.epoch, self.generation
+
+    def drain(self) -> list[WorkerCommand]:
+        """All commands since the last call."""
+        commands, self.commands = self.commands, []
+        return commands
+
+    def heard_of(self, position: LogPosition | None) -> None:
+        """The coordinator that welcomed this worker has written so much; kept as it was said, with its signature."""
+        if position is not None and (self.position is None or position.entry > self.position.entry):
+            self.position = position
+
+    def tell(self, report: Report) -> None:
+        """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""
+        if self.is_connected:
+            self.commands.append(SendReport(report=report))
+
+    def trouble(self, reason: str) -> None:
+        """Something here went wrong that another try may mend."""
+        self.tell(Trouble(generation=self.generation, is_fatal=False, reason=reason))
+
+    def send(self, to: WorkerId, header: TensorHeader) -> None:
+        """Send a tensor to a member of the generation."""
+        assert self.job is not None
+        member = self.members.get(to)
+        if member is None:
+            reason = "not a member of the generation"
+            self.tell(Suspected(generation=self.generation, peer=to, reason=reason))
+            return
+        envelope = Envelope(
+            job=self.job,
+            epoch=self.epoch,
+            generation=self.generation,
+            sender=self.identity.worker,
+            incarnation=self.identity.incarnation,
+            header=header,
+            secret=self._secret_of(self.identity.worker),
+        )
+        self.commands.append(SendTensor(to=member, envelope=envelope))
+
+    def is_authentic(self, envelope: Envelope) -> bool:
+        """Whether a tensor of the present generation was sent by the member that it names."""
+        member = self.members.get(envelope.sender)
+        if member is None or member.incarnation != envelope.incarnation:
+            return False
+        return compare_digest(member.secret.encode(), envelope.secret.encode())
+
+    def adopt(self, members: Iterable[Member]) -> None:
+        """A new generation, of these members."""
+        self.members = {member.worker: member for member in members}
+        me = self.members.get(self.identity.worker)
+        self._doors = (*(() if me is None else (me.door,)), *self._doors[:1])
+
+    def may_fetch(self, door: str) -> bool:
+        """Whether the coordinator has told whoever shows this to fetch state here."""
+        return any(compare_digest(door.encode(), own.encode()) for own in self._doors)
+
+    def may_probe(self, door: str) -> bool:
+        """Whether the coordinator has told whoever shows this to measure the link to this worker."""
+        return self.probe_door is not None and compare_digest(door.encode(), self.probe_door.encode())
+
+    def _secret_of(self, worker: WorkerId) -> str:
+        member = self.members.get(worker)
+        return "" if member is None else member.secret

@@ -1,0 +1,494 @@
+"""A worker's part in steps and evaluations: what it holds, which op is next, and what it makes of each that ends.
+
+Rules of this file
+- Nothing computes while `pipeline` is None: between adopting a generation and having what it assigns. An op that was
+  running then is booked when it ends: a generation takes permissions away, not work.
+- A tensor of an older generation or step is dropped; one of a newer waits in `_parked`. Neither is a failure.
+- Parameters change in ApplyOp alone, from results of the very attempts that the record names.
+- A chunk that the plan takes away stays until a step begins: till then a peer may need it, or the next generation.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import assert_never
+
+from skein.plan.ops import Direction
+from skein.protocol.messages.directives import (
+    Assign,
+    ChunkProgress,
+    ChunkVersion,
+    Commit,
+    Evaluate,
+    Origin,
+    Prepare,
+    Resumption,
+    Save,
+    Start,
+    StepRecord,
+)
+from skein.protocol.messages.reports import EvaluationDone, StageDone, Vote
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
+from skein.protocol.worker.exchanges import Exchanges
+from skein.protocol.worker.ops import (
+    ApplyOp,
+    BackwardOp,
+    ForwardOp,
+    HopKey,
+    Joined,
+    JoinOp,
+    Loss,
+    LossOp,
+    Op,
+    OpOutcome,
+    PackOp,
+    SaveOp,
+    SumOp,
+    hop_key,
+)
+from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
+from skein.protocol.worker.reduction import Exchange, Moves, handed_out
+from skein.protocol.worker.standing import Standing
+from skein.protocol.worker.worker_io import DropTensor
+from skein.types import MicrobatchId, StageIndex, StageSpec, Step
+
+StepDirective = Start | Evaluate | Prepare | Commit | Save
+
+
+class Steps:
+    """What a worker holds and computes. The Worker machine says when; commands go to `standing`."""
+
+    def __init__(self, standing: Standing) -> None:
+        self.version = Step(0)
+        self.chunks: tuple[StageSpec, ...] = ()
+        self.pipeline: Pipeline | None = None
+        self._standing = standing
+        self._me = standing.identity.worker
+        self._given_up: tuple[StageSpec, ...] = ()
+        self._assign: Assign | None = None
+        self._exchanges = Exchanges(self._me)
+        self._ahead: deque[Commit | Save] = deque()
+        """Decisions on steps after the one that is to be applied now, in order, and what is to be saved after them."""
+        self._commit: Commit | None = None
+        self._told: list[StepRecord] = []
+        """Decisions that were heard under the plan that was built last, and not applied before it ended."""
+        self._to_begin: Start | Evaluate | None = None
+        self._num_evaluation = 0
+        self._evaluating = Phase.EVALUATE
+        self._reported: set[tuple[Phase, StageIndex]] = set()
+        self._queue: deque[Op] = deque()
+        self._fenced: Pipeline | None = None
+        """What an older generation computed with, until all that it did is booked."""
+        self._carried: dict[StageIndex, Carried] = {}
+        self._logged: dict[HopKey, StageIndex] = {}
+        """Boundary tensors of this step that the boundary log has, and which stage made them."""
+        self._resumption: Resumption | None = None
+        self._parked: list[Envelope] = []
+
+    # --- generations ---
+
+    def stop(self) -> None:
+        """A new generation: nothing more is computed under the older one. What is held and done stays."""
+        self._fenced = self.pipeline or self._fenced
+        self.pipeline = None
+        heard = () if self._commit is None else (self._commit,)
+        self._told += [x.record for x in (*heard, *self._ahead) if isinstance(x, Commit)]
+        self._resumption = None
+        self._commit = None
+        self._ahead.clear()
+        self._to_begin = None
+        self._queue.clear()
+
+    def forget(self) -> None:
+        """The job is over: nothing is held."""
+        self.stop()
+        self.version = Step(0)
+        self.chunks = self._given_up = ()
+        self._assign = None
+        self._told.clear()
+        self._exchanges.settle((), ())
+        self._exchanges.clear()
+        self._parked.clear()
+        self._clear_step()
+
+    def _clear_step(self) -> None:
+        self._fenced = None
+        self._carried.clear()
+        self._logged.clear()
+
+    def adopt(self, record: StepRecord | None) -> None:
+        """Finish the recorded step if its results are here, or if the plan that is built made it without this worker.
+
+        Whoever took no part in that plan, and was left out, holds what is of no use now.
+        """
+        if record is None or not self.chunks:
+            return
+        is_ours = self._is_of_plan(record)
+        version = self.version
+        for x in (*self._told, record) if is_ours else (record,):
+            is_without_us = is_ours and self._exchanges.is_left_out(x)
+            is_here = x.step == self.version and self._exchanges.has_results(x)
+            if x.step == version and (is_without_us or is_here):
+                self._queue.append(ApplyOp(record=x))
+                version = Step(version + 1)
+
+    def _is_of_plan(self, record: StepRecord) -> bool:
+        """Whether a step was decided under the generation whose plan was built here last."""
+        place = None if self._assign is None else (self._assign.epoch, self._assign.generation)
+        return all((x.attempt.epoch, x.attempt.generation) == place for x in record.results)
+
+    def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
+        """Nothing of an older generation runs any more: what is held, and what was done of the step."""
+        self._exchanges.clear()
+        if self._fenced is not None:
+            self._carried = self._fenced.carried()
+            self._fenced = None
+        held = (*self.chunks, *self._given_up)
+        chunks = tuple(ChunkVersion(stage=stage, version=self.version) for stage in held)
+        return chunks, tuple(self._progress(stage) for stage in sorted(self._carried))
+
+    def _progress(self, stage: StageIndex) -> ChunkProgress:
+        carried = self._carried[stage]
+
+        def logged(direction: Direction) -> tuple[MicrobatchId, ...]:
+            made = (key for key, made_by in self._logged.items() if made_by == stage)
+            return tuple(sorted(key.microbatch for key in made if key.direction is direction))
+
+        return ChunkProgress(
+            stage=stage,
+            ledger=carried.ledger,
+            forwards=carried.forwards,
+            outputs=logged(Direction.FORWARD),
+            gradients=logged(Direction.BACKWARD),
+        )
+
+    def hold(self, assign: Assign) -> None:
+        """What was built is here, whatever generation asked for it. Of the step in progress, what it says stays."""
+        self._keep(assign.resumption)
+        held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
+        self.version = assign.version
+        self._told.clear()
+        self.chunks = tuple(chunk.stage for chunk in assign.chunks)
+        self._given_up = tuple(stage for stage in held if stage not in self.chunks)
+
+    def _keep(self, resumption: Resumption | None) -> None:
+        if resumption is None or resumption.step != self.version:
+            self._clear_step()
+            return
+        kept: dict[StageIndex, Carried] = {}
+        for chunk in resumption.chunks:
+            before = self._carried.get(chunk.stage, NOTHING)
+            assert chunk.ledger in ((), before.ledger), f"told to keep {chunk}, here is {before}"
+            kept[chunk.stage] = replace(before, ledger=chunk.ledger, forwards=chunk.forwards)
+        self._carried = kept
+
+    def settle(self, assign: Assign) -> None:
+        """The generation's own chunks are here: ready to begin."""
+        self._assign = assign
+        self._exchanges.settle(assign.groups, self.chunks)
+        self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version)
+        self._resumption = assign.resumption
+        if assign.resumption is not None:
+            self.pipeline.resume(self._carried, assign.resumption.schedule)
+        self._reported.clear()
+
+    # --- directives ---
+
+    def take(self, directive: StepDirective) -> None:
+        """A directive of this generation."""
+        match directive:
+            case Start() | Evaluate():
+                self._to_begin = directive
+                self._begin_when_due()
+            case Save():
+                self._save(directive)
+            case Prepare():
+                self._prepare(directive)
+            case Commit():
+                self._commit_step(directive)
+            case _:
+                assert_never(directive)
+
+    def _begin_when_due(self) -> None:
+        """Begin what was asked for as soon as the parameters are at its version."""
+        asked = self._to_begin
+        if asked is None or self.pipeline is None or self._assign is None:
+            return
+        if isinstance(asked, Start) and asked.step == self.version:
+            self._to_begin = None
+            self._given_up = ()
+            self._begin_training(self.pipeline, self._assign)
+        elif isinstance(asked, Evaluate) and asked.version == self.version:
+            self._to_begin = None
+            self._given_up = ()
+            self._num_evaluation = asked.num_microbatches
+            self._evaluating = asked.phase
+            self.pipeline.begin(asked.phase, self._evaluation_origins(self._assign))
+            self._report_evaluated()
+
+    def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
+        resumption, self._resumption = self._resumption, None
+        if resumption is None or resumption.step != self.version:
+            pipeline.begin(Phase.TRAIN, assign.origins)
+        else:
+            pipeline.begin(Phase.TRAIN, resumption.origins)
+            for header in resumption.repeats:
+                self._deliver(header)
+        # Who goes on with an older step may have told of its end when nobody waited for that.
+        self._reported = {about for about in self._reported if about[0] is not Phase.TRAIN}
+        # A chunk that no path visits is complete as it is.
+        for chunk in assign.chunks:
+            self._report_done(chunk.stage.index)
+
+    def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
+        """Evaluation microbatch e takes evaluation path e modulo their number."""
+        return tuple(
+            Origin(microbatch=MicrobatchId(e), path=origin.path)
+            for origin in assign.evaluation_origins
+            for e in range(origin.microbatch, self._num_evaluation, assign.num_evaluation_paths)
+        )
+
+    def _save(self, directive: Save) -> None:
+        """Queue behind the update that makes the version, if that is still to come."""
+        coming = self.version if self._commit is None else self._commit.record.step + 1
+        if directive.version > coming and self.pipeline is not None:
+            self._ahead.append(directive)
+        elif directive.version == coming:
+            for stage, walker in zip(directive.stages, directive.walkers, strict=True):
+                self._queue.append(
+                    SaveOp(
+                        generation=directive.generation,
+                        version=directive.version,
+                        stage=stage,
+                        url=directive.url,
+                        walker=walker,
+                    )
+                )
+
+    def _prepare(self, directive: Prepare) -> None:
+        if self.pipeline is None or not self._exchanges.is_due(directive, self.version):
+            return
+        for part in directive.parts:
+            if part.worker == self._me and self.pipeline.ledger(part.stage) != part:
+                ledger = self.pipeline.ledger(part.stage)
+                self._standing.trouble(f"asked to reduce {part}, but the ledger is {ledger}")
+                return
+        self._advance(*self._exchanges.prepare(directive))
+        if directive.exchange is not None and directive.exchange.taken_at is not None:
+            self.unpark()
+
+    def _commit_step(self, directive: Commit) -> None:
+        record = directive.record
+        if record.step > self.version and self.pipeline is not None:
+            # Others have gone on without this worker while an op ran.
+            self._ahead.append(directive)
+            return
+        if record.step != self.version or self.pipeline is None or self._commit is not None:
+            return
+        is_left_out = self._exchanges.is_left_out(record)
+        if not is_left_out and not self._exchanges.has_results(record):
+            self._standing.trouble(
+                f"step {record.step} is committed, but a result it names is not here, or another"
+            )
+            return
+        self._commit = directive
+        self._queue.append(ApplyOp(record=record, keeps_step=is_left_out and directive.keeps_late))
+
+    # --- tensors ---
+
+    def tensor_arrived(self, envelope: Envelope) -> None:
+        """Use a peer's tensor, keep it for later, or drop it."""
+        standing, step = self._standing, envelope.header.step
+        place = (envelope.epoch, envelope.generation)
+        is_now = place == standing.place
+        is_on_its_way = self._exchanges.is_on_its_way(envelope.header)
+        is_early = self.pipeline is None or (step > self.version and not is_on_its_way)
+        if place > standing.place or (is_now and is_early):
+            self._parked.append(envelope)
+            return
+        is_wanted = is_now and envelope.job == standing.job and (step == self.version or is_on_its_way)
+        if not is_wanted or not self._use(envelope.header):
+            standing.commands.append(DropTensor(envelope=envelope))
+
+    def unpark(self) -> None:
+        """Look again at what came too early."""
+        parked, self._parked = self._parked, []
+        for envelope in parked:
+            self.tensor_arrived(envelope)
+
+    def _use(self, header: TensorHeader) -> bool:
+        """Use a tensor of this generation and step; False if it is not for this worker."""
+        assert self.pipeline is not None
+        if isinstance(header, ShardTensor):
+            if (header.attempt.epoch, header.attempt.generation) != self._standing.place:
+                return False
+            found = self._exchanges.arrive(header)
+            if found is not None:
+                self._advance(*found)
+            return found is not None
+        if not self.pipeline.may_hold(header):
+            return False
+        self._deliver(self.pipeline.arrive(header))
+        return True
+
+    def _deliver(self, header: HopTensor | None) -> None:
+        """Send a boundary tensor where its path says, or take it if that is here."""
+        while header is not None:
+            target = header.path.hops[header.hop].worker
+            if target != self._me:
+                self._standing.send(target, header)
+                return
+            assert self.pipeline is not None
+            header = self.pipeline.arrive(header)
+
+    # --- ops ---
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether ops wait that come before any computing."""
+        return bool(self._queue)
+
+    def next_op(self) -> Op | None:
+        """What to run now: first what was asked for, then what the pipeline has."""
+        if self._queue:
+            return self._queue.popleft()
+        return None if self.pipeline is None else self.pipeline.next_op()
+
+    def applied(self, op: ApplyOp) -> None:
+        """The update has ended: the chunks are at the next version."""
+        self.version = Step(op.record.step + 1)
+        due = self._exchanges.applied(self.version)
+        commit, self._commit = self._commit, None
+        keeps_step = op.keeps_step and self.pipeline is not None and commit is not None
+        if not keeps_step:
+            self._clear_step()
+        if self.pipeline is None or commit is None:
+            return
+        self._reported.clear()
+        if keeps_step:
+            self._keep_on(self.pipeline)
+        else:
+            self.pipeline.advance(self.version)
+            self._num_evaluation = 0
+        for prepare in due:
+            self._prepare(prepare)
+        if commit.goes_on and not keeps_step and self._assign is not None:
+            self._begin_training(self.pipeline, self._assign)
+        self._begin_when_due()
+        self.unpark()
+        self._take_ahead()
+
+    def _take_ahead(self) -> None:
+        """The next decision that came too early, and what was to be saved after it."""
+        while self._ahead and (self._commit is None or isinstance(self._ahead[0], Save)):
+            self.take(self._ahead.popleft())
+
+    def _keep_on(self, pipeline: Pipeline) -> None:
+        """Others have ended a step; what this worker has of its own counts for the one that begins."""
+        pipeline.keep_on(self.version)
+        for stage in self.chunks:
+            self._report_done(stage.index)
+
+    def computed(self, op: ForwardOp | LossOp | BackwardOp, outcome: OpOutcome) -> None:
+        """A compute op has ended: pass on what it made, and report what it completed."""
+        pipeline = self.pipeline or self._fenced
+        if pipeline is None or op.step != self.version:
+            return
+        made = pipeline.end(op, outcome if isinstance(outcome, Loss) else None)
+        if made is not None and made.phase is Phase.TRAIN:
+            self._logged[hop_key(made)] = op.chunk.stage
+        if self.pipeline is None:
+            return
+        self._deliver(made)
+        if isinstance(op, LossOp) and op.phase is not Phase.TRAIN:
+            self._report_evaluated()
+        elif not isinstance(op, ForwardOp):
+            self._report_done(op.chunk.stage)
+
+    def log_shortened(self, keys: Iterable[HopKey]) -> None:
+        """The boundary log has forgotten these."""
+        for key in keys:
+            self._logged.pop(key, None)
+
+    def spoilt(self, op: ForwardOp | LossOp | BackwardOp) -> None:
+        """A compute op failed halfway: nobody knows what its chunk's sums are now, so they count for nothing."""
+        pipeline = self.pipeline or self._fenced
+        if pipeline is not None:
+            pipeline.spoil(op)
+
+    def reduced(self, op: PackOp | SumOp | JoinOp, outcome: OpOutcome) -> None:
+        """A part of a reduction has ended: pass on shards, or vote."""
+        exchange = self._exchanges.of_op(op)
+        if exchange is None or self.pipeline is None:
+            return
+        if isinstance(op, JoinOp):
+            assert isinstance(outcome, Joined)
+            exchange.is_joined, exchange.digest = True, outcome.digest
+            self._vote(op, outcome)
+            return
+        self._advance(exchange, Moves(parcels=handed_out(op)))
+
+    def _advance(self, exchange: Exchange, moves: Moves) -> None:
+        """Run what an exchange can run now, and hand over its shards: to others, or back to it."""
+        self._queue.extend(moves.ops)
+        for to, header in moves.parcels:
+            if to == self._me:
+                self._advance(exchange, exchange.arrive(header))
+            else:
+                self._standing.send(to, header)
+
+    # --- reports ---
+
+    def _vote(self, op: JoinOp, joined: Joined) -> None:
+        self._standing.tell(
+            Vote(
+                generation=self._standing.generation,
+                step=op.step,
+                group=op.group.group,
+                attempt=op.attempt,
+                digest=joined.digest,
+                squared_norm=joined.squared_norm,
+                is_finite=joined.is_finite,
+                probe_loss=joined.probe_loss,
+            )
+        )
+
+    def _report_done(self, stage: StageIndex) -> None:
+        assert self.pipeline is not None
+        if (Phase.TRAIN, stage) in self._reported or not self.pipeline.is_done(stage):
+            return
+        self._reported.add((Phase.TRAIN, stage))
+        self._standing.tell(
+            StageDone(
+                generation=self._standing.generation,
+                step=self.version,
+                ledger=self.pipeline.ledger(stage),
+                loss_sum=self.pipeline.train_loss_sum(stage),
+                tokens=self.pipeline.train_tokens(stage),
+            )
+        )
+
+    def _report_evaluated(self) -> None:
+        """Report each head here whose evaluation microbatches all have their loss."""
+        if self.pipeline is None or self._assign is None or not self._num_evaluation:
+            return
+        for stage in (spec.index for spec in self.chunks):
+            microbatches, loss = self.pipeline.evaluation_loss(stage)
+            expected = self.pipeline.expected_evaluations(
+                stage, self._num_evaluation, self._assign.num_evaluation_paths
+            )
+            reported = (self._evaluating, stage)
+            if not microbatches or len(microbatches) < expected or reported in self._reported:
+                continue
+            self._reported.add(reported)
+            self._standing.tell(
+                EvaluationDone(
+                    generation=self._standing.generation,
+                    version=self.version,
+                    microbatches=microbatches,
+                    loss_sum=loss.loss_sum,
+                    num_tokens=loss.num_tokens,
+                    phase=self._evaluating,
+                    digest=loss.digest,
+                )
+            )

@@ -1,0 +1,110 @@
+"""What a worker's ops and transfers take: the last so many of each, and their medians.
+
+Rules of this file
+- Only training counts: evaluation computes other things and does not wait for them.
+- What is told is bounded by what is held and by `MAX_PEERS`, however long a generation lasts.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median, quantiles
+
+from skein.plan.ops import OpKind
+from skein.plan.plan import ChunkTime, TransferTime
+from skein.protocol.messages.reports import TimesMeasured
+from skein.protocol.messages.tensors import HopTensor, Phase, TensorHeader
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op
+from skein.types import ChunkRef, Generation, WorkerId
+
+NUM_KEPT = 64
+"""Of each kind. Raise it if single ops vary so much that their median does."""
+MAX_PEERS = 64
+"""Peers whose transfers are told, the first by name."""
+
+LEAST_KEPT = 3
+"""Of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
+
+_Kind = tuple[ChunkRef, OpKind]
+
+
+class Timing:
+    """Collects one generation's measurements of one worker."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._me = worker
+        self._has_news = False
+        self._ops: dict[_Kind, deque[float]] = {}
+        self._transfers: dict[WorkerId, deque[tuple[int, float]]] = {}
+
+    def clear(self) -> None:
+        """Another generation: other chunks, other peers."""
+        self._has_news = False
+        self._ops.clear()
+        self._transfers.clear()
+
+    def op_ended(self, op: Op, seconds: float) -> None:
+        """An op took so long."""
+        match op:
+            case ForwardOp(phase=Phase.TRAIN):
+                kind = OpKind.FORWARD
+            case LossOp(phase=Phase.TRAIN):
+                kind = OpKind.LOSS
+            case BackwardOp():
+                kind = OpKind.BACKWARD
+            case _:
+                return
+        self._has_news = True
+        self._ops.setdefault((op.chunk, kind), deque(maxlen=NUM_KEPT)).append(seconds)
+
+    def tensor_taken(self, to: WorkerId, header: TensorHeader, num_bytes: int, seconds: float) -> None:
+        """A peer has accepted a tensor, so long after it was offered."""
+        if isinstance(header, HopTensor) and header.phase is Phase.TRAIN:
+            self._has_news = True
+            self._transfers.setdefault(to, deque(maxlen=NUM_KEPT)).append((num_bytes, seconds))
+
+    def report(self, generation: Generation) -> TimesMeasured | None:
+        """All that was measured often enough; None if that is nothing, or nothing new since the last report."""
+        chunks = sorted({chunk for chunk, _ in self._ops if self._is_known(chunk)})
+        peers = sorted(peer for peer, taken in self._transfers.items() if len(taken) >= LEAST_KEPT)[
+            :MAX_PEERS
+        ]
+        if not self._has_news or not (chunks or peers):
+            return None
+        self._has_news = False
+        return TimesMeasured(
+            generation=generation,
+            chunks=tuple(self._chunk_time(chunk) for chunk in chunks),
+            transfers=tuple(self._transfer_time(peer) for peer in peers),
+        )
+
+    def _is_known(self, chunk: ChunkRef) -> bool:
+        """Whether all that a visit is made of was measured."""
+        known = {kind for (at, kind), kept in self._ops.items() if at == chunk and len(kept) >= LEAST_KEPT}
+        return OpKind.LOSS in known or known == {OpKind.FORWARD, OpKind.BACKWARD}
+
+    def _chunk_time(self, chunk: ChunkRef) -> ChunkTime:
+        forward_s, backward_s, loss_s = (
+            median(self._ops.get((chunk, kind), (0.0,)))
+            for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS)
+        )
+        return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s)
+
+    def _transfer_time(self, peer: WorkerId) -> TransferTime:
+        """Of the largest tensors the lower quartile: one that waits for others says little of its link."""
+        taken = self._transfers[peer]
+        largest = max(num_bytes for num_bytes, _ in taken)
+        return TransferTime(
+            sender=self._me,
+            receiver=peer,
+            num_bytes=largest,
+            seconds=_lower_quartile(seconds for num_bytes, seconds in taken if num_bytes == largest),
+        )
+
+
+def _lower_quartile(values: Iterable[float]) -> float:
+    """
+    >>> _lower_quartile([3.0]), _lower_quartile([1.0, 2.0, 3.0, 4.0, 5.0])
+    (3.0, 2.0)
+    """
+    listed = list(values)
+    return listed[0] if len(listed) == 1 else quantiles(listed, n=4, method="inclusive")[0]

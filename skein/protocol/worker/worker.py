@@ -1,0 +1,488 @@
+"""The Worker machine: directives, tensors and ended ops go in; ops, sends and reports come out.
+
+Rules of this file
+- One op runs at a time. A running op is never interrupted: what invalidates it waits for its end.
+- A generation is acknowledged when no op of an older one runs any more, with all that was done, and not before.
+- What is built counts as held, whatever generation asked for it, unless the job was forgotten meanwhile.
+"""
+
+from dataclasses import replace
+from typing import assert_never
+
+from skein import PROTOCOL_VERSION
+from skein.protocol.membership.story import Story
+from skein.protocol.messages.directives import (
+    Assign,
+    Commit,
+    Directive,
+    Dismiss,
+    Evaluate,
+    Follow,
+    Look,
+    Measure,
+    NewGeneration,
+    OpenData,
+    Prefetch,
+    Prepare,
+    Probe,
+    Refused,
+    Save,
+    Snapshot,
+    Start,
+    Welcome,
+)
+from skein.protocol.messages.reports import (
+    Ack,
+    Beat,
+    CheckpointUnwritten,
+    CheckpointWritten,
+    ChunksReady,
+    Hello,
+    Leaving,
+    LinksMeasured,
+    PeersSeen,
+    SpeedMeasured,
+    Suspected,
+    Trouble,
+)
+from skein.protocol.messages.tensors import Envelope
+from skein.protocol.worker.building import Building
+from skein.protocol.worker.copies import Copies
+from skein.protocol.worker.ops import (
+    ApplyOp,
+    BackwardOp,
+    ForwardOp,
+    JoinOp,
+    LossOp,
+    Op,
+    OpFailed,
+    OpOutcome,
+    PackOp,
+    SaveOp,
+    SnapshotOp,
+    SumOp,
+)
+from skein.protocol.worker.pipeline import Pipeline
+from skein.protocol.worker.standing import Standing
+from skein.protocol.worker.steps import Steps
+from skein.protocol.worker.timing import Timing
+from skein.protocol.worker.worker_io import (
+    BuildFailed,
+    Built,
+    BytesMoved,
+    CheckpointSaved,
+    DeviceMeasured,
+    DirectiveArrived,
+    Exit,
+    ForgetJob,
+    Identity,
+    LinksProbed,
+    LogShortened,
+    LookAtPeers,
+    MeasureDevice,
+    MeasureLinks,
+    OpEnded,
+    OpeningEnded,
+    PeersLookedAt,
+    PrefetchEnded,
+    PrefetchFailed,
+    RunOp,
+    SaveFailed,
+    SendFailed,
+    SnapshotsHeld,
+    StopRequested,
+    StreamLost,
+    StreamOpened,
+    TensorArrived,
+    TensorTaken,
+    TimePassed,
+    WorkerCommand,
+    WorkerEvent,
+)
+from skein.types import Epoch, Generation, JobId, Step, WorkerId
+
+
+class Worker:
+    """One worker's state. `handle` is the only way in, what it returns the only way out."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.progress = 0
+        self._standing = Standing(identity)
+        self._steps = Steps(self._standing)
+        self._copies = Copies(self._standing)
+        self._building = Building(self._standing)
+        self._timing = Timing(identity.worker)
+        self._adopting: NewGeneration | None = None
+        self._running: Op | None = None
+        self._is_running_void = False
+        self._is_to_acknowledge = False
+        self._runs_since = 0.0
+        self._is_stopping = False
+        self._beat_s = 1.0
+        self._next_beat: float | None = None
+        self._story = Story()
+
+    # --- the way in ---
+
+    def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerCommand]:
+        """Take one event at time `now` (seconds, any origin); gives what to do about it, in order."""
+        match event:
+            case TensorArrived():
+                self._steps.tensor_arrived(event.envelope)
+            case OpEnded():
+                self._timing.op_ended(event.op, event.seconds)
+                self._op_ended(event.op, event.outcome, now=now)
+            case TensorTaken():
+                if event.envelope.generation == self.generation:
+                    self._timing.tensor_taken(event.to, event.envelope.header, event.num_bytes, event.seconds)
+            case DirectiveArrived():
+                self._directive(event.directive, now=now)
+            case TimePassed():
+                self._beat(now=now)
+            case SendFailed():
+                self._send_failed(event)
+            case Built():
+                self._built(event)
+            case BuildFailed():
+                self._building.failed(event)
+            case CheckpointSaved():
+                self._saved(event)
+            case SaveFailed():
+                self._not_saved(event)
+            case BytesMoved():
+                self.progress += 1
+            case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed() | OpeningEnded():
+                self._copies.ended(event)
+            case LinksProbed():
+                self._standing.tell(LinksMeasured(links=event.links))
+            case DeviceMeasured():
+                self._device_measured(event)
+            case PeersLookedAt():
+                self._standing.tell(PeersSeen(reached=event.reached, gone=event.gone))
+            case StreamOpened():
+                self._stream_opened(now=now)
+            case StreamLost():
+                self._stream_lost(event.reason, now=now)
+            case LogShortened():
+                self._steps.log_shortened(event.keys)
+                if event.is_wanted:
+                    self._standing.trouble(f"the boundary log has forgotten {event.keys[0]}")
+            case StopRequested():
+                self._stop(event.reason)
+            case _:
+                assert_never(event)
+        self._dispatch(now=now)
+        return self._standing.drain()
+
+    def deadline(self) -> float | None:
+        """When `TimePassed` is wanted next; None: no time matters."""
+        return self._next_beat
+
+    # --- for others to see ---
+
+    def story(self, about: str) -> tuple[str, ...]:
+        """The last lines about "stream", "generation" or "op"."""
+        return self._story.of(about)
+
+    @property
+    def members(self) -> frozenset[WorkerId]:
+        """The workers of the present generation."""
+        return frozenset(self._standing.members)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The compute state of the present generation; None while there is none."""
+        return self._steps.pipeline
+
+    @property
+    def epoch(self) -> Epoch:
+        """Of the coordinator that is followed; 0 before the first."""
+        return self._standing.epoch
+
+    @property
+    def generation(self) -> Generation:
+        """The newest that was adopted."""
+        return self._standing.generation
+
+    @property
+    def job(self) -> JobId | None:
+        """What is worked on."""
+        return self._standing.job
+
+    def is_authentic(self, envelope: Envelope) -> bool:
+        """Whether a tensor of the present generation was sent by the member that it names."""
+        return self._standing.is_authentic(envelope)
+
+    def may_fetch(self, door: str) -> bool:
+        """Whether who shows this may have state that is here."""
+        return self._standing.may_fetch(door)
+
+    def may_probe(self, door: str) -> bool:
+        """Whether who shows this may measure the link to this worker."""
+        return self._standing.may_probe(door)
+
+    @property
+    def version(self) -> Step:
+        """Of all chunks that are held."""
+        return self._steps.version
+
+    # --- the control stream ---
+
+    def _stream_opened(self, *, now: float) -> None:
+        self._standing.is_connected = True
+        self._next_beat = now + self._beat_s
+        identity = self.identity
+        self._standing.tell(
+            Hello(
+                worker=identity.worker,
+                incarnation=identity.incarnation,
+                protocol_version=PROTOCOL_VERSION,
+                site=identity.site,
+                address=identity.address,
+                profile=identity.profile,
+                epoch=self.epoch,
+                position=self._standing.position,
+                host=identity.host,
+                secret=identity.secret,
+            )
+        )
+        if self._is_stopping:
+            self._standing.tell(Leaving(reason="asked to stop"))
+
+    def _stream_lost(self, reason: str, *, now: float) -> None:
+        self._standing.is_connected = False
+        self._next_beat = None
+        self._story.tell("stream", f"lost: {reason}", now=now)
+        if self._is_stopping:
+            self._exit("asked to stop, and no coordinator to tell", is_clean=True)
+
+    def _beat(self, *, now: float) -> None:
+        if self._next_beat is not None and now >= self._next_beat:
+            self._standing.tell(Beat(progress=self.progress, running_s=self._running_s(now), statistics=()))
+            times = self._timing.report(self.generation)
+            if times is not None:
+                self._standing.tell(times)
+            self._next_beat = now + self._beat_s
+
+    def _running_s(self, now: float) -> float:
+        return 0.0 if self._running is None else now - self._runs_since
+
+    def _stop(self, reason: str) -> None:
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        if self._standing.is_connected:
+            self._standing.tell(Leaving(reason=reason))
+        else:
+            self._exit(reason, is_clean=True)
+
+    def _exit(self, reason: str, *, is_clean: bool) -> None:
+        self._standing.commands.append(Exit(is_clean=is_clean, reason=reason))
+
+    def _send_failed(self, event: SendFailed) -> None:
+        if event.generation == self.generation:
+            suspected = Suspected(generation=self.generation, peer=event.to, reason=event.reason)
+            self._standing.tell(suspected)
+
+    def _device_measured(self, event: DeviceMeasured) -> None:
+        """Whoever is told later, by a new coordinator's stream, hears the same."""
+        profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
+        self.identity = replace(self.identity, profile=profile)
+        self._standing.tell(SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        self._standing.tell(
+            CheckpointWritten(
+                generation=event.generation,
+                version=event.version,
+                stage=event.stage,
+                files=event.files,
+                walker=event.walker,
+            )
+        )
+
+    def _not_saved(self, event: SaveFailed) -> None:
+        """That is the place's fault: what is held stays as it is, and is asked for again where it still matters."""
+        self._standing.tell(
+            CheckpointUnwritten(
+                generation=event.generation,
+                version=event.version,
+                stage=event.stage,
+                reason=event.reason,
+                walker=event.walker,
+            )
+        )
+
+    # --- directives ---
+
+    def _directive(self, directive: Directive, *, now: float) -> None:
+        match directive:
+            case Welcome():
+                if directive.epoch >= self.epoch:
+                    self._standing.epoch = directive.epoch
+                    self._standing.position = directive.position
+                    self._standing.probe_door = directive.door
+                    self._beat_s = directive.beat_s
+                    self._next_beat = now + directive.beat_s
+            case Refused():
+                self._exit(directive.reason, is_clean=False)
+            case Prefetch() | OpenData() | Follow():
+                self._copies.take(directive)
+            case Snapshot():
+                if (directive.epoch, directive.generation) == self._standing.place:
+                    self._copies.snapshot(directive)
+            case Probe():
+                self._standing.commands.append(MeasureLinks(peers=directive.peers))
+            case Measure():
+                self._standing.commands.append(MeasureDevice())
+            case Look():
+                self._standing.commands.append(LookAtPeers(peers=directive.peers))
+            case Dismiss():
+                self._dismiss(directive)
+            case NewGeneration():
+                self._new_generation(directive, now=now)
+            case Assign():
+                if (directive.epoch, directive.generation) == self._standing.place:
+                    self._building.want(directive)
+            case Start() | Evaluate() | Prepare() | Commit() | Save():
+                if (directive.epoch, directive.generation) == self._standing.place:
+                    if isinstance(directive, Commit):
+                        self._standing.heard_of(directive.position)
+                    self._steps.take(directive)
+            case _:
+                assert_never(directive)
+
+    def _new_generation(self, directive: NewGeneration, *, now: float) -> None:
+        standing = self._standing
+        if (directive.epoch, directive.generation) <= standing.place:
+            return
+        if {standing.job, self._copies.job} - {None, directive.job}:
+            self._forget()
+        standing.epoch = directive.epoch
+        standing.generation = directive.generation
+        standing.heard_of(directive.position)
+        standing.job = directive.job
+        standing.adopt(directive.members)
+        self._steps.stop()
+        self._copies.stop()
+        if directive.last_commit is not None:
+            self._copies.hear(directive.last_commit)
+        self._timing.clear()
+        self._adopting = directive
+        self._building.cancel()
+        self._story.tell("generation", f"adopted {directive.generation}", now=now)
+
+    def _dismiss(self, directive: Dismiss) -> None:
+        if directive.epoch < self.epoch:
+            return
+        if directive.job in (None, self.job, self._copies.job):
+            self._forget()
+        if directive.may_exit:
+            self._exit("drained", is_clean=True)
+
+    def _forget(self) -> None:
+        self._standing.job = None
+        self._steps.forget()
+        self._copies.forget()
+        self._adopting = None
+        self._is_to_acknowledge = False
+        self._is_running_void = self._running is not None
+        self._building.forget()
+        self._standing.commands.append(ForgetJob())
+
+    # --- building chunks ---
+
+    def _built(self, event: Built) -> None:
+        assign = self._building.end()
+        if assign is None:
+            return
+        self._steps.hold(assign)
+        self._copies.built(self._steps.chunks, assign.version)
+        if event.generation != self.generation:
+            return
+        self._steps.settle(assign)
+        self._standing.tell(
+            ChunksReady(
+                generation=event.generation,
+                num_train_samples=event.num_train_samples,
+                num_validation_samples=event.num_validation_samples,
+                data_fingerprint=event.data_fingerprint,
+            )
+        )
+        self._steps.unpark()
+
+    # --- ops ---
+
+    def _dispatch(self, *, now: float) -> None:
+        """Adopt, acknowledge, build or run an op, if nothing is under way."""
+        if self._running is not None or self._building.is_going_on:
+            return
+        if self._adopting is not None:
+            self._steps.adopt(self._adopting.last_commit)
+            self._adopting = None
+            self._is_to_acknowledge = True
+        if self._is_to_acknowledge and not self._steps.has_queue:
+            self._acknowledge()
+        if not self._steps.has_queue and self._building.is_wanted:
+            self._building.begin()
+            return
+        # A snapshot comes before what is queued: that may be the update that it must not see.
+        snapshot = self._copies.next_op(self.version, self._steps.chunks)
+        self._running = snapshot or self._steps.next_op()
+        if self._running is not None:
+            self._runs_since = now
+            self._standing.commands.append(RunOp(generation=self.generation, op=self._running))
+
+    def _acknowledge(self) -> None:
+        """Nothing older is acted on any more: say what is here."""
+        self._is_to_acknowledge = False
+        chunks, progress = self._steps.fenced()
+        self._standing.tell(
+            Ack(generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held)
+        )
+
+    def _op_ended(self, op: Op, outcome: OpOutcome, *, now: float) -> None:
+        assert op == self._running, f"{op} ended, but {self._running} was running"
+        self._running = None
+        self.progress += 1
+        if self._is_running_void:
+            self._is_running_void = False
+            return
+        if isinstance(outcome, OpFailed):
+            self._op_failed(op, outcome, now=now)
+            return
+        match op:
+            case ApplyOp():
+                self._steps.applied(op)
+            case SaveOp() | SnapshotOp():
+                pass
+            case ForwardOp() | LossOp() | BackwardOp():
+                self._steps.computed(op, outcome)
+            case PackOp() | SumOp() | JoinOp():
+                self._steps.reduced(op, outcome)
+            case _:
+                assert_never(op)
+
+    def _op_failed(self, op: Op, outcome: OpFailed, *, now: float) -> None:
+        """The chunk's sums are spoilt, or its parameters: do nothing more until a new generation."""
+        self._story.tell("op", f"{type(op).__name__} failed: {outcome.reason}", now=now)
+        if isinstance(op, ApplyOp):
+            self._exit(f"an update failed halfway: {outcome.reason}", is_clean=False)
+            return
+        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+            self._steps.spoilt(op)
+        self._steps.stop()
+        if self._adopting is not None:
+            return  # It was of an older generation, which is over anyway.
+        if outcome.blamed not in (None, self.identity.worker):
+            reason = f"sent what cannot be used: {outcome.reason}"
+            self._standing.tell(Suspected(generation=self.generation, peer=outcome.blamed, reason=reason))
+            return
+        trouble = Trouble(
+            generation=self.generation,
+            is_fatal=outcome.is_fatal,
+            reason=outcome.reason,
+            is_unfit=outcome.is_unfit,
+        )
+        self._standing.tell(trouble)

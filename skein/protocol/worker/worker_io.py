@@ -1,0 +1,387 @@
+"""What goes into a Worker machine and what comes out of it: the border between deciding and acting."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from skein.protocol.messages.directives import (
+    Assign,
+    CheckpointFile,
+    ChunkVersion,
+    Directive,
+    Member,
+    OpenData,
+    Prefetch,
+    StepRecord,
+)
+from skein.protocol.messages.reports import Report
+from skein.protocol.messages.tensors import Envelope
+from skein.protocol.worker.ops import HopKey, Op, OpOutcome
+from skein.topology.fleet import Link, Profile
+from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, StageSpec, Step, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a worker process is, and what it measured of itself.
+
+    `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    site: SiteId
+    address: str
+    profile: Profile
+    host: str = ""
+    secret: str = field(default="", repr=False)
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened:
+    """The control stream to the coordinator is up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLost:
+    """The control stream is down; the driver tries again by itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectiveArrived:
+    """The coordinator said something."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorArrived:
+    """A peer's tensor is complete, checked and filed by the driver under (generation, key)."""
+
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFailed:
+    """A peer did not take a tensor, after the transport's own retries."""
+
+    to: WorkerId
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTaken:
+    """A peer has accepted a tensor of `num_bytes`, so many seconds after its first byte was offered."""
+
+    to: WorkerId
+    envelope: Envelope
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpEnded:
+    """The running op is over, after so many seconds."""
+
+    op: Op
+    outcome: OpOutcome
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """All assigned chunks are here; the counts are 0 on workers that read no data."""
+
+    generation: Generation
+    num_train_samples: int
+    num_validation_samples: int
+    data_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFailed:
+    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it. `is_unfit`: others may.
+
+    `unread`: the version of the checkpoint whose files could not be read; 0: where they are to lie nothing answers.
+    """
+
+    generation: Generation
+    peer: WorkerId | None
+    is_fatal: bool
+    reason: str
+    unread: Step | None = None
+    is_unfit: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesMoved:
+    """A file is being read or written, or state comes in from a peer: slow as it may be, it is no standstill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A stage's files are durable at the checkpoint's URL."""
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    files: tuple[CheckpointFile, ...]
+    walker: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A stage's files could not be written, however often it was tried."""
+
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    reason: str
+    walker: int = 0
+
+
+class CopyKind(StrEnum):
+    """What a prefetched copy is for: kept for others as it is, or brought up to date for a chunk that will be here."""
+
+    BACKUP = "backup"
+    FOLLOWED = "followed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotsHeld:
+    """Snapshots of this worker's chunks have come or gone; these are here now."""
+
+    job: JobId
+    copies: tuple[ChunkVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchEnded:
+    """A copy is here whole, or one that follows the commits is at `version` by now."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+    kind: CopyKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpeningEnded:
+    """A job's data are open; or, with an `error`, cannot be. `is_unfit`: this worker lacks something."""
+
+    job: JobId
+    error: str
+    is_unfit: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchFailed:
+    """No donor could give all of the copy at `version`; what came is kept for another try."""
+
+    job: JobId
+    stage: StageSpec
+    version: Step
+    kind: CopyKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksProbed:
+    """Probes of peers have ended."""
+
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMeasured:
+    """The device was measured again."""
+
+    flops_per_s: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersLookedAt:
+    """These processes have answered, and the machines of those say that they are gone; the others were silent."""
+
+    reached: tuple[Incarnation, ...]
+    gone: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The operator wants this worker to go (SIGTERM)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogShortened:
+    """The boundary log has forgotten these for want of room; `is_wanted`: somebody waits for them."""
+
+    keys: tuple[HopKey, ...]
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """The deadline may have come."""
+
+
+WorkerEvent = (
+    StreamOpened
+    | StreamLost
+    | DirectiveArrived
+    | TensorArrived
+    | SendFailed
+    | TensorTaken
+    | OpEnded
+    | Built
+    | BuildFailed
+    | BytesMoved
+    | CheckpointSaved
+    | SaveFailed
+    | SnapshotsHeld
+    | PrefetchEnded
+    | PrefetchFailed
+    | OpeningEnded
+    | LinksProbed
+    | DeviceMeasured
+    | PeersLookedAt
+    | StopRequested
+    | LogShortened
+    | TimePassed
+)
+
+# --- commands ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """Say this to the coordinator. The driver fills a beat's statistics in."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOp:
+    """Give the executor this op; its operands are filed under `generation`."""
+
+    generation: Generation
+    op: Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendTensor:
+    """Send the payload filed under the envelope's header to a peer. A release (evaluation, backward) has none."""
+
+    to: Member
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropTensor:
+    """A filed payload is of no use."""
+
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """Make the assigned chunks present: keep, draw, load or fetch. Answered by Built or BuildFailed."""
+
+    assign: Assign
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelBuild:
+    """A newer generation makes the running build pointless; it still answers, by Built or BuildFailed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPrefetch:
+    """Fetch a copy, beside everything else. Answered by PrefetchEnded or PrefetchFailed; asked again, it goes on."""
+
+    prefetch: Prefetch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOpening:
+    """Open a job's data, beside everything else. Answered by OpeningEnded; asked again, it goes on."""
+
+    opens: OpenData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowCommit:
+    """Bring the copy of `stage` up to date once its turn has come. Answered by PrefetchEnded."""
+
+    job: JobId
+    stage: StageSpec
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropCopies:
+    """Of no more use: what follows for these stages, older backups, and with `above` all that is newer."""
+
+    followed: tuple[StageSpec, ...]
+    backups_before: Step
+    above: Step | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureDevice:
+    """Measure the device, between ops. Answered by DeviceMeasured, once for all that were given meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureLinks:
+    """Probe these peers. Answered by LinksProbed."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAtPeers:
+    """See whether these processes answer. Answered by PeersLookedAt."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetJob:
+    """Drop every chunk and payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """Nothing depends on this process any more. `is_clean`: exit code 0."""
+
+    is_clean: bool
+    reason: str
+
+
+WorkerCommand = (
+    SendReport
+    | RunOp
+    | SendTensor
+    | DropTensor
+    | Build
+    | CancelBuild
+    | StartPrefetch
+    | StartOpening
+    | FollowCommit
+    | DropCopies
+    | MeasureLinks
+    | MeasureDevice
+    | LookAtPeers
+    | ForgetJob
+    | Exit
+)
