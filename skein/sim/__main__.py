@@ -25,8 +25,8 @@ from skein.config.job import (
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.protocol.worker.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule
-from skein.sim.invariants import Violated
-from skein.sim.process import SimWorker
+from skein.sim.judging.invariants import Violated
+from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
 from skein.sim.shapes import SHAPES, Shape, shape_of
 from skein.sim.transcript import small_life

@@ -9,7 +9,7 @@ from skein import rng
 from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
-from skein.sim.network import FAIR, Weather
+from skein.sim.lines.network import FAIR, Weather
 from skein.sim.world import World
 from skein.topology.fleet import Profile
 from skein.types import JobId, SiteId, WorkerId

@@ -22,10 +22,10 @@ from skein.protocol.messages.reports import Report, Vote
 from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, JoinOp, OpOutcome, SumOp
 from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
-from skein.sim.aggregating import AggregatingModel
+from skein.sim.compute.aggregating import AggregatingModel
 from skein.sim.faults import AWAY_S, come_back
-from skein.sim.invariants import Violated
-from skein.sim.process import SimWorker
+from skein.sim.judging.invariants import Violated
+from skein.sim.processes.worker import SimWorker
 from skein.sim.rules import RULES
 from skein.sim.scenario import LIMIT_S, Outcome, make_world, run_to_end, small_fleet
 from skein.sim.shapes import Shape, shape_of

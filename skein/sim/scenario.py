@@ -12,7 +12,7 @@ from skein.protocol.log.history import History
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule
-from skein.sim.invariants import Violated
+from skein.sim.judging.invariants import Violated
 from skein.sim.shapes import Shape
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId

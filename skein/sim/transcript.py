@@ -28,7 +28,7 @@ from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat
 from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.worker_io import SendReport, WorkerCommand, WorkerEvent
-from skein.sim.process import SimWorker
+from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import LIMIT_S, FleetShape, make_world, run_to_end
 from skein.sim.world import World
 from skein.types import ChunkRef, SiteId, StageSpec, WorkerId

@@ -45,13 +45,13 @@ from skein.protocol.worker.worker_io import (
     WorkerCommand,
     WorkerEvent,
 )
-from skein.sim.builds import Builds
-from skein.sim.executor import SimExecutor
-from skein.sim.network import COORDINATOR, Network
-from skein.sim.process import SimWorker
-from skein.sim.service import Service
-from skein.sim.streams import Streams
-from skein.sim.transport import Transport
+from skein.sim.compute.executor import SimExecutor
+from skein.sim.lines.network import COORDINATOR, Network
+from skein.sim.lines.streams import Streams
+from skein.sim.lines.transport import Transport
+from skein.sim.processes.builds import Builds
+from skein.sim.processes.coordinator import Service
+from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
 from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 

@@ -11,9 +11,9 @@ from skein.config.optimizer import AdamWSpec
 from skein.plan.agreeing.rounds import is_exchange
 from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.aggregating import AggregatingModel, Held
-from skein.sim.invariants import Violated
-from skein.sim.numeric import NumericModel
+from skein.sim.compute.aggregating import AggregatingModel, Held
+from skein.sim.compute.numeric import NumericModel
+from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, make_world, run_to_end, small_fleet
 from skein.sim.shapes import Shape, shape_of
 from skein.sim.world import World

@@ -5,7 +5,7 @@ import pytest
 from skein.errors import UserError
 from skein.protocol.log.records import GenerationOpened
 from skein.sim import __main__ as command
-from skein.sim.invariants import Violated
+from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, FleetShape, curve_of, make_world, run_to_end
 from skein.sim.shapes import shape_of
 from tests.support.worlds import of_kind

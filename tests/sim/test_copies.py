@@ -13,8 +13,8 @@ from skein.protocol.worker.worker_io import (
     PrefetchFailed,
     WorkerEvent,
 )
-from skein.sim.copies import NUM_SNAPSHOTS
-from skein.sim.process import SimWorker
+from skein.sim.processes.copies import NUM_SNAPSHOTS
+from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FLOPS_PER_S, make_world
 from skein.types import Epoch, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job

@@ -19,7 +19,7 @@ from skein.protocol.log.records import (
     RolledBack,
 )
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.diverging import Diverging
+from skein.sim.compute.diverging import Diverging
 from skein.sim.scenario import make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -34,9 +34,9 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.worker.worker import Worker
-from skein.sim.executor import SimExecutor, stage_times
-from skein.sim.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of
-from skein.sim.reach import ASKED_S, Reach
+from skein.sim.compute.executor import SimExecutor, stage_times
+from skein.sim.judging.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of
+from skein.sim.lines.reach import ASKED_S, Reach
 from skein.types import (
     Epoch,
     Generation,

@@ -10,8 +10,8 @@ from skein.errors import OutOfRangeError
 from skein.protocol.log.records import RolledBack
 from skein.protocol.messages.ranges import check_numbers
 from skein.protocol.messages.reports import Beat, Hello, Report, StageDone, Vote
-from skein.sim.lies import mutated
-from skein.sim.process import SimWorker
+from skein.sim.lines.lies import mutated
+from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import SHAPES, Shape, shape_of
 from skein.types import JobState

@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 
 from skein.protocol.log.records import GenerationOpened, Incident, IncidentKind
-from skein.sim.network import COORDINATOR, Weather
-from skein.sim.transport import PATIENCE_S
+from skein.sim.lines.network import COORDINATOR, Weather
+from skein.sim.lines.transport import PATIENCE_S
 from skein.sim.world import World
 from skein.types import WorkerId
 from tests.support.jobs import small_job

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.numeric import NumericModel, State
+from skein.sim.compute.numeric import NumericModel, State
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -12,7 +12,7 @@ import pytest
 from skein.plan.agreeing.rounds import is_exchange, is_local
 from skein.protocol.log.records import GenerationOpened, Incident, StepCommitted
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.aggregating import AggregatingModel
+from skein.sim.compute.aggregating import AggregatingModel
 from skein.sim.scenario import LIMIT_S, make_world, run_to_end, small_fleet
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
-from skein.sim.aggregating import AggregatingModel
+from skein.sim.compute.aggregating import AggregatingModel
 from skein.sim.scenario import LIMIT_S, make_world, run_to_end, small_fleet
 from skein.sim.shapes import shape_of
 from skein.sim.world import World

@@ -17,13 +17,13 @@ from skein.protocol.worker.worker_io import (
     WorkerEvent,
 )
 from skein.sim.clock import Clock
-from skein.sim.copies import SimCopies
-from skein.sim.data import REASON, SimData
-from skein.sim.executor import StageTimes, stage_times
-from skein.sim.invariants import INITIAL, Invariants, Violated
-from skein.sim.network import Network
-from skein.sim.process import SimWorker
-from skein.sim.store import Store
+from skein.sim.compute.executor import StageTimes, stage_times
+from skein.sim.judging.invariants import INITIAL, Invariants, Violated
+from skein.sim.lines.network import Network
+from skein.sim.processes.copies import SimCopies
+from skein.sim.processes.data import REASON, SimData
+from skein.sim.processes.store import Store
+from skein.sim.processes.worker import SimWorker
 from skein.types import StageIndex, StageSpec, Step, WorkerId
 
 BUILD_S = 0.05

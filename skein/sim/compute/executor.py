@@ -33,8 +33,8 @@ from skein.protocol.worker.ops import (
     SumOp,
     hop_key,
 )
-from skein.sim.invariants import Violated, Visits, lineage_after
-from skein.sim.judge import Contributions, Judge, Kept, SimChunk, is_late, is_ledger, taken_by
+from skein.sim.judging.contributions import Contributions, Judge, Kept, SimChunk, is_late, is_ledger, taken_by
+from skein.sim.judging.invariants import Violated, Visits, lineage_after
 from skein.types import (
     Attempt,
     ChunkRef,

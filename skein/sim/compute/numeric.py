@@ -34,8 +34,8 @@ from skein.protocol.worker.ops import (
     SumOp,
     hop_key,
 )
-from skein.sim.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
-from skein.sim.invariants import INITIAL, Violated, Visits
+from skein.sim.compute.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
+from skein.sim.judging.invariants import INITIAL, Violated, Visits
 from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 
 F64 = NDArray[np.float64]

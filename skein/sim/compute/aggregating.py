@@ -31,9 +31,9 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
-from skein.sim.executor import Payload
-from skein.sim.invariants import INITIAL, Violated, lineage_after
-from skein.sim.numeric import NumericExecutor, NumericModel, State
+from skein.sim.compute.executor import Payload
+from skein.sim.compute.numeric import NumericExecutor, NumericModel, State
+from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
 from skein.types import Attempt, ChunkRef, Generation, GroupId, StageIndex, StageSpec, Step, WorkerId
 
 _Key = tuple[GroupId, Attempt]

@@ -22,10 +22,10 @@ from skein.protocol.worker.worker_io import (
     WorkerEvent,
 )
 from skein.sim.clock import Clock
-from skein.sim.executor import StageTimes
-from skein.sim.invariants import Violated, lineage_after
-from skein.sim.network import Network
-from skein.sim.process import SimWorker
+from skein.sim.compute.executor import StageTimes
+from skein.sim.judging.invariants import Violated, lineage_after
+from skein.sim.lines.network import Network
+from skein.sim.processes.worker import SimWorker
 from skein.types import Generation, GroupId, Incarnation, JobId, StageSpec, Step, WorkerId
 
 MIXED = "mixed"

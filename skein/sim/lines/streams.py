@@ -14,13 +14,13 @@ from skein.protocol.coordinator.coordinator_io import ReportArrived, ReportRefus
 from skein.protocol.messages.ranges import check_numbers
 from skein.protocol.messages.reports import Beat, Hello, Report
 from skein.protocol.worker.worker_io import DirectiveArrived, StreamLost, StreamOpened
-from skein.sim.invariants import Found
-from skein.sim.lies import mutated
-from skein.sim.network import COORDINATOR, Network
-from skein.sim.process import SimWorker
-from skein.sim.reach import Reach
-from skein.sim.service import Service
-from skein.sim.transport import Give
+from skein.sim.judging.invariants import Found
+from skein.sim.lines.lies import mutated
+from skein.sim.lines.network import COORDINATOR, Network
+from skein.sim.lines.reach import Reach
+from skein.sim.lines.transport import Give
+from skein.sim.processes.coordinator import Service
+from skein.sim.processes.worker import SimWorker
 from skein.types import Incarnation, WorkerId
 
 CONTROL_S = 0.01

@@ -5,7 +5,7 @@ from functools import partial
 
 from skein.protocol.worker.worker_io import OpeningEnded, StartOpening, WorkerEvent
 from skein.sim.clock import Clock
-from skein.sim.process import SimWorker
+from skein.sim.processes.worker import SimWorker
 from skein.types import Incarnation, JobId, WorkerId
 
 OPEN_S = 0.4

@@ -7,7 +7,7 @@ from skein.plan.agreeing.exchange import Broadcast, Neighbours
 from skein.plan.agreeing.rounds import exchanged_stage, local_group
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import GroupResult
-from skein.sim.invariants import Violated, Visits
+from skein.sim.judging.invariants import Violated, Visits
 from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 
 Contributions = dict[tuple[Step, int, StageIndex], int]

@@ -6,7 +6,7 @@ from math import nan
 
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.worker.ops import ApplyOp, Joined, Loss, LossOp, Op, OpOutcome
-from skein.sim.executor import NO_GENERATION, SimExecutor
+from skein.sim.compute.executor import NO_GENERATION, SimExecutor
 from skein.types import Generation, WorkerId
 
 IsTooLarge = Callable[[StepRecord], bool]

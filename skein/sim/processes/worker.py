@@ -9,7 +9,7 @@ from numpy.random import Generator as Draw
 from skein.protocol.worker.ops import Op
 from skein.protocol.worker.worker import Worker
 from skein.sim.clock import Action
-from skein.sim.executor import SimExecutor
+from skein.sim.compute.executor import SimExecutor
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
-from skein.sim.invariants import Invariants
+from skein.sim.judging.invariants import Invariants
 from skein.topology.fleet import Fleet
 from skein.types import Condition, Epoch
 

@@ -19,9 +19,9 @@ from skein.protocol.worker.worker_io import (
     WorkerEvent,
 )
 from skein.sim.clock import Clock
-from skein.sim.executor import Payload
-from skein.sim.network import Network
-from skein.sim.process import SimWorker
+from skein.sim.compute.executor import Payload
+from skein.sim.lines.network import Network
+from skein.sim.processes.worker import SimWorker
 from skein.types import WorkerId
 
 REFUSED_S = 0.3

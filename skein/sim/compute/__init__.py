@@ -1,0 +1,1 @@
+"""What stands in torch's place: the cost model, and real numbers where they matter."""

@@ -1,0 +1,1 @@
+"""What is judged of a simulated world from outside."""
