@@ -11,15 +11,15 @@ from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, Coordinator
 from coordinator.store import state_path
 from skein.errors import UserError
 from skein.protocol.membership.membership import LEASE_S
-from skein.wire.logs import LogFormat
-from skein.wire.options import (
+from skein.wire.process.logs import LogFormat
+from skein.wire.process.options import (
     checkpoint_root_option,
     data_root_option,
     insecure_option,
     log_format_option,
     metrics_host_option,
 )
-from skein.wire.state_dir import default_state_dir
+from skein.wire.process.state_dir import default_state_dir
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from skein.types import WorkerId
-from skein.wire.pages import JSON, TEXT, Page, Pages
+from skein.wire.serving.pages import JSON, TEXT, Page, Pages
 from skein.wire.views import WorkerState, WorkerStatus
 
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,255}")

@@ -7,7 +7,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
 
-from skein.wire.logs import LogFormat, formatter
+from skein.wire.process.logs import LogFormat, formatter
 
 LOG_FILE = "coordinator.log"
 """Of a coordinator that was not started as a standby."""

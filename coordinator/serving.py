@@ -33,7 +33,7 @@ from skein.protocol.log.records import EpochOpened, Record
 from skein.protocol.membership.membership import LEASE_S
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
-from skein.wire.files import raise_open_files
+from skein.wire.process.files import raise_open_files
 
 LOCK_WAIT_S = 5.0
 """How long a successor waits for the process before it to be gone."""

@@ -9,8 +9,8 @@ import click
 
 from skein.errors import UserError
 from skein.units import parse_bytes
-from skein.wire.logs import LogFormat
-from skein.wire.options import (
+from skein.wire.process.logs import LogFormat
+from skein.wire.process.options import (
     checkpoint_root_option,
     data_root_option,
     insecure_option,

@@ -25,8 +25,8 @@ from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.leader import split_addresses
-from skein.wire.logs import LogFormat
-from skein.wire.state_dir import default_state_dir
+from skein.wire.process.logs import LogFormat
+from skein.wire.process.state_dir import default_state_dir
 from skein.wire.tokens import read_token
 from worker.data.cache import usual_cache
 from worker.logs import LogTail, begin_logging

@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from skein.wire.extra import LogLevel, LogLine
-from skein.wire.logs import LogFormat, formatter
+from skein.wire.process.logs import LogFormat, formatter
 
 _MAX_LINES = 500
 _MAX_LINES_AT_ONCE = 100

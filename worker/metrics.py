@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
-from skein.wire.pages import TEXT, Page, Pages
+from skein.wire.serving.pages import TEXT, Page, Pages
 from worker.aggregating import Gauges, Measure
 from worker.transport.statistics import Statistics
 

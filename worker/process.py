@@ -18,10 +18,10 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
-from skein.wire.doorway import GREETED_BYTES, Doorway
 from skein.wire.extra import FetchStateRequest, LogLine
-from skein.wire.files import raise_open_files
 from skein.wire.leader import split_addresses
+from skein.wire.process.files import raise_open_files
+from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog
 from worker.build import Builder
 from worker.bundle import WireTensor

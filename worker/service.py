@@ -15,7 +15,7 @@ from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
-from skein.wire.health import Health
+from skein.wire.serving.health import Health
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Limits, WireTensor
 from worker.transport.framing import DELIVER, read_part

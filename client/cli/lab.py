@@ -17,7 +17,7 @@ from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode, default_folder
 from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
-from skein.wire.options import data_root_option
+from skein.wire.process.options import data_root_option
 
 Command = TypeVar("Command", bound=Callable[..., int])
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from client.lab import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, Preset
 from skein.errors import UserError
-from skein.wire.state_dir import default_state_dir
+from skein.wire.process.state_dir import default_state_dir
 
 Mode = Literal["namespaces", "proxy"]
 

@@ -19,7 +19,7 @@ from coordinator.logs import begin_logging
 from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
 from skein.errors import SkeinError
-from skein.wire.logs import LogFormat
+from skein.wire.process.logs import LogFormat
 from skein.wire.tokens import read_token
 
 _log = logging.getLogger("coordinator")

@@ -12,8 +12,8 @@ from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
 from skein.wire.context import Context, Parse
 from skein.wire.failures import refuse, status_of
-from skein.wire.health import HEALTH_SERVICE
-from skein.wire.reading import Behaviour, Method, answer, with_behaviour
+from skein.wire.serving.health import HEALTH_SERVICE
+from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
 
 
 class NotFoundError(UserError):

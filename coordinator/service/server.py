@@ -18,10 +18,10 @@ from coordinator.service.jobs import Jobs
 from coordinator.status import Roster
 from skein.wire.channel import bind, join_address, server_options
 from skein.wire.context import Context
-from skein.wire.doorway import CALLED_BYTES, Doorway
-from skein.wire.health import NOT_SERVING, SERVING, Health
 from skein.wire.leader import LEADER_KEY
-from skein.wire.reading import Readable
+from skein.wire.serving.doorway import CALLED_BYTES, Doorway
+from skein.wire.serving.health import NOT_SERVING, SERVING, Health
+from skein.wire.serving.reading import Readable
 from skein.wire.tokens import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 

@@ -11,8 +11,8 @@ from enum import StrEnum
 from grpc import aio
 
 from skein.errors import UserError
-from skein.wire.files import max_connections
-from skein.wire.reading import Readable
+from skein.wire.process.files import max_connections
+from skein.wire.serving.reading import Readable
 from skein.wire.tokens import TokenChannel, TokenCheck
 
 Option = tuple[str, int]

@@ -29,7 +29,6 @@ LARGE_PACKAGES = {
     "client/lab",
     "coordinator",
     "skein/numeric/aggregate",
-    "skein/wire",
     "worker",
     "worker/transport",
 }

@@ -18,8 +18,9 @@ from bench.hostile import methods
 from coordinator.service import calls
 from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels
-from skein.wire import doorway, files, health, pages
 from skein.wire.channel import Lane, open_channel
+from skein.wire.process import files
+from skein.wire.serving import doorway, health, pages
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, eventually, plan_at_once
 

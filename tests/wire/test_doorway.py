@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from skein.wire import doorway
-from skein.wire.doorway import CALLED_BYTES, Doorway
+from skein.wire.serving import doorway
+from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 
 WAIT_S = 10.0
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.wire.doorway import _host
-from skein.wire.hosts import counted_as, host_of, is_loopback
+from skein.wire.serving.doorway import _host
+from skein.wire.serving.hosts import counted_as, host_of, is_loopback
 from worker.transport.slots import peer_of
 
 HALF = st.integers(0, 2**64 - 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skein.wire.room import Room
+from skein.wire.serving.room import Room
 
 
 class Guests:

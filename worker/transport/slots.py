@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from skein.wire.hosts import host_of, is_loopback
+from skein.wire.serving.hosts import host_of, is_loopback
 
 GIVES_WAY_S = 1.0
 """Silence after which a stream may lose its place to another."""

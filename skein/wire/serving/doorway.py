@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn
 
-from skein.wire.hosts import counted_as
+from skein.wire.serving.hosts import counted_as
 
 PER_ADDRESS = 64
 PERIOD_S = 0.25

@@ -1,6 +1,6 @@
 """gRPC's health service, which needs no token: so it is bounded by itself, and costs nobody else a call.
 
-A call that says nothing is over soon, streams that watch are few, and whoever comes is answered: `skein.wire.room`.
+A call that says nothing is over soon, streams that watch are few, and whoever comes is answered: `skein.wire.serving.room`.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from skein.wire.context import Context
-from skein.wire.hosts import host_of
-from skein.wire.room import Room
+from skein.wire.serving.hosts import host_of
+from skein.wire.serving.room import Room
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from skein.errors import UserError
 from skein.wire.channel import join_address
-from skein.wire.hosts import counted_as
-from skein.wire.room import Room
+from skein.wire.serving.hosts import counted_as
+from skein.wire.serving.room import Room
 
 Page = tuple[HTTPStatus, str, bytes]
 """Status, content type and body."""

@@ -1,0 +1,1 @@
+"""What both services need as processes: options, logs, files and a folder."""
