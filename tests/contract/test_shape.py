@@ -28,7 +28,6 @@ LARGE_PACKAGES = {
     "client/cli",
     "client/lab",
     "coordinator",
-    "skein/numeric/aggregate",
     "worker",
     "worker/transport",
 }

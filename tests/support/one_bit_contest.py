@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.numeric.aggregate.exchange import exchange, talks_by_shard
-from skein.numeric.aggregate.one_bit import ERROR, OneBit
-from skein.numeric.aggregate.one_bit_adam import OneBitAdam
-from skein.numeric.aggregate.one_bit_lamb import FACTOR, RATIO, RATIO_WEIGHT, OneBitLamb
+from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
+from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.freezing import ERROR, OneBit
+from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, RATIO_WEIGHT, OneBitLamb
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchange import Weights, talks_by_shard
-from skein.numeric.aggregate.overlapped import InFlight, put, take
+from skein.numeric.aggregate.exchanging.in_memory import Weights, talks_by_shard
+from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.walker import Walker
 

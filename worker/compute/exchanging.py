@@ -15,7 +15,7 @@ from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
 from skein.errors import LocalError
-from skein.numeric.aggregate.member import Exchanges, digest_of, measured, replicated
+from skein.numeric.aggregate.exchanging.member import Exchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten

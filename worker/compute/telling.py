@@ -12,8 +12,9 @@ from torch import Tensor
 
 from skein.config.aggregation import AggregationSpec, DiLoCo, Gossip, Lsgd
 from skein.config.rule import Due
-from skein.numeric.aggregate import all_reduce, diloco, gossip, lsgd, one_bit
+from skein.numeric.aggregate import all_reduce, diloco, gossip, lsgd
 from skein.numeric.aggregate.fragments import fragment_spans, gathered
+from skein.numeric.aggregate.one_bit import freezing as one_bit
 from skein.numeric.aggregate.rule import Talk
 from skein.numeric.gradients import squared_norm, unflatten
 from skein.numeric.walker import Tensors, Walker

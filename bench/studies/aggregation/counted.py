@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchange import talks_by_shard
-from skein.numeric.aggregate.overlapped import put, take
+from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
+from skein.numeric.aggregate.exchanging.overlapped import put, take
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.walker import Walker
 

@@ -25,8 +25,8 @@ from skein.data.cursor import positions_of
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of
 from skein.numeric.aggregate.diloco import GLOBAL, DiLoCoRule
-from skein.numeric.aggregate.exchange import talks_by_shard
-from skein.numeric.aggregate.overlapped import InFlight, put, take
+from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
+from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.groups import decayed_names

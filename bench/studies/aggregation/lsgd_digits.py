@@ -16,9 +16,9 @@ from bench.report import Row, spread
 from bench.studies.aggregation.digits_mlp import Samples, batch, gradient, initial, loss, split
 from skein.config.aggregation import Lsgd
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchange import talks_by_shard
+from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
+from skein.numeric.aggregate.exchanging.overlapped import put, take
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
-from skein.numeric.aggregate.overlapped import put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import Walker

@@ -13,9 +13,9 @@ from bench.report import Row
 from bench.studies.aggregation.counted import exchanged
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.numeric.aggregate.one_bit import OneBit
-from skein.numeric.aggregate.one_bit_adam import OneBitAdam
-from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.freezing import OneBit
+from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.compress.choose import compressor_of
 from skein.numeric.walker import Tensors, Walker

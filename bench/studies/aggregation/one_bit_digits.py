@@ -18,8 +18,8 @@ from bench.studies.aggregation.measured import Measured, banded
 from bench.studies.plot import Chart
 from skein.config import aggregation
 from skein.config.optimizer import LambSpec
-from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
-from skein.numeric.aggregate.overlapped import bytes_of
+from skein.numeric.aggregate.exchanging.overlapped import bytes_of
+from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Tensors, Walker
 

@@ -18,7 +18,7 @@ from bench.studies.plot import Chart, Line
 from skein.config.aggregation import Gossip, GossipMethod
 from skein.config.optimizer import SgdSpec
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchange import exchange, talks_by_row
+from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Walker

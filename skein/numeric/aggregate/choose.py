@@ -9,8 +9,8 @@ from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule
-from skein.numeric.aggregate.one_bit_adam import OneBitAdam
-from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.optim.choose import optimizer_of
 

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from skein.config.robust import NoRobust
-from skein.numeric.aggregate import all_reduce, diloco, one_bit
+from skein.numeric.aggregate import all_reduce, diloco
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.fragments import fragment_spans, gathered, shards_of
 from skein.numeric.aggregate.gossip import SENT, GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule
-from skein.numeric.aggregate.one_bit import OneBit
+from skein.numeric.aggregate.one_bit import freezing as one_bit
+from skein.numeric.aggregate.one_bit.freezing import OneBit
+from skein.numeric.aggregate.one_bit.sign_mean import join_shards
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
-from skein.numeric.aggregate.sign_mean import join_shards
 from skein.numeric.gradients import flatten, shard_bounds
 from skein.numeric.walker import Tensors, Walker
 

@@ -14,7 +14,7 @@ from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.conserved import Offer, lost
-from skein.numeric.aggregate.member import Exchanges, measured, newcomer, replicated
+from skein.numeric.aggregate.exchanging.member import Exchanges, measured, newcomer, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker

@@ -19,11 +19,11 @@ from skein.config.robust import CentredClip, Krum, NormClip, RobustSpec, Trimmed
 from skein.config.rule import Due, Reach, Walkers
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
-from skein.numeric.aggregate.exchange import owner_of, talks_by_row, talks_by_shard
+from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
-from skein.numeric.aggregate.one_bit_adam import OneBitAdam
-from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Rule, Talk
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, flatten, squared_norm

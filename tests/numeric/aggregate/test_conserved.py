@@ -9,11 +9,12 @@ import torch
 from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.optimizer import AdamWSpec, LambSpec, SgdSpec
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate import all_reduce, diloco, one_bit
+from skein.numeric.aggregate import all_reduce, diloco
 from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.conserved import Offer, lost
-from skein.numeric.aggregate.exchange import owner_of, talks_by_row, talks_by_shard
+from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.lsgd import led_by
+from skein.numeric.aggregate.one_bit import freezing as one_bit
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker
 

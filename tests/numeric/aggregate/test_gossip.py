@@ -13,7 +13,7 @@ from skein.config.optimizer import SgdSpec
 from skein.config.robust import CentredClip, Krum, NormClip
 from skein.config.rule import Due, Reach
 from skein.errors import UserError
-from skein.numeric.aggregate.exchange import exchange, talks_by_row
+from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, SENT, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten

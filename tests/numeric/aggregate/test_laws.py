@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from skein.config.rule import Walkers
-from skein.numeric.aggregate.exchange import owner_of
+from skein.numeric.aggregate.exchanging.in_memory import owner_of
 from skein.numeric.compress.compressor import form_of
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import StateClass, Tensors, Walker

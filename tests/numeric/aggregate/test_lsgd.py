@@ -8,9 +8,9 @@ from torch import Tensor
 
 from skein.config.aggregation import Lsgd
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchange import talks_by_shard
+from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
+from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
 from skein.numeric.aggregate.lsgd import START, LsgdRule, led_by
-from skein.numeric.aggregate.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.sgd import Sgd

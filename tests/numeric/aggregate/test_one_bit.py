@@ -11,16 +11,16 @@ from torch import Tensor
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchange import exchange, talks_by_shard
-from skein.numeric.aggregate.one_bit import (
+from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
+from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.freezing import (
     ERROR,
     MOMENTUM,
     MOMENTUM_SCALE,
     SHARD_ERROR,
     OneBit,
 )
-from skein.numeric.aggregate.one_bit_adam import OneBitAdam
-from skein.numeric.aggregate.one_bit_lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.adamw import MEAN_OF_SQUARES

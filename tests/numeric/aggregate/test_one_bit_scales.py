@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from skein.numeric.aggregate.one_bit import MOMENTUM_SCALE, raise_variances
-from skein.numeric.aggregate.one_bit_lamb import FACTOR, RATIO, OneBitLamb
+from skein.numeric.aggregate.one_bit.freezing import MOMENTUM_SCALE, raise_variances
+from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, OneBitLamb
 from skein.numeric.optim.adamw import MEAN
 from skein.numeric.walker import Walker
 from tests.numeric.aggregate.test_one_bit import (

@@ -7,7 +7,7 @@ import torch
 from skein.config.aggregation import Gossip, GossipMethod
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchange import exchange, talks_by_row
+from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.aggregate.shared_moment import (

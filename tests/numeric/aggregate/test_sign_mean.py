@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skein.numeric.aggregate.sign_mean import Layout, decode_shard, encode_all, encode_shard, join_shards
+from skein.numeric.aggregate.one_bit.sign_mean import (
+    Layout,
+    decode_shard,
+    encode_all,
+    encode_shard,
+    join_shards,
+)
 
 LAYOUTS = st.builds(
     Layout,

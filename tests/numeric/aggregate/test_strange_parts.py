@@ -11,7 +11,7 @@ from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
 from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.all_reduce import RESIDUAL
 from skein.numeric.aggregate.choose import rule_of
-from skein.numeric.aggregate.exchange import talks_by_row, talks_by_shard
+from skein.numeric.aggregate.exchanging.in_memory import talks_by_row, talks_by_shard
 from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker

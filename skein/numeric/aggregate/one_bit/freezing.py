@@ -32,9 +32,7 @@ from torch import Tensor
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
-from skein.numeric.aggregate.robust import NORM_LIMIT
-from skein.numeric.aggregate.rule import Talk, Terms
-from skein.numeric.aggregate.sign_mean import (
+from skein.numeric.aggregate.one_bit.sign_mean import (
     Layout,
     decode_shard,
     encode_all,
@@ -43,6 +41,8 @@ from skein.numeric.aggregate.sign_mean import (
     said_norm,
     shard_form,
 )
+from skein.numeric.aggregate.robust import NORM_LIMIT
+from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.feedback import FeedbackOwner
 from skein.numeric.gradients import flatten, unflatten

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec
-from skein.numeric.aggregate.one_bit import MOMENTUM_SCALE, OneBit, direction, scalars
+from skein.numeric.aggregate.one_bit.freezing import MOMENTUM_SCALE, OneBit, direction, scalars
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
 from skein.numeric.walker import Walker

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from skein.numeric.aggregate.exchange import owner_of
+from skein.numeric.aggregate.exchanging.in_memory import owner_of
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker
 
