@@ -29,8 +29,8 @@ from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
 from skein.wire.tokens import read_token
 from worker.data.cache import usual_cache
-from worker.logs import LogTail, begin_logging
 from worker.naming import take_name
+from worker.telling.logs import LogTail, begin_logging
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:

@@ -53,16 +53,16 @@ from skein.types import Generation
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines
 from worker.boundary import BoundaryLog, is_logged
-from worker.build import Builder, Files
 from worker.bundle import Bundle
+from worker.chunks.build import Builder, Files
+from worker.chunks.copies import Copies
+from worker.chunks.saving import Moves, Saver
 from worker.compute.ops import Saved, operand_keys
 from worker.compute.payload import Payload, key_of, pack
-from worker.copies import Copies
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
-from worker.metrics import Metrics
-from worker.moments import named, op_named, tell_report, unwatched
-from worker.saving import Moves, Saver
+from worker.telling.metrics import Metrics
+from worker.telling.moments import named, op_named, tell_report, unwatched
 from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)

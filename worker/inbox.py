@@ -19,8 +19,8 @@ from skein.types import Generation, WorkerId
 from skein.wire.extra import Refusal
 from worker.bundle import Bundle
 from worker.compute.payload import PayloadStore, key_of
-from worker.metrics import Metrics
-from worker.moments import tell_directive
+from worker.telling.metrics import Metrics
+from worker.telling.moments import tell_directive
 
 _log = logging.getLogger(__name__)
 

@@ -23,18 +23,18 @@ from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog
-from worker.build import Builder
 from worker.bundle import WireTensor
+from worker.chunks.build import Builder
+from worker.chunks.copies import Copies
 from worker.compute.ops import Compute
-from worker.copies import Copies
 from worker.data.opening import Datasets
 from worker.driver import Driver
 from worker.executor import Executor
 from worker.inbox import WorkerInbox
-from worker.metrics import Metrics
-from worker.moments import unwatched
 from worker.probe import measure_device
 from worker.service import PeerService
+from worker.telling.metrics import Metrics
+from worker.telling.moments import unwatched
 from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
 from worker.transport.outbox import Dial
 from worker.transport.peers import Peers

@@ -28,7 +28,6 @@ LARGE_PACKAGES = {
     "client/cli",
     "client/lab",
     "coordinator",
-    "worker",
     "worker/transport",
 }
 """Folders of more modules."""

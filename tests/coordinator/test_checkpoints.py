@@ -21,7 +21,7 @@ from skein.storage.outside import NoRoomError, Outside
 from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from tests.coordinator.builders import checkpointed, job_spec
-from worker.checkpoint import UrlArchive, file_names
+from worker.chunks.checkpoint import UrlArchive, file_names
 
 JOB = JobId("digits-1")
 DATA = bytes(range(256)) * 40

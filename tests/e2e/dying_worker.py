@@ -26,8 +26,8 @@ from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.compute.snapshots import Snapshots
 from worker.daemon import WorkerOptions, run_worker
-from worker.moments import op_named
 from worker.process import Setting
+from worker.telling.moments import op_named
 
 
 class MortalSnapshots(Snapshots):

@@ -20,8 +20,8 @@ from skein.types import Epoch, Generation, JobId, Step, WorkerId
 from skein.wire.channel import open_channel
 from tests.worker.lab import CPU, Lab
 from tests.worker.transport.loopback import serving
+from worker.chunks.copies import Copies
 from worker.compute.ops import Compute
-from worker.copies import Copies
 from worker.executor import Executor
 from worker.service import PeerService
 from worker.transport.peers import Peers

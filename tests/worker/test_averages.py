@@ -18,7 +18,7 @@ from skein.types import Epoch, Generation, Precision, StageIndex, StageSpec, Ste
 from tests.worker.holders import JOB, Keeper, holding, keeping
 from tests.worker.lab import CPU, Lab, tiny_job
 from tests.worker.test_copies import NoFiles
-from worker.build import Builder
+from worker.chunks.build import Builder
 from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.chunk import Chunk
 from worker.compute.state import STEP

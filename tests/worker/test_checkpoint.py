@@ -17,7 +17,7 @@ from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, Precision, StageIndex, Step
 from tests.worker.lab import GENERATION, Lab, tiny_job
-from worker.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
+from worker.chunks.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
 from worker.compute.state import STEP, saved_names
 
 JOB = JobId("j1")

@@ -18,8 +18,8 @@ from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot
 from tests.worker.lab import CPU, Lab, tiny_job
-from worker import fetched
-from worker.build import Builder
+from worker.chunks import fetched
+from worker.chunks.build import Builder
 from worker.service import PeerService
 from worker.transport import gather
 

@@ -17,7 +17,7 @@ from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, puppet
 from worker import __main__ as command_line
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
-from worker.logs import LogTail, begin_logging
+from worker.telling.logs import LogTail, begin_logging
 
 
 @pytest.fixture(autouse=True)

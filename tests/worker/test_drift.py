@@ -13,9 +13,9 @@ from skein.protocol.worker.ops import JoinOp, PackOp
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
-from worker.aggregating import Gauges
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
+from worker.telling.aggregating import Gauges
 
 MEMBERS = tuple(ChunkRef(stage=StageIndex(0), worker=WorkerId(name)) for name in ("a", "b"))
 GROUP = Group(

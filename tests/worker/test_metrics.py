@@ -9,8 +9,8 @@ import pytest
 from skein.errors import UserError
 from skein.types import JobId, WorkerId
 from skein.wire.extra import Refusal
-from worker.aggregating import Gauges, Measure
-from worker.metrics import Metrics
+from worker.telling.aggregating import Gauges, Measure
+from worker.telling.metrics import Metrics
 from worker.transport.statistics import Statistics
 
 

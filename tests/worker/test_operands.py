@@ -17,12 +17,12 @@ from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
 from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
-from worker.aggregating import Gauges
 from worker.bundle import Bundle, WireTensor
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
 from worker.compute.operands import OperandError, check_operands
 from worker.compute.payload import pack
+from worker.telling.aggregating import Gauges
 
 STAGE = StageIndex(0)
 STEP = Step(2)

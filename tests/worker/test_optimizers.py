@@ -19,7 +19,7 @@ from skein.protocol.worker.ops import SaveOp, SnapshotOp
 from skein.types import Generation, GroupId, JobId, StageIndex, Step, WorkerId
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.bundle import to_torch
-from worker.checkpoint import UrlArchive, read_state, write_stage
+from worker.chunks.checkpoint import UrlArchive, read_state, write_stage
 from worker.compute.snapshots import bring_forward
 from worker.compute.state import saved_names, state_names, state_sizes
 from worker.data.dataset import open_dataset

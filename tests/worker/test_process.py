@@ -56,7 +56,7 @@ from skein.wire.extra import LogLevel, LogLine, LogLines
 from tests.support.plans import schedule
 from tests.worker.lab import tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
-from worker.logs import LogTail
+from worker.telling.logs import LogTail
 
 STOP = StopRequested(reason="enough")
 JOB = JobId("j1")
@@ -462,7 +462,7 @@ async def test_a_stage_that_cannot_be_written_is_told_and_is_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None, part: str
 ) -> None:
     """The puppet keeps no files, so uploads end like those to another release."""
-    monkeypatch.setattr("worker.saving._PAUSES_S", (0.0,))
+    monkeypatch.setattr("worker.chunks.saving._PAUSES_S", (0.0,))
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
         session.say(WELCOME, new_generation(session, 1))

@@ -33,8 +33,8 @@ from skein.types import ChunkRef, Epoch, Generation, GroupId, Precision, StageIn
 from skein.wire.extra import ManifestReply
 from tests.worker.holders import JOB, Keeper, keeping
 from tests.worker.lab import CPU, GENERATION, tiny_job
-from worker.build import Builder
-from worker.checkpoint import UrlArchive, read_state, write_stage
+from worker.chunks.build import Builder
+from worker.chunks.checkpoint import UrlArchive, read_state, write_stage
 from worker.compute.chunk import Chunk
 from worker.compute.state import STEP, saved_names
 

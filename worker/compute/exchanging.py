@@ -26,9 +26,9 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord
 from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
-from worker.aggregating import Gauges, Measure
 from worker.compute.chunk import Chunk
 from worker.compute.telling import distance, is_told, residual_norm, sent_bytes
+from worker.telling.aggregating import Gauges, Measure
 
 _FP32_BYTES = 4
 

@@ -56,13 +56,13 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from worker.aggregating import Gauges
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import TIED, Chunk, own_group
 from worker.compute.exchanging import Exchanging, claim_of
 from worker.compute.operands import check_operands
 from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, concatenated, pack, unpack
 from worker.compute.snapshots import Snapshots
+from worker.telling.aggregating import Gauges
 
 """Names of the tensors in payloads."""
 

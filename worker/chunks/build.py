@@ -41,13 +41,13 @@ from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
 from skein.wire.extra import ManifestReply
 from worker.bundle import WireTensor, to_torch
-from worker.checkpoint import Archive, UrlArchive, check_url, read_state
+from worker.chunks.checkpoint import Archive, UrlArchive, check_url, read_state
+from worker.chunks.copies import Copies
 from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Holding
 from worker.compute.state import saved_names, state_names
-from worker.copies import Copies
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 from worker.model.weights import load_huggingface, load_parameters

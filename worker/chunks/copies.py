@@ -24,9 +24,9 @@ from skein.types import Generation, JobId, StageIndex, StageSpec, Step
 from skein.units import format_bytes
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import WireTensor, to_torch, to_wire
+from worker.chunks.fetched import FetchedCopy, Givers, failure_of
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
-from worker.fetched import FetchedCopy, Givers, failure_of
 
 CopyCommand = StartPrefetch | StartOpening | FollowCommit | DropCopies
 

@@ -11,11 +11,11 @@ from skein.protocol.worker.worker_io import BytesMoved, CheckpointSaved, SaveFai
 from skein.storage.outside import NoRoomError, Outside, SilentError
 from skein.storage.places import Places
 from skein.units import format_bytes
-from worker.build import Files, archive_of
-from worker.checkpoint import write_stage
+from worker.chunks.build import Files, archive_of
+from worker.chunks.checkpoint import write_stage
 from worker.compute.ops import Saved
 from worker.executor import one_line
-from worker.metrics import Metrics
+from worker.telling.metrics import Metrics
 from worker.transport.coordinator import FullError
 
 _log = logging.getLogger(__name__)

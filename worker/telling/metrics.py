@@ -12,7 +12,7 @@ from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.serving.pages import TEXT, Page, Pages
-from worker.aggregating import Gauges, Measure
+from worker.telling.aggregating import Gauges, Measure
 from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)

@@ -1,0 +1,1 @@
+"""Chunks on this worker: made present, copied, saved and read back."""
