@@ -18,13 +18,13 @@ from skein.wire.failures import refuse
 from skein.wire.serving.health import Health
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Limits, WireTensor
+from worker.transport.fetching.state import state_parts
 from worker.transport.framing import DELIVER, read_part
-from worker.transport.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.links import answer_probe
-from worker.transport.slots import CrowdedError, IdleError, Slots, peer_of
-from worker.transport.state import state_parts
+from worker.transport.receiving.intake import Accepts, Inbox, Intake, OnTensor
+from worker.transport.receiving.slots import CrowdedError, IdleError, Slots, peer_of
+from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
-from worker.transport.window import Window
 
 StateOf = Callable[[FetchStateRequest], Awaitable[Mapping[str, WireTensor] | None]]
 """What is asked for, perhaps with more names; None if it is not here. Awaited, for only the executor copies a chunk."""

@@ -28,7 +28,6 @@ LARGE_PACKAGES = {
     "client/cli",
     "client/lab",
     "coordinator",
-    "worker/transport",
 }
 """Folders of more modules."""
 LONG_FILES = {"skein/protocol/coordinator/runs/run.py", "worker/compute/ops.py"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from skein.wire.serving.doorway import _host
 from skein.wire.serving.hosts import counted_as, host_of, is_loopback
-from worker.transport.slots import peer_of
+from worker.transport.receiving.slots import peer_of
 
 HALF = st.integers(0, 2**64 - 1)
 

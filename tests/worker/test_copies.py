@@ -21,7 +21,7 @@ from tests.worker.lab import CPU, Lab, tiny_job
 from worker.chunks import fetched
 from worker.chunks.build import Builder
 from worker.service import PeerService
-from worker.transport import gather
+from worker.transport.fetching import gather
 
 Context = aio.ServicerContext[object, object]
 Parts = AsyncGenerator[peer_pb2.StatePart, None]

@@ -27,8 +27,8 @@ from worker.bundle import WireTensor, to_torch
 from worker.compute.snapshots import bring_forward, changes
 from worker.compute.state import state_sizes
 from worker.executor import one_line
-from worker.transport.fetch import AbsentError
-from worker.transport.gather import Gathering
+from worker.transport.fetching.fetch import AbsentError
+from worker.transport.fetching.gather import Gathering
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
-from worker.transport.fetch import Fetcher
+from worker.transport.fetching.fetch import Fetcher
 from worker.transport.links import Sight, look_at, measure_link
 from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, ignore_taken
 from worker.transport.pace import Pace, Patience

@@ -23,9 +23,9 @@ from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import JOB, Receiver, sending, serving, tensor_of
 from worker.bundle import Limits, WireTensor, to_torch, to_wire
 from worker.service import PeerService
-from worker.transport import fetch
-from worker.transport.fetch import MAX_FRUITLESS
-from worker.transport.state import StateAssembly, state_parts
+from worker.transport.fetching import fetch
+from worker.transport.fetching.fetch import MAX_FRUITLESS
+from worker.transport.fetching.state import StateAssembly, state_parts
 
 WAIT_S = 10.0
 """Far above what anything here takes; reached only when something hangs."""

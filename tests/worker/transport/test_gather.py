@@ -16,8 +16,13 @@ from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import JOB, Receiver, Sender, sending, serving, tensor_of
 from worker.bundle import WireTensor
 from worker.service import PeerService
-from worker.transport import gather
-from worker.transport.gather import BATCHES_PER_DONOR, LEAST_BATCH_BYTES, STREAMS_PER_DONOR, Gathering
+from worker.transport.fetching import gather
+from worker.transport.fetching.gather import (
+    BATCHES_PER_DONOR,
+    LEAST_BATCH_BYTES,
+    STREAMS_PER_DONOR,
+    Gathering,
+)
 
 STAGE, VERSION = StageIndex(1), Step(7)
 STATE = {f"t{i:02d}": tensor_of(LEAST_BATCH_BYTES // 2 + i, name=f"t{i:02d}") for i in range(24)}

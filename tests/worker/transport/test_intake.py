@@ -20,9 +20,9 @@ from skein.wire.extra import (
 from tests.worker.transport.loopback import A, Arrived, hop_envelope, shard_envelope
 from worker.bundle import Limits
 from worker.transport.checksum import checksum
-from worker.transport.intake import Inbox, Intake
+from worker.transport.receiving.intake import Inbox, Intake
+from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
-from worker.transport.window import Window
 
 Spoil = Callable[[TensorData], TensorData]
 

@@ -17,8 +17,8 @@ from skein.wire.extra import FetchStateRequest, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits
-from worker.transport import slots
-from worker.transport.slots import CrowdedError, Slot, Slots
+from worker.transport.receiving import slots
+from worker.transport.receiving.slots import CrowdedError, Slot, Slots
 
 WAIT_S = 10.0
 """Far above what anything here takes."""

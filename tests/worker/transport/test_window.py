@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.errors import RemoteError
-from worker.transport.window import INITIAL_BYTES, MAX_BYTES, Window
+from worker.transport.receiving.window import INITIAL_BYTES, MAX_BYTES, Window
 
 PART = 1 << 20
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
 from worker.bundle import WireTensor
-from worker.transport.fetch import AbsentError
+from worker.transport.fetching.fetch import AbsentError
 
 Fetch = Callable[[Member, frozenset[str]], Awaitable[Mapping[str, WireTensor]]]
 """Some tensors from one donor, checked; raises RemoteError as `Peers.fetch_state` does."""

@@ -29,8 +29,8 @@ from skein.wire.extra import (
 from worker.bundle import Bundle, Fault, Limits, allocate, fault_of, split
 from worker.transport.checksum import checksum
 from worker.transport.framing import Part
+from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
-from worker.transport.window import Window
 
 Accepts = Callable[[Envelope], Refusal | None]
 """Says why a tensor is not wanted, None if it is. Asked before its bytes and again when they are complete."""

@@ -1,0 +1,1 @@
+"""Asks peers for states, and makes them of the parts that come."""
