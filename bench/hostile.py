@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2
 
 from bench.cluster import Cluster, running
 from bench.report import Row, finish
-from coordinator.store import LOCK_FILE
+from coordinator.records.store import LOCK_FILE
 from skein.wire.channel import MAX_MESSAGE_BYTES, Lane, open_channel
 from skein.wire.v1 import checkpoint_pb2, control_pb2, jobs_pb2, jobs_pb2_grpc, peer_pb2, peer_pb2_grpc
 

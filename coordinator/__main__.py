@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
-from coordinator.store import state_path
+from coordinator.records.store import state_path
 from skein.errors import UserError
 from skein.protocol.membership.membership import LEASE_S
 from skein.wire.process.logs import LogFormat

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from coordinator.logfile import sync_directory
+from coordinator.records.logfile import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import RemoteError, SkeinError, UserError
 from skein.protocol.log.records import CheckpointCommitted, checkpoint_folder

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Protocol, assert_never
 
 from coordinator.filing import CheckpointFiles, Filing
-from coordinator.journal import Journal
+from coordinator.records.journal import Journal
 from coordinator.streams import Stream
 from skein.errors import LocalError
 from skein.plan.plan import Infeasible, Plan

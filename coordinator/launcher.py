@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Self
 
 from coordinator.launch.folder import RayFolder, take_folder
 from coordinator.launch.guard import GIVE_UP_S
-from coordinator.logs import LOG_FILE, LogFollower
+from coordinator.records.store import LOCK_FILE
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
-from coordinator.store import LOCK_FILE
+from coordinator.telling.logs import LOG_FILE, LogFollower
 from skein.errors import SkeinError, UserError
 from skein.own import install_hint
 from skein.protocol.membership.membership import LEASE_S

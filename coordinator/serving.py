@@ -18,15 +18,15 @@ from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
-from coordinator.exposition import Exposition
-from coordinator.joblines import FOLDER, JobLines
-from coordinator.journal import Journal
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
-from coordinator.logfile import Holder, LogFull
-from coordinator.metrics import Metrics
+from coordinator.records.journal import Journal
+from coordinator.records.logfile import Holder, LogFull
+from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
 from coordinator.service.server import Service, listen
-from coordinator.status import Roster
-from coordinator.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
+from coordinator.telling.exposition import Exposition
+from coordinator.telling.joblines import FOLDER, JobLines
+from coordinator.telling.metrics import Metrics
+from coordinator.telling.status import Roster
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import EpochOpened, Record

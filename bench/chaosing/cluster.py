@@ -11,7 +11,7 @@ from bench.chaosing.blows import COORDINATOR
 from bench.chaosing.wires import ChaosWorker, Wires
 from bench.cluster import Cluster
 from bench.emulated.cluster import free_addresses
-from coordinator.store import LOCK_FILE, LogHeld, RunLog
+from coordinator.records.store import LOCK_FILE, LogHeld, RunLog
 from skein.protocol.log.records import Record
 from skein.wire.channel import split_address
 

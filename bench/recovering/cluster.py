@@ -13,7 +13,7 @@ from bench.emulated.fleet import write_whole
 from bench.recovering.fate import Orders
 from bench.recovering.worker import MODE_FILE, Mode
 from client.api import Client, Job
-from coordinator.store import LOCK_FILE
+from coordinator.records.store import LOCK_FILE
 from skein.errors import SkeinError
 from skein.protocol.log.records import Incident
 from skein.wire.views import IncidentEnded, JobEvent, StepFinished, WentBack

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from coordinator.lead.standby import Standby
-from coordinator.logs import begin_logging
 from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
+from coordinator.telling.logs import begin_logging
 from skein.errors import SkeinError
 from skein.wire.process.logs import LogFormat
 from skein.wire.tokens import read_token

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from coordinator.launch.guard import sweep
-from coordinator.logfile import FIELD, journal_mode
+from coordinator.records.logfile import FIELD, journal_mode
 from skein.errors import UserError
 
 MAX_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from coordinator.driver import AppendLog
-from coordinator.logfile import LogBusy, LogFull
-from coordinator.mirror import MIRROR_FILE
-from coordinator.store import RunLog
+from coordinator.records.logfile import LogBusy, LogFull
+from coordinator.records.mirror import MIRROR_FILE
+from coordinator.records.store import RunLog
 from skein.protocol.log.records import Record
 
 RENEWALS = 6

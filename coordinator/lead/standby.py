@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 
 from coordinator.driver import AnswerPlan, wall_clock
 from coordinator.lead.lease import AGAIN_S
-from coordinator.logfile import Holder, Lease, LogBusy, LogFull
+from coordinator.records.logfile import Holder, Lease, LogBusy, LogFull
+from coordinator.records.store import Lookout, RunLog
 from coordinator.serving import Doors, Memory, Serving, ServingOptions, WrapLog
-from coordinator.store import Lookout, RunLog
 
 POLL_S = 0.2
 """How often a standby looks: a fraction of `takeover_s`."""

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 import skein
 from coordinator.driver import Driver
 from coordinator.service.calls import BusyError, NotFoundError
-from coordinator.status import Roster, brief, job_status
+from coordinator.telling.status import Roster, brief, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled

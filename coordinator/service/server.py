@@ -15,7 +15,7 @@ from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
-from coordinator.status import Roster
+from coordinator.telling.status import Roster
 from skein.wire.channel import bind, join_address, server_options
 from skein.wire.context import Context
 from skein.wire.leader import LEADER_KEY

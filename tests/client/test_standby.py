@@ -7,8 +7,8 @@ import pytest
 
 from client.aio import AsyncClient
 from client.errors import NotReachable
-from coordinator.logfile import LogBusy
-from coordinator.store import RunLog
+from coordinator.records.logfile import LogBusy
+from coordinator.records.store import RunLog
 from skein.errors import UserError
 from tests.coordinator.builders import WAIT_S, eventually, job_spec
 from tests.coordinator.test_standby import leading, standing_by

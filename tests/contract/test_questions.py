@@ -84,7 +84,7 @@ ASKING: dict[str, frozenset[str]] = {
     ),
     "phase": frozenset(
         {
-            "coordinator/metrics.py",
+            "coordinator/telling/metrics.py",
             "skein/protocol/coordinator/runs/steps/evaluation.py",
             "skein/protocol/coordinator/runs/steps/leading.py",
             "skein/protocol/worker/pipeline.py",

@@ -27,7 +27,6 @@ LARGE_PACKAGES = {
     "client",
     "client/cli",
     "client/lab",
-    "coordinator",
 }
 """Folders of more modules."""
 LONG_FILES = {"skein/protocol/coordinator/runs/run.py", "worker/compute/ops.py"}

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from coordinator.driver import AnswerPlan, Driver
-from coordinator.journal import Journal
+from coordinator.records.journal import Journal
 from coordinator.streams import Stream
 from skein import PROTOCOL_VERSION
 from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode, aio
 
+from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
-from coordinator.store import RunLog
 from skein.protocol.log.records import Record
 from skein.protocol.messages.directives import Directive
 from skein.wire import codec

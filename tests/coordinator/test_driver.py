@@ -7,8 +7,8 @@ import pytest
 
 from coordinator.checkpoints import DamagedError
 from coordinator.driver import wall_clock
-from coordinator.logfile import LogFull
-from coordinator.store import Fenced
+from coordinator.records.logfile import LogFull
+from coordinator.records.store import Fenced
 from coordinator.streams import Stream
 from skein.errors import LocalError, RemoteError, UserError
 from skein.plan.plan import Infeasible

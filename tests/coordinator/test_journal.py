@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import journal
-from coordinator.joblines import JobLines
-from coordinator.journal import Fold, Journal
+from coordinator.records import journal
+from coordinator.records.journal import Fold, Journal
+from coordinator.telling.joblines import JobLines
 from skein.protocol.log.records import (
     GenerationMember,
     GenerationOpened,

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator import launcher
 from coordinator.launcher import FAILED, USAGE, CoordinatorOptions, ray_environment, run_coordinator
-from coordinator.store import LOCK_FILE
+from coordinator.records.store import LOCK_FILE
 
 
 def refusal(options: CoordinatorOptions, capsys: pytest.CaptureFixture[str], code: int = FAILED) -> str:

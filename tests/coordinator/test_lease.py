@@ -16,10 +16,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from coordinator import logfile, store
-from coordinator.logfile import LOG_FILE, Holder, Lease, LogBusy, LogFull, current, journal_mode, move_on
-from coordinator.mirror import MIRROR_FILE
-from coordinator.store import LOCK_FILE, Fenced, LogHeld, Lookout, RunLog, state_path
+from coordinator.records import logfile, store
+from coordinator.records.logfile import (
+    LOG_FILE,
+    Holder,
+    Lease,
+    LogBusy,
+    LogFull,
+    current,
+    journal_mode,
+    move_on,
+)
+from coordinator.records.mirror import MIRROR_FILE
+from coordinator.records.store import LOCK_FILE, Fenced, LogHeld, Lookout, RunLog, state_path
 from skein.errors import UserError
 from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import Epoch
@@ -243,7 +252,7 @@ def test_a_log_moves_to_a_shared_file_system_and_back(
 OWNER = """
 import sys
 from pathlib import Path
-from coordinator.store import Fenced, Holder, RunLog
+from coordinator.records.store import Fenced, Holder, RunLog
 from skein.protocol.log.records import JobSubmitted
 from skein.types import JobId
 

@@ -8,11 +8,11 @@ from http import HTTPStatus
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.exporting import MAX_WORKERS
-from coordinator.exposition import Exposition, targets
-from coordinator.metrics import MAX_JOBS, Metrics
-from coordinator.statistics import MAX_LABELS
-from coordinator.status import Roster
+from coordinator.telling.exporting import MAX_WORKERS
+from coordinator.telling.exposition import Exposition, targets
+from coordinator.telling.metrics import MAX_JOBS, Metrics
+from coordinator.telling.statistics import MAX_LABELS
+from coordinator.telling.status import Roster
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import ReportArrived, TimePassed

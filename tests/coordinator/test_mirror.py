@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.logfile import LOG_FILE, Holder, Tail, checksum, read_tail
-from coordinator.mirror import KEY_FILE, MIRROR_FILE, LogLost, Mirror, read_mirror, write_mirror
-from coordinator.store import Lookout, RunLog
+from coordinator.records.logfile import LOG_FILE, Holder, Tail, checksum, read_tail
+from coordinator.records.mirror import KEY_FILE, MIRROR_FILE, LogLost, Mirror, read_mirror, write_mirror
+from coordinator.records.store import Lookout, RunLog
 from skein.errors import UserError
 from skein.protocol.log.records import EpochOpened
 from skein.types import Epoch

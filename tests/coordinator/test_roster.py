@@ -1,6 +1,6 @@
 """Who was here and is gone: lost ones are remembered, those that meant to leave are not."""
 
-from coordinator.status import Roster
+from coordinator.telling.status import Roster
 from skein import PROTOCOL_VERSION
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import DrainAsked, ReportArrived, StreamBroken, TimePassed

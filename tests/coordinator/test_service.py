@@ -13,11 +13,11 @@ from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator import serving
-from coordinator.logfile import Holder, LogFull
-from coordinator.metrics import Metrics
-from coordinator.mirror import KEY_FILE
+from coordinator.records.logfile import Holder, LogFull
+from coordinator.records.mirror import KEY_FILE
+from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
-from coordinator.store import RunLog
+from coordinator.telling.metrics import Metrics
 from skein import PROTOCOL_VERSION
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator.coordinator import MAX_REFUSED

@@ -14,9 +14,9 @@ from coordinator.driver import AppendLog
 from coordinator.lead import lease, standby
 from coordinator.lead.lease import Lead, PatientLog
 from coordinator.lead.standby import Standby
-from coordinator.logfile import Holder, LogBusy, LogFull
+from coordinator.records.logfile import Holder, LogBusy, LogFull
+from coordinator.records.store import Fenced, Lookout, RunLog
 from coordinator.serving import Serving, ServingOptions
-from coordinator.store import Fenced, Lookout, RunLog
 from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import JobId
 from skein.wire.channel import Lane, open_channel

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.logfile import LOG_FILE, LogFull, chained, checksum, damage_explained
-from coordinator.store import LOCK_FILE, Fenced, RunLog
+from coordinator.records.logfile import LOG_FILE, LogFull, chained, checksum, damage_explained
+from coordinator.records.store import LOCK_FILE, Fenced, RunLog
 from skein.errors import LocalError, UserError
 from skein.protocol.log.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
 from skein.types import Epoch, Generation, Incarnation, JobId, WorkerId
@@ -100,7 +100,7 @@ def test_second_owner_is_told_the_first_ones_process(tmp_path: Path) -> None:
 
 def test_lock_of_a_killed_owner_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from coordinator.store import RunLog\n"
+        "import os, signal, sys; from pathlib import Path; from coordinator.records.store import RunLog\n"
         "log = RunLog.open(Path(sys.argv[1]), wall_s=1.0); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

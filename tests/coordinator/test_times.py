@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from coordinator.journal import Journal
-from coordinator.metrics import Metrics
-from coordinator.status import Roster, brief, job_status
+from coordinator.records.journal import Journal
+from coordinator.telling.metrics import Metrics
+from coordinator.telling.status import Roster, brief, job_status
 from skein.config.job import PlanSpec
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import yaml
 
-from coordinator.metrics import Metrics
+from coordinator.telling.metrics import Metrics
 from tests.contract.source import ROOT
 
 Value: TypeAlias = "str | int | float | bool | list[Value] | dict[str, Value] | None"

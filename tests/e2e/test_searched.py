@@ -7,7 +7,7 @@ import pytest
 
 from bench.cluster import START_S, Cluster, running
 from client.cli import run
-from coordinator.store import LogHeld, RunLog
+from coordinator.records.store import LogHeld, RunLog
 from skein.config.job import DataSpec, JobSpec, ParallelSpec, PlanSpec, SkipSpec, TextSource
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.logfile import LogBusy
-from coordinator.store import RunLog
+from coordinator.records.logfile import LogBusy
+from coordinator.records.store import RunLog
 from skein.errors import UserError
 from skein.protocol.messages.directives import Directive, Welcome
 from tests.coordinator.builders import WAIT_S, eventually, hello

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.statistics import LINK, RE_EXPORTED, SHARDS, Kind, ReExport, bounded
+from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, Kind, ReExport, bounded
 from skein.types import WorkerId
 
 MAX_WORKERS = 256

@@ -1,4 +1,4 @@
-"""Every metric of the coordinator; those that workers report with their beats are in `coordinator.exporting`.
+"""Every metric of the coordinator; those that workers report with their beats are in `coordinator.telling.exporting`.
 
 Rules of this file
 - `skein_<noun>_<unit>[_total]`, SI base units. Labels are bounded: jobs to the newest, workers to the live ones, and a
@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client import generate_latest as render_text
 
 import skein
-from coordinator.exporting import MAX_WORKERS, StatisticsCollector
-from coordinator.journal import Fold, job_of
-from coordinator.statistics import MAX_LABELS, counts_by_name
-from coordinator.status import chunk_times
+from coordinator.records.journal import Fold, job_of
+from coordinator.telling.exporting import MAX_WORKERS, StatisticsCollector
+from coordinator.telling.statistics import MAX_LABELS, counts_by_name
+from coordinator.telling.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.incident import num_replayed

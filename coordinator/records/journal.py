@@ -16,7 +16,7 @@ from heapq import merge
 from itertools import takewhile
 from typing import assert_never
 
-from coordinator.joblines import Lines, NoLines
+from coordinator.telling.joblines import Lines, NoLines
 from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,

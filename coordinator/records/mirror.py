@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.logfile import FIELD, Tail, digest_before, sync_directory
+from coordinator.records.logfile import FIELD, Tail, digest_before, sync_directory
 from skein.errors import UserError
 from skein.types import Epoch
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.journal import Journal
+from coordinator.records.journal import Journal
 from skein.config.job import JobSpec
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers

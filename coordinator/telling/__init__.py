@@ -1,0 +1,1 @@
+"""What the coordinator tells: its log, its metrics, and the status of jobs and workers."""
