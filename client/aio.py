@@ -18,13 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from client.card import model_card
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
 from client.curves.points import Course
-from client.download import OnBytes, fetch_weights, weight_prefixes
-from client.export import Dtype, require_unused, write_huggingface
+from client.exporting.card import model_card
+from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
+from client.exporting.export import Dtype, require_unused, write_huggingface
+from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
-from client.vocabulary import vocabulary_of
 from skein.config.job import JobSpec
 from skein.config.load import job_from_json
 from skein.errors import UserError
@@ -225,7 +225,7 @@ class AsyncClient:
         dtype: Dtype = Dtype.FP32,
         on_bytes: OnBytes | None = None,
     ) -> Exported:
-        """Writes a checkpoint's weights as a Hugging Face directory; see `client.export.write_huggingface`.
+        """Writes a checkpoint's weights as a Hugging Face directory; see `client.exporting.export.write_huggingface`.
 
         Beside them lie the tokenizer's files, as far as this machine has them, and a model card.
 

@@ -18,8 +18,8 @@ from typing import Self, TypeVar
 
 from client.aio import MAX_SHARD_BYTES, TIMEOUT_S, AsyncClient, AsyncJob, Exported, Metrics
 from client.connection import DEFAULT_TARGET, PATIENCE_S
-from client.download import OnBytes
-from client.export import Dtype
+from client.exporting.download import OnBytes
+from client.exporting.export import Dtype
 from skein.config.job import JobSpec
 from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link

@@ -25,7 +25,7 @@ from client.cli.follow import Progressed, follow, view
 from client.cli.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
-from client.export import require_unused
+from client.exporting.export import require_unused
 from client.jobfile import read_job
 from client.local import LocalFleet, NotStarted
 from skein.config.job import JobSpec

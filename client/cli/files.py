@@ -13,7 +13,7 @@ from client.cli import DONE
 from client.cli.options import connect, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
 from client.documents import end_of_documents
-from client.export import Dtype, require_unused
+from client.exporting.export import Dtype, require_unused
 from client.jobfile import read_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema

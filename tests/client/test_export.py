@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from client.download import weight_files, weight_prefixes
-from client.export import Dtype, write_huggingface
+from client.exporting.download import weight_files, weight_prefixes
+from client.exporting.export import Dtype, write_huggingface
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd
 from skein.config.load import job_from_json
 from skein.errors import UserError

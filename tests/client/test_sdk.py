@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save
 from client.aio import AsyncClient
 from client.api import Client, Job
 from client.errors import NotFound, NotReachable, Refused, VersionMismatch
-from client.export import Dtype
+from client.exporting.export import Dtype
 from skein.config.load import parse_job
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes

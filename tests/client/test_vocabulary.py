@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from client.vocabulary import byte_tokenizer, vocabulary_of
+from client.exporting.vocabulary import byte_tokenizer, vocabulary_of
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 

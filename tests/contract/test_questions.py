@@ -25,8 +25,8 @@ HOMES = {
 ASKING: dict[str, frozenset[str]] = {
     "rule": frozenset(
         {
-            "client/card.py",
-            "client/download.py",
+            "client/exporting/card.py",
+            "client/exporting/download.py",
             "skein/config/agreement.py",
             "skein/numeric/aggregate/conserved.py",
             "skein/plan/admission.py",

@@ -24,7 +24,6 @@ SEVERAL_MODULES = {
 }  # fmt: skip
 """Classes of one name in more than one module."""
 LARGE_PACKAGES = {
-    "client",
     "client/cli",
     "client/lab",
 }

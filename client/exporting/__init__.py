@@ -1,0 +1,1 @@
+"""Weights for other programs: what a checkpoint becomes, and how it gets here."""
