@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.emulated.fleet import RELAY_HOST, Links, Relays, write_whole
 from bench.emulated.lines import Lines
-from client.lab.halves import Half
+from client.lab.network.halves import Half
 from skein.wire.channel import join_address, split_address
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from client.lab.namespaces import enter
+from client.lab.network.namespaces import enter
 
 
 def main() -> None:

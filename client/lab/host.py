@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, assert_never
 
-from client.lab import control, namespaces
+from client.lab import control
 from client.lab.control import (
     Answer,
     Ask,
@@ -32,13 +32,14 @@ from client.lab.control import (
     Slow,
     Stop,
 )
-from client.lab.doors import Doors
-from client.lab.links import Network
+from client.lab.network import namespaces
+from client.lab.network.doors import Doors
+from client.lab.network.links import Network
+from client.lab.network.proxies import Proxies
+from client.lab.network.wan import Wan
 from client.lab.preset import accesses, link_specs, pairs_between
-from client.lab.proxies import Proxies
 from client.lab.services import METRICS_PORT, Services, programs, write_token
 from client.lab.state import Folder, LabFile, coordinator_of
-from client.lab.wan import Wan
 from client.local import HOST
 from skein.errors import SkeinError, UserError
 

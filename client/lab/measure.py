@@ -10,7 +10,7 @@ from statistics import median
 from threading import Thread
 
 from client.lab.control import EndpointStatus, LabStatus, LinkStatus
-from client.lab.namespaces import inside
+from client.lab.network.namespaces import inside
 from skein.errors import SkeinError, UserError
 
 _NUM_PINGS = 21

@@ -10,7 +10,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from client.lab.links import Access, LinkSpec
+from client.lab.network.links import Access, LinkSpec
 from skein.errors import UserError
 from skein.types import WORKER_NAME_PATTERN
 from skein.units import parse_bytes, parse_seconds

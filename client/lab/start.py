@@ -17,8 +17,8 @@ from socket import socket
 from client.api import Client
 from client.connection import DEFAULT_TARGET
 from client.errors import NotReachable
-from client.lab import namespaces
 from client.lab.control import Ask, LabStatus, NoLab, Stop, ask
+from client.lab.network import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, lay_out, load_preset
 from client.lab.state import Folder, LabFile, Mode, runs
 from client.local import HOST, READY_S, NotStarted, Service, free_port

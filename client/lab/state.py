@@ -13,7 +13,7 @@ from typing import Literal
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from client.lab import namespaces
+from client.lab.network import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, Preset
 from skein.errors import UserError
 from skein.wire.process.state_dir import default_state_dir

@@ -25,7 +25,6 @@ SEVERAL_MODULES = {
 """Classes of one name in more than one module."""
 LARGE_PACKAGES = {
     "client/cli",
-    "client/lab",
 }
 """Folders of more modules."""
 LONG_FILES = {"skein/protocol/coordinator/runs/run.py", "worker/compute/ops.py"}

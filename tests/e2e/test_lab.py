@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from client.api import Client
-from client.lab import namespaces
 from client.lab.control import Cut, Heal, ask
+from client.lab.network import namespaces
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
 from client.lab.state import Folder, Mode
 from client.local import NotStarted

@@ -6,9 +6,9 @@ from heapq import heappop, heappush
 from math import inf
 
 from bench.emulated.lines import Lines
-from client.lab.halves import Half, Timing
-from client.lab.links import Access, LinkSpec
-from client.lab.proxies import StreamTimes
+from client.lab.network.halves import Half, Timing
+from client.lab.network.links import Access, LinkSpec
+from client.lab.network.proxies import StreamTimes
 from tests.support.wan import make_network
 
 BULK = 4000

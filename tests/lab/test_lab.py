@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from client.lab import namespaces
 from client.lab.control import Ask, Cut, Heal, LabStatus, NoLab, Slow, ask
+from client.lab.network import namespaces
 from client.lab.start import LabOptions, RunningLab, choose_mode, start_lab, stop_lab
 from client.lab.state import Folder, Mode
 from client.local import NotStarted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.lab.links import MIN_QUEUE_S, SEGMENT_BYTES, Access, Drop, LinkSpec, Network, Pipe, Span
+from client.lab.network.links import MIN_QUEUE_S, SEGMENT_BYTES, Access, Drop, LinkSpec, Network, Pipe, Span
 from skein.rng import stream
 from tests.support.wan import make_network, sent_at
 

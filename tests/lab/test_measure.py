@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from client.lab import namespaces
 from client.lab.control import Ask, LabStatus, Slow, ask
 from client.lab.measure import measure
+from client.lab.network import namespaces
 from client.lab.start import LabOptions, start_lab, stop_lab
 from client.lab.state import Folder
 from skein.errors import UserError

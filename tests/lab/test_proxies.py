@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from client.lab.links import LinkSpec, Network
+from client.lab.network.links import LinkSpec, Network
+from client.lab.network.proxies import Proxies, holds, socket_of
 from client.lab.preset import Endpoint
-from client.lab.proxies import Proxies, holds, socket_of
 from client.lab.start import BEHIND_PROXY_HOST, PROXY_HOST
 from tests.support.wan import make_network
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from client.lab.links import Access, Drop, LinkSpec, Network
-from client.lab.router import HEADER_BYTES, Router, destination, wire_bytes
+from client.lab.network.links import Access, Drop, LinkSpec, Network
+from client.lab.network.router import HEADER_BYTES, Router, destination, wire_bytes
 from tests.support.wan import ADDRESSES, make_frame, make_network
 
 LINK = LinkSpec(latency_s=1.0, bytes_per_s=1000.0)

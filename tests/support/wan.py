@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 
-from client.lab.links import Access, LinkSpec, Network, Span
+from client.lab.network.links import Access, LinkSpec, Network, Span
 
 ADDRESSES = (bytes([10, 77, 0, 1]), bytes([10, 77, 0, 2]), bytes([10, 77, 0, 3]))
 

@@ -118,7 +118,7 @@ def processes_in(name: str) -> list[int]:
 def open_tun(name: str) -> int:
     """A TUN device in the namespace: what is sent there can be read from this descriptor, and the other way round.
 
-    Each read and write is one frame; see `client.lab.router`.
+    Each read and write is one frame; see `client.lab.network.router`.
     """
     request = struct.pack("16sH22x", WAN_DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
     with inside(name):

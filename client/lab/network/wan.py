@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from ipaddress import IPv4Address
 
-from client.lab import namespaces
-from client.lab.links import Network
-from client.lab.router import Router
+from client.lab.network import namespaces
+from client.lab.network.links import Network
+from client.lab.network.router import Router
 
 _log = logging.getLogger(__name__)
 

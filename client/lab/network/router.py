@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from client.lab.links import Drop, Network, Span
+from client.lab.network.links import Drop, Network, Span
 
 HEADER_BYTES = 10
 _SEGMENT_BYTES = struct.Struct(

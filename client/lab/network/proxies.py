@@ -17,8 +17,8 @@ from math import inf
 from pathlib import Path
 from weakref import WeakSet
 
-from client.lab.halves import Half
-from client.lab.links import Network, Span
+from client.lab.network.halves import Half
+from client.lab.network.links import Network, Span
 from client.lab.preset import Endpoint
 
 _WINDOW_BYTES = 8 << 20
@@ -28,7 +28,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class StreamTimes:
-    """When bytes of streams arrive; see `client.lab.halves.Timing`."""
+    """When bytes of streams arrive; see `client.lab.network.halves.Timing`."""
 
     def __init__(self, network: Network) -> None:
         self.bytes_by_pair: dict[tuple[int, int], int] = {}

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from functools import partial
 
-from client.lab.namespaces import inside
+from client.lab.network.namespaces import inside
 from skein.wire.channel import split_address
 
 _READ_BYTES = 1 << 16
