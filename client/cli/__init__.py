@@ -33,10 +33,14 @@ _CHECKPOINTS = Group(
     help="List a job's checkpoints, or read them to see whether they are whole.",
     verbs={
         "list": Verb(
-            help="List the checkpoints that are kept.", module="client.cli.checkpoints", attribute="listed"
+            help="List the checkpoints that are kept.",
+            module="client.cli.job.checkpoints",
+            attribute="listed",
         ),
         "verify": Verb(
-            help="Read checkpoints and compare hashes.", module="client.cli.checkpoints", attribute="verify"
+            help="Read checkpoints and compare hashes.",
+            module="client.cli.job.checkpoints",
+            attribute="verify",
         ),
     },
 )
@@ -45,10 +49,10 @@ _JOB = Group(
     help="Job files.",
     verbs={
         "check": Verb(
-            help="Say what is wrong with a job file.", module="client.cli.files", attribute="check"
+            help="Say what is wrong with a job file.", module="client.cli.job.files", attribute="check"
         ),
         "schema": Verb(
-            help="Print the JSON Schema of job files.", module="client.cli.files", attribute="schema"
+            help="Print the JSON Schema of job files.", module="client.cli.job.files", attribute="schema"
         ),
     },
 )
@@ -76,27 +80,27 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
     ),
     "coordinator": _COORDINATOR,
     "worker": _WORKER,
-    "submit": Verb(help="Hand in a job.", module="client.cli.jobs", attribute="submit"),
-    "jobs": Verb(help="List jobs.", module="client.cli.jobs", attribute="jobs"),
-    "status": Verb(help="Show one job.", module="client.cli.jobs", attribute="status"),
-    "logs": Verb(help="Tell the story of a job.", module="client.cli.logs", attribute="logs"),
+    "submit": Verb(help="Hand in a job.", module="client.cli.job.jobs", attribute="submit"),
+    "jobs": Verb(help="List jobs.", module="client.cli.job.jobs", attribute="jobs"),
+    "status": Verb(help="Show one job.", module="client.cli.job.jobs", attribute="status"),
+    "logs": Verb(help="Tell the story of a job.", module="client.cli.job.logs", attribute="logs"),
     "curve": Verb(
         help="Draw a job's losses, or write its curves to files.",
-        module="client.cli.curve",
+        module="client.cli.job.curve",
         attribute="curve",
     ),
     "incidents": Verb(
         help="List a job's failures and what they cost.",
-        module="client.cli.incidents",
+        module="client.cli.job.incidents",
         attribute="incidents",
     ),
     "checkpoints": _CHECKPOINTS,
-    "cancel": Verb(help="Save a job and end it.", module="client.cli.wishes", attribute="cancel"),
-    "pause": Verb(help="Save a job and free its workers.", module="client.cli.wishes", attribute="pause"),
-    "resume": Verb(help="Have a job go on.", module="client.cli.wishes", attribute="resume"),
+    "cancel": Verb(help="Save a job and end it.", module="client.cli.job.wishes", attribute="cancel"),
+    "pause": Verb(help="Save a job and free its workers.", module="client.cli.job.wishes", attribute="pause"),
+    "resume": Verb(help="Have a job go on.", module="client.cli.job.wishes", attribute="resume"),
     "export": Verb(
         help="Write a job's weights as a Hugging Face directory.",
-        module="client.cli.files",
+        module="client.cli.job.files",
         attribute="export",
     ),
     "workers": Verb(help="List workers.", module="client.cli.fleet", attribute="workers"),

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from client.api import Client, Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.files import outline
-from client.cli.follow import Progressed, follow, view
-from client.cli.jobs import JobFailed
+from client.cli.job.files import outline
+from client.cli.job.follow import Progressed, follow, view
+from client.cli.job.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
 from client.exporting.export import require_unused

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from client.cli.follow import LINE_S, BarView, LineView, Progressed, follow, view
+from client.cli.job.follow import LINE_S, BarView, LineView, Progressed, follow, view
 from client.cli.show import event_text, timed
 from skein.protocol.messages.directives import Decision
 from skein.types import Generation, JobState, Step, WorkerId

@@ -23,9 +23,7 @@ SEVERAL_MODULES = {
     "Timing", "Traffic", "Trip", "Trips", "Visit", "Windows",
 }  # fmt: skip
 """Classes of one name in more than one module."""
-LARGE_PACKAGES = {
-    "client/cli",
-}
+LARGE_PACKAGES: set[str] = set()
 """Folders of more modules."""
 LONG_FILES = {"skein/protocol/coordinator/runs/run.py", "worker/compute/ops.py"}
 """Files of more lines."""

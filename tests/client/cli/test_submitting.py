@@ -116,7 +116,7 @@ def test_interrupted_wait_leaves_the_job_alone(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("client.cli.follow.LineView.show", interrupt)
+    monkeypatch.setattr("client.cli.job.follow.LineView.show", interrupt)
     assert run(["submit", str(job_file), "--wait"]) == 130
     assert capsys.readouterr().err == "detached; the job goes on: skein logs -f first-job-1\n"
     assert coordinator.script.jobs["first-job-1"].state is not JobState.CANCELLED

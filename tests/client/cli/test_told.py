@@ -6,7 +6,7 @@ import json
 import pytest
 
 from client.cli import run
-from client.cli.incidents import COLUMNS
+from client.cli.job.incidents import COLUMNS
 from client.cli.show import plain
 from skein.protocol.log.incident import total
 from skein.protocol.log.records import IncidentKind, Remedy

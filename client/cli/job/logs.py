@@ -10,7 +10,7 @@ import click
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.follow import LINE_S
+from client.cli.job.follow import LINE_S
 from client.cli.options import connect, connection_options, json_option
 from client.cli.show import event_object, print_json, timed
 from skein.errors import UserError

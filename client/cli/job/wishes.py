@@ -7,7 +7,7 @@ import click
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.jobs import wait_for, wait_option
+from client.cli.job.jobs import wait_for, wait_option
 from client.cli.options import connect, connection_options, json_option
 from client.cli.show import print_json, status_object
 from skein.types import JobState

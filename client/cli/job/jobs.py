@@ -10,9 +10,9 @@ from rich.console import Console
 
 from client.api import Client, Job
 from client.cli import DONE, FAILED, INTERRUPTED
-from client.cli.curve import watch
-from client.cli.files import outline
-from client.cli.follow import follow, view
+from client.cli.job.curve import watch
+from client.cli.job.files import outline
+from client.cli.job.follow import follow, view
 from client.cli.options import connect, connection_options, json_option, overrides_option
 from client.cli.show import (
     JOB_COLUMNS,
