@@ -6,7 +6,7 @@ Rules of this file
   renewal is conditional on it. The lease only tells a standby when to try, so no clock has to be right for safety.
 - The lock on the directory is a courtesy: it refuses a second coordinator at once, and shows that one before has died.
   A frozen process keeps it, so a standby goes by the lease alone.
-- A log that has lost its end is refused: what comes after would be taken for what was lost. `coordinator.records.mirror` knows.
+- A log that has lost its end is refused: what comes after would be taken for what was lost. `mirror` knows.
 - All calls block; the caller gives them a thread.
 """
 

@@ -1,6 +1,6 @@
 """gRPC's health service, which needs no token: so it is bounded by itself, and costs nobody else a call.
 
-A call that says nothing is over soon, streams that watch are few, and whoever comes is answered: `skein.wire.serving.room`.
+A call that says nothing is over soon, streams that watch are few, and whoever comes is answered: `room` beside this.
 """
 
 import asyncio

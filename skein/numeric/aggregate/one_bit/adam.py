@@ -1,4 +1,4 @@
-"""1-bit Adam. The rules of `one_bit` hold here."""
+"""1-bit Adam. The rules of `freezing` hold here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
