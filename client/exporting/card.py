@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import skein
-from skein.config.aggregation import DiLoCo, Gossip, Lsgd
 from skein.config.job import DigitsSource, JobSpec, SourceSpec
 from skein.model.parameters import num_parameters
 from skein.wire.extra import ManifestReply
@@ -74,12 +73,8 @@ def _facts(manifest: ManifestReply, job: JobSpec, status: JobStatus, dtype: str)
 
 
 def _which(job: JobSpec) -> str:
-    rule = job.aggregation
-    if isinstance(rule, DiLoCo):
-        return "; these are the weights they last agreed on"
-    if isinstance(rule, Gossip) or (isinstance(rule, Lsgd) and rule.export == "average"):
-        return "; these are the mean of all"
-    return "; these are the leader's" if isinstance(rule, Lsgd) else ""
+    whose = job.aggregation.export_of
+    return f"; these are {whose}" if whose else ""
 
 
 def _source(source: SourceSpec) -> str:

@@ -10,8 +10,8 @@ from typing import BinaryIO
 from grpc import aio
 
 from client.connection import Connection
-from skein.config.aggregation import DiLoCo, Gossip, Lsgd
 from skein.config.job import JobSpec
+from skein.config.rule import ExportOf
 from skein.errors import RemoteError, UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.log.records import checkpoint_folder, num_walkers, walker_prefix
@@ -36,11 +36,13 @@ def weight_prefixes(manifest: ManifestReply, job: JobSpec) -> tuple[str, ...]:
     Of DiLoCo what its walkers agreed on, of leader SGD one walker's or the mean of all, as the job says, and of gossip
     the mean, which is what all would come to if they went on to average.
     """
-    rule = job.aggregation
-    if isinstance(rule, DiLoCo):
-        return (_GLOBAL,)
-    is_mean = isinstance(rule, Gossip) or (isinstance(rule, Lsgd) and rule.export == "average")
-    return tuple(walker_prefix(walker) for walker in range(num_walkers(manifest.stages) if is_mean else 1))
+    match job.aggregation.export_of:
+        case ExportOf.AGREED:
+            return (_GLOBAL,)
+        case ExportOf.MEAN:
+            return tuple(walker_prefix(walker) for walker in range(num_walkers(manifest.stages)))
+        case _:
+            return (walker_prefix(0),)
 
 
 def weight_files(manifest: ManifestReply, job: JobSpec) -> tuple[CheckpointFile, ...]:

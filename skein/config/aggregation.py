@@ -6,19 +6,47 @@ Rules of this file
 - Under ONE walker all holders have equal parameters; under MANY each replica is a walker with parameters of its own.
 """
 
-from typing import Annotated, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from skein.config.robust import NoRobust, RobustSpec
-from skein.config.rule import Due, PatternName, Reach, Walkers, Wire
+from skein.config.explain import Words
+from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
+from skein.config.robust import CentredClip, NormClip, NoRobust, RobustSpec, check_robust
+from skein.config.rule import (
+    Due,
+    ExportOf,
+    GossipMethod,
+    GraphName,
+    Lateness,
+    Leadership,
+    Mixes,
+    Neighbourhood,
+    PatternName,
+    Reach,
+    RuleSpec,
+    Sending,
+    Signs,
+    Spreads,
+    Sums,
+    Walkers,
+    Wire,
+)
 from skein.errors import UserError
-from skein.spec import Spec, told_by
+from skein.spec import told_by
+from skein.types import Layout
+
+if TYPE_CHECKING:
+    from skein.config.job import JobSpec
+
+_LEAST_SHARE, _MOST_SHARE = 0.15, 0.25
+"""Of all steps, for a 1-bit rule's warm-up; see `OneBitLamb.warmup_steps`."""
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-class AllReduce(Spec):
+class AllReduce(RuleSpec):
     """Every step ends with the sum of all gradients: one walker, exactly the batch's gradient."""
 
     rule: Literal["all_reduce"] = "all_reduce"
@@ -29,17 +57,47 @@ class AllReduce(Spec):
     robust: RobustSpec = NoRobust()
     """How parts are combined; take a rule if a member may be broken or lie."""
 
-    @property
-    def walkers(self) -> Walkers:
-        return Walkers.ONE
-
     def due(self, step: int) -> tuple[Due, ...]:
         """Every step, unless plain sums will do: those are reduced like every gradient."""
-        is_plain = self.wire == "fp32" and self.robust.kind == "none"
-        return () if is_plain else (Due(round=step),)
+        return () if self.is_additive else (Due(round=step),)
+
+    @property
+    def sum_pattern(self) -> PatternName | None:
+        return self.pattern if self.wire == "fp32" and isinstance(self.robust, NoRobust) else None
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        return True
+
+    @property
+    def weighs_tokens(self) -> bool:
+        return True
+
+    @property
+    def combiner(self) -> RobustSpec:
+        return self.robust
+
+    @property
+    def is_whole(self) -> bool:
+        return self.robust.compares_norms or self.robust.compares_vectors
+
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        return (Sums(per_step=1.0, wire=self.wire, pattern=self.pattern, robust=self.robust),)
+
+    def check(self, job: "JobSpec") -> None:
+        if self.pattern in ("ring", "tree"):
+            field, along = "aggregation.pattern", f"along a {self.pattern} only sums are seen"
+            if not isinstance(self.robust, NoRobust):
+                hint = f"{self.robust.kind} must see every member's part, and {along}: give direct or auto"
+                raise UserError(field, self.pattern, hint)
+            if self.wire != "fp32":
+                hint = f"{self.wire} would round at every hop, as {along}: give direct or auto, or wire: fp32"
+                raise UserError(field, self.pattern, hint)
+        check_robust(self.robust, job.parallel.replicas, "parallel.replicas gives")
+        self._check_wire(job, self.wire)
 
 
-class _OneBit(Spec):
+class _OneBit(RuleSpec):
     """What both 1-bit rules have."""
 
     warmup_steps: Annotated[int, Field(ge=2)] = 1000
@@ -53,19 +111,50 @@ class _OneBit(Spec):
     error_feedback: bool = True
     """Send next time what a bit could not say. Only a comparison turns it off."""
 
-    @property
-    def walkers(self) -> Walkers:
-        return Walkers.ONE
-
     def due(self, step: int) -> tuple[Due, ...]:
         """Every step after the warm-up."""
         return (Due(round=step - self.warmup_steps),) if step >= self.warmup_steps else ()
+
+    @property
+    def sum_wire(self) -> Wire:
+        return self.warmup_wire
+
+    @property
+    def has_warmup(self) -> bool:
+        return True
+
+    def _sendings(self, job: "JobSpec", *, is_by_tensor: bool) -> tuple[Sending, ...]:
+        warm = min(1.0, self.warmup_steps / job.total_steps)
+        warming = Sums(per_step=warm, wire=self.warmup_wire)
+        return warming, Signs(per_step=1 - warm, is_by_tensor=is_by_tensor)
+
+    def _check_warmup(self, job: "JobSpec", *, rule: str, wanted: str) -> None:
+        if job.optimizer.name != wanted:
+            raise UserError("optimizer.name", job.optimizer.name, f"{rule} is made of it: give {wanted}")
+        field, steps = "aggregation.warmup_steps", self.warmup_steps
+        if steps >= job.total_steps:
+            low, high = (max(2, math.ceil(share * job.total_steps)) for share in (_LEAST_SHARE, _MOST_SHARE))
+            hint = f"all {job.total_steps} steps would be warm-up: give {low} to {high}, or another rule"
+            raise UserError(field, steps, hint)
+        if steps < job.optimizer.warmup_steps:
+            hint = (
+                "the variance is frozen before the learning rate is warm: give at least "
+                f"optimizer.warmup_steps ({job.optimizer.warmup_steps})"
+            )
+            raise UserError(field, steps, hint)
+        self._check_wire(job, self.warmup_wire, "warmup_wire")
 
 
 class OneBitAdam(_OneBit):
     """1-bit Adam: after a warm-up the momentum travels as signs, with a frozen variance. Wants optimizer `adamw`."""
 
     rule: Literal["one_bit_adam"]
+
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        return self._sendings(job, is_by_tensor=True)
+
+    def check(self, job: "JobSpec") -> None:
+        self._check_warmup(job, rule=self.rule, wanted="adamw")
 
 
 class OneBitLamb(_OneBit):
@@ -81,8 +170,26 @@ class OneBitLamb(_OneBit):
     factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """By which share that factor may change in one step."""
 
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        return self._sendings(job, is_by_tensor=False)
 
-class Lsgd(Spec):
+    def check(self, job: "JobSpec") -> None:
+        self._check_warmup(job, rule=self.rule, wanted="lamb")
+        # A mean with decay b has seen what it is a mean of after 1 / (1 - b) steps; the margin is for rounding.
+        least = math.ceil(1 / (1 - self.ratio_beta) - 1e-6)
+        if self.warmup_steps < least:
+            mean = f"the mean of layer ratios (ratio_beta {self.ratio_beta:g})"
+            hint = f"{mean} is not settled: give at least {least}"
+            raise UserError("aggregation.warmup_steps", self.warmup_steps, hint)
+        if self.min_factor > self.max_factor:
+            hint = f"give at most max_factor ({self.max_factor:g})"
+            raise UserError("aggregation.min_factor", self.min_factor, hint)
+        if isinstance(job.optimizer, LambSpec) and job.optimizer.bias_correction:
+            hint = "one_bit_lamb freezes the moments as they are: give false"
+            raise UserError("optimizer.bias_correction", Words("true"), hint)
+
+
+class Lsgd(RuleSpec):
     """Leader SGD: every walker is pulled towards the best of its site now and then, and towards the best of all."""
 
     rule: Literal["lsgd"]
@@ -124,26 +231,49 @@ class Lsgd(Spec):
         if done % self.local_every_steps:
             return ()
         dues = []
-        if self.groups != "all" and self.global_every_steps != self.local_every_steps:
+        if self._has_groups:
             dues.append(Due(round=done // self.local_every_steps - 1, reach=Reach.GROUP))
         if done % self.global_every_steps == 0:
             dues.append(Due(round=done // self.global_every_steps - 1))
         return tuple(dues)
 
+    @property
+    def _has_groups(self) -> bool:
+        return self.groups != "all" and self.global_every_steps != self.local_every_steps
 
-GossipMethod = Literal["decentlam", "dsgd", "dmsgd", "da_dmsgd", "qg_dmsgd"]
-GraphName = Literal[
-    "measured",
-    "ring",
-    "mesh",
-    "symmetric_exponential",
-    "static_exponential",
-    "one_peer_exponential",
-    "random_matching",
-]
+    @property
+    def leadership(self) -> Leadership:
+        return Leadership(probe_samples=self.probe_samples, recheck_ratio=self.recheck_ratio)
+
+    @property
+    def is_eager(self) -> bool:
+        return self.asynchronous
+
+    @property
+    def export_of(self) -> ExportOf:
+        return ExportOf.MEAN if self.export == "average" else ExportOf.LEADER
+
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        to_group = Spreads(per_step=1 / self.local_every_steps, reach=Reach.GROUP)
+        to_all = Spreads(per_step=1 / self.global_every_steps, reach=Reach.ALL)
+        return (to_group, to_all) if self._has_groups else (to_all,)
+
+    def check(self, job: "JobSpec") -> None:
+        super().check(job)
+        self._check_period(job, "global_every_steps", self.global_every_steps)
+        if not (job.data.held_out_ratio or job.data.validation):
+            hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
+            raise UserError("data.validation_ratio", 0, hint)
+        # LOOP's head is a stage of its own.
+        if self.asynchronous and (job.parallel.stages > 1 or job.parallel.layout is Layout.LOOP):
+            hint = (
+                "a walker of several stages cannot go on between two steps: "
+                "give false, or parallel: {stages: 1, layout: line}"
+            )
+            raise UserError("aggregation.asynchronous", Words("true"), hint)
 
 
-class Gossip(Spec):
+class Gossip(RuleSpec):
     """Every walker averages with its neighbours in a graph, and sends to nobody else. Momentum is the optimizer's."""
 
     rule: Literal["gossip"]
@@ -167,8 +297,58 @@ class Gossip(Spec):
         round_, left = divmod(step + 1, self.every_steps)
         return () if left else (Due(round=round_ - 1, reach=Reach.NEIGHBOURS),)
 
+    @property
+    def neighbourhood(self) -> Neighbourhood:
+        may_change = self.if_unstable != "refuse" and self.method != "qg_dmsgd"
+        return Neighbourhood(
+            method=self.method,
+            graph=self.graph,
+            every_steps=self.every_steps,
+            fallback="qg_dmsgd" if may_change else None,
+        )
 
-class DiLoCo(Spec):
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The method may be another than was asked for: see `skein.plan.admission.settled`."""
+        return self.method, self.graph
+
+    @property
+    def export_of(self) -> ExportOf:
+        return ExportOf.MEAN
+
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        """Parameters, DA-DmSGD's momentum, and what Adam or LAMB divides by."""
+        mixing = Mixes(
+            per_step=1 / self.every_steps,
+            graph=self.graph,
+            num_vectors=1 + (self.method == "da_dmsgd") + (not isinstance(job.optimizer, SgdSpec)),
+            has_ratios=isinstance(job.optimizer, LambSpec),
+        )
+        return (mixing,)
+
+    def check(self, job: "JobSpec") -> None:
+        super().check(job)
+        self._check_period(job, "every_steps", self.every_steps)
+        if isinstance(job.optimizer, SgdSpec) and job.optimizer.nesterov:
+            hint = f"{self.method} says itself where momentum goes: give false"
+            raise UserError("optimizer.nesterov", Words("true"), hint)
+        if self.method == "dsgd":
+            _check_no_momentum(job.optimizer)
+        if not isinstance(self.robust, NoRobust | NormClip | CentredClip):
+            hint = "of other combiners neighbours' means part: give none, median_norm_clip or centred_clip"
+            raise UserError("aggregation.robust.kind", self.robust.kind, hint)
+
+
+def _check_no_momentum(optimizer: OptimizerSpec) -> None:
+    if isinstance(optimizer, SgdSpec):
+        field, momentum = "momentum", optimizer.momentum
+    else:
+        field, momentum = "betas[0]", optimizer.betas[0]
+    if momentum:
+        raise UserError(f"optimizer.{field}", momentum, "dsgd has no momentum: give 0, or method: dmsgd")
+
+
+class DiLoCo(RuleSpec):
     """Many local steps, then one outer step on the mean of what they changed: the rule for slow links."""
 
     rule: Literal["diloco"]
@@ -218,6 +398,56 @@ class DiLoCo(Spec):
                 return (Due(round=cycle, fragment=fragment, overlap_steps=self.overlap_steps),)
         return ()
 
+    def dues_at(self, step: int, *, num_steps: int) -> tuple[Due, ...]:
+        """The last step ends with all that local steps have brought: every fragment is due then.
+
+        >>> rule = DiLoCo(rule="diloco", local_steps=4, fragments=2)
+        >>> [[due.fragment for due in rule.dues_at(step, num_steps=7)] for step in range(7)]
+        [[], [0], [], [1], [], [0], [0, 1]]
+        """
+        if step + 1 < num_steps:
+            return self.due(step)
+        return tuple(Due(round=step // self.local_steps, fragment=k) for k in range(self.fragments))
+
+    @property
+    def lag_steps(self) -> int:
+        return self.overlap_steps
+
+    @property
+    def lateness(self) -> Lateness:
+        return Lateness(share=self.quorum, grace=self.grace)
+
+    @property
+    def weighs_tokens(self) -> bool:
+        return True
+
+    @property
+    def num_fragments(self) -> int:
+        return self.fragments
+
+    @property
+    def combiner(self) -> RobustSpec:
+        return self.robust
+
+    @property
+    def is_whole(self) -> bool:
+        """Parts say the norm of the whole, so that clipping by norms may be done by piece."""
+        return self.robust.compares_vectors
+
+    @property
+    def export_of(self) -> ExportOf:
+        return ExportOf.AGREED
+
+    def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
+        often = self.fragments / self.local_steps
+        return (Sums(per_step=often, wire=self.wire, robust=self.robust, num_pieces=self.fragments),)
+
+    def check(self, job: "JobSpec") -> None:
+        super().check(job)
+        self._check_period(job, "local_steps", self.local_steps)
+        check_robust(self.robust, job.parallel.replicas, "parallel.replicas gives")
+        self._check_wire(job, self.wire)
+
 
 AggregationSpec = Annotated[
     Annotated[AllReduce, Tag("all_reduce")]
@@ -228,17 +458,3 @@ AggregationSpec = Annotated[
     | Annotated[DiLoCo, Tag("diloco")],
     told_by("rule", "all_reduce"),
 ]
-
-
-def dues_at(rule: AggregationSpec, step: int, *, num_steps: int) -> tuple[Due, ...]:
-    """The exchanges that end `step` of a job of so many steps, in the order of their application.
-
-    The last step ends with all that local steps have brought: every fragment of DiLoCo is due then.
-
-    >>> rule = DiLoCo(rule="diloco", local_steps=4, fragments=2)
-    >>> [[due.fragment for due in dues_at(rule, step, num_steps=7)] for step in range(7)]
-    [[], [0], [], [1], [], [0], [0, 1]]
-    """
-    if isinstance(rule, DiLoCo) and step + 1 == num_steps:
-        return tuple(Due(round=step // rule.local_steps, fragment=k) for k in range(rule.fragments))
-    return rule.due(step)

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
-from skein.config.agreement import check_aggregation
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import UserError
@@ -285,7 +284,7 @@ class JobSpec(Spec):
         if most is not None and most < least:
             hint = f"with {num_visited} of {self.parallel.stages} stages the last is not reached: give at least {least}"
             raise UserError("skip.max_jump", most, hint)
-        check_aggregation(self)
+        self.aggregation.check(self)
         return self
 
     def _check_skip_ratio(self) -> None:
@@ -352,5 +351,5 @@ def with_steps(job: JobSpec, steps: int) -> JobSpec:
     if not 1 <= steps <= MOST_STEPS:
         raise UserError("budget.steps", steps, f"give a whole number from 1 to {MOST_STEPS}")
     longer = job.model_copy(update={"budget": BudgetSpec(steps=steps)})
-    check_aggregation(longer)
+    longer.aggregation.check(longer)
     return longer

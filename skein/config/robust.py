@@ -8,29 +8,56 @@ from skein.errors import UserError
 from skein.spec import Spec
 
 
-class NoRobust(Spec):
+class CombinerSpec(Spec):
+    """A way to combine what members send, with the usual answers."""
+
+    @property
+    def compares_norms(self) -> bool:
+        """Whether it looks at how long whole vectors are."""
+        return False
+
+    @property
+    def compares_vectors(self) -> bool:
+        """Whether it looks at how far whole vectors are from each other."""
+        return False
+
+    @property
+    def least_members(self) -> int:
+        """How many there must be for it to choose from."""
+        return 1
+
+
+class NoRobust(CombinerSpec):
     """Plain weighted mean: one bad member moves everybody."""
 
     kind: Literal["none"] = "none"
 
 
-class NormClip(Spec):
+class NormClip(CombinerSpec):
     """Members whose norm exceeds `times` the median norm are scaled down to that: the cheapest rule that works."""
 
     kind: Literal["median_norm_clip"]
     times: Annotated[float, Field(ge=1, le=100)] = 1.0
     """Raise this if honest members differ much in norm, for instance in their numbers of tokens."""
 
+    @property
+    def compares_norms(self) -> bool:
+        return True
 
-class TrimmedMean(Spec):
+
+class TrimmedMean(CombinerSpec):
     """Mean without the `trimmed` largest and smallest of each coordinate; wants more than twice as many members."""
 
     kind: Literal["trimmed_mean"]
     trimmed: Annotated[int, Field(ge=1, le=1024)] = 1
     """As many bad members as are to be borne."""
 
+    @property
+    def least_members(self) -> int:
+        return 2 * self.trimmed + 1
 
-class Krum(Spec):
+
+class Krum(CombinerSpec):
     """Mean of the `chosen` members nearest to their neighbours; wants at least 2 * `bad` + 3 members."""
 
     kind: Literal["krum"]
@@ -39,8 +66,16 @@ class Krum(Spec):
     chosen: Annotated[int, Field(ge=1, le=1024)] = 1
     """Raise this to lose less of what honest members have learned."""
 
+    @property
+    def compares_vectors(self) -> bool:
+        return True
 
-class CentredClip(Spec):
+    @property
+    def least_members(self) -> int:
+        return max(2 * self.bad + 3, self.bad + self.chosen)
+
+
+class CentredClip(CombinerSpec):
     """Iterated mean of differences from the last aggregate, each clipped to `radius` times their median norm."""
 
     kind: Literal["centred_clip"]
@@ -48,6 +83,10 @@ class CentredClip(Spec):
     """Raise this if members' data differ much."""
     rounds: Annotated[int, Field(ge=1, le=100)] = 3
     """How often the centre moves to the mean around it; more where the first centre may be far off."""
+
+    @property
+    def compares_vectors(self) -> bool:
+        return True
 
 
 RobustSpec = Annotated[NoRobust | NormClip | TrimmedMean | Krum | CentredClip, Field(discriminator="kind")]

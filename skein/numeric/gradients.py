@@ -46,6 +46,11 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
+def vector_norm(flat: Tensor) -> float:
+    """The root of `squared_norm`."""
+    return math.sqrt(squared_norm(flat))
+
+
 def squared_norm(flat: Tensor) -> float:
     """The sum of squares of a vector, squared and accumulated in float64, in an order that its length fixes.
 

@@ -8,11 +8,10 @@ Rules of this file
 
 from typing import assert_never
 
-from skein.config.aggregation import AggregationSpec, AllReduce, Gossip
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
-from skein.config.robust import NoRobust
+from skein.config.rule import Neighbourhood
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names
@@ -26,12 +25,11 @@ _MOST_JUDGED = 64
 
 def settled(job: JobSpec) -> JobSpec:
     """`job` with everything decided that its file leaves to us: an unstable gossip method, where it says so."""
-    rule = job.aggregation
-    if not isinstance(rule, Gossip) or rule.if_unstable == "refuse" or rule.method == "qg_dmsgd":
+    mixed = job.aggregation.neighbourhood
+    if mixed is None or mixed.fallback is None or isinstance(_judged(job, mixed), Stable):
         return job
-    if isinstance(_judged(job, rule), Stable):
-        return job
-    return job.model_copy(update={"aggregation": rule.model_copy(update={"method": "qg_dmsgd"})})
+    changed = job.aggregation.model_copy(update={"method": mixed.fallback})
+    return job.model_copy(update={"aggregation": changed})
 
 
 def check_admissible(job: JobSpec) -> None:
@@ -43,8 +41,8 @@ def check_admissible(job: JobSpec) -> None:
     check_job(job)
     _check_warmup(job)
     _check_ties(job)
-    if isinstance(job.aggregation, Gossip):
-        _check_stability(job, job.aggregation)
+    if job.aggregation.neighbourhood is not None:
+        _check_stability(job, job.aggregation.neighbourhood)
 
 
 def momentum_of(optimizer: OptimizerSpec) -> float:
@@ -70,7 +68,7 @@ def _check_warmup(job: JobSpec) -> None:
         raise UserError("optimizer.warmup_steps", steps, hint)
 
 
-def _check_stability(job: JobSpec, rule: Gossip) -> None:
+def _check_stability(job: JobSpec, rule: Neighbourhood) -> None:
     judged = _judged(job, rule)
     if isinstance(judged, Stable):
         return
@@ -87,19 +85,15 @@ def _check_stability(job: JobSpec, rule: Gossip) -> None:
         f"{rule.method} with momentum {momentum_of(job.optimizer):g} on graph {rule.graph} of {judged.num_members} "
         f"walkers{left}{every} has stability radius {judged.radius:.3f}, {why}: give {cure}"
     )
-    if rule.if_unstable == "refuse" and rule.method != "qg_dmsgd":
+    if rule.fallback is None and rule.method != "qg_dmsgd":
         hint += ", or if_unstable: qg_dmsgd"
     raise UserError(f"aggregation.{field}", value, hint)
 
 
-def _judged(job: JobSpec, rule: Gossip) -> Verdict:
+def _judged(job: JobSpec, rule: Neighbourhood) -> Verdict:
     num_walkers = min(job.parallel.replicas, _MOST_JUDGED)
     momentum = momentum_of(job.optimizer)
     return verdict(rule.method, momentum, rule.graph, num_walkers, every_steps=rule.every_steps)
-
-
-def _sums_plainly(rule: AggregationSpec) -> bool:
-    return isinstance(rule, AllReduce) and rule.wire == "fp32" and isinstance(rule.robust, NoRobust)
 
 
 def _check_ties(job: JobSpec) -> None:
@@ -108,7 +102,7 @@ def _check_ties(job: JobSpec) -> None:
     # LOOP's head is a stage of its own.
     is_cut = parallel.stages > 1 or parallel.layout is Layout.LOOP
     names = tied_names(job.model) if is_cut else frozenset()
-    if not names or _sums_plainly(job.aggregation):
+    if not names or job.aggregation.is_additive:
         return
     assert isinstance(job.model, DecoderModel), "nothing else ties anything"
     preset = job.model.preset
@@ -119,6 +113,7 @@ def _check_ties(job: JobSpec) -> None:
         untied = f"give the sizes of {preset} as model.shape, with tie_word_embeddings: false"
     shared = f"the first and the last stage share {', '.join(sorted(names))}"
     cures = f"{untied}, or parallel: {{stages: 1, layout: line}}"
-    which = "all_reduce with wire: fp32 and without robust alone" if rule == "all_reduce" else f"{rule} never"
+    is_summing = job.aggregation.exchanges_gradients
+    which = f"{rule} with wire: fp32 and without robust alone" if is_summing else f"{rule} never"
     hint = f"{shared}, and {which} sums between stages: {cures}"
     raise UserError(f"parallel.{field}", value, hint)

@@ -19,7 +19,6 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
-from skein.plan.agreeing.exchange import is_additive
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
@@ -196,7 +195,7 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
         if x.chunk.worker in position and x.chunk.stage < len(demand.flops)
     ]
     # Who is too slow for a microbatch holds silently, where that can be.
-    kept = of_use(demand, setting.pool, held) if is_additive(setting.job.aggregation) else held
+    kept = of_use(demand, setting.pool, held) if setting.job.aggregation.is_additive else held
     seating = reseat(demand, setting.pool, kept) or seat(demand, setting.pool)
     return None if isinstance(seating, Infeasible) else _finish(setting, previous.stages, seating, previous)
 

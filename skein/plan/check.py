@@ -3,10 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from skein.config.aggregation import AllReduce, DiLoCo
 from skein.config.job import JobSpec
-from skein.config.robust import Krum, NoRobust, TrimmedMean
-from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_additive, is_tree
+from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.ops import Kept
@@ -218,14 +216,8 @@ def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
 
 def too_few(plan: Plan, job: JobSpec) -> str | None:
     """Why a robust combiner has too few holders of some stage to choose from; None if it has enough."""
-    robust = job.aggregation.robust if isinstance(job.aggregation, AllReduce | DiLoCo) else NoRobust()
-    match robust:
-        case TrimmedMean():
-            needed = 2 * robust.trimmed + 1
-        case Krum():
-            needed = max(2 * robust.bad + 3, robust.bad + robust.chosen)
-        case _:
-            needed = 1
+    robust = job.aggregation.combiner
+    needed = robust.least_members
     counts = {stage.index: len(plan.holders(stage.index)) for stage in plan.stages}
     short = [f"stage {stage} has {count}" for stage, count in counts.items() if count < needed]
     return f"{robust.kind} needs {needed} holders of each stage: {', '.join(short)}" if short else None
@@ -262,7 +254,7 @@ def _walkers(plan: Plan, job: JobSpec) -> Iterator[str]:
 def _pattern(group: Group, job: JobSpec) -> Iterator[str]:
     if not isinstance(group.pattern, Direct | Ring | Tree):
         yield f"group {group.group} does not sum the gradients of all for all: {group.pattern}"
-    elif not isinstance(group.pattern, Direct) and not is_additive(job.aggregation):
+    elif not isinstance(group.pattern, Direct) and not job.aggregation.is_additive:
         yield f"group {group.group} adds on the way what may only be combined at the owner: {group.pattern}"
     if isinstance(group.pattern, Tree) and not is_tree(group.pattern.parents, len(group.workers)):
         yield f"group {group.group} has no tree over its {len(group.workers)} workers: {group.pattern.parents}"

@@ -6,7 +6,6 @@ from itertools import islice
 
 import numpy as np
 
-from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec
 from skein.plan.agreeing.exchange import Row
 from skein.plan.agreeing.rounds import rows_of
@@ -68,8 +67,8 @@ def _measured_weights(
     job: JobSpec, workers: Sequence[WorkerId], num_bytes: int, pool: Pool
 ) -> tuple[Row, ...]:
     """Who takes what from whom in gossip over a graph that the links choose; nothing for any other job."""
-    rule = job.aggregation
-    if not isinstance(rule, Gossip) or rule.graph != "measured":
+    mixed = job.aggregation.neighbourhood
+    if mixed is None or mixed.graph != "measured":
         return ()
     at = np.ix_(*([pool.workers.index(worker) for worker in workers],) * 2)
     links = LinkMatrices(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from skein.config.aggregation import GossipMethod, GraphName
+from skein.config.rule import GossipMethod, GraphName
 from skein.rng import stream
 from skein.topology.graphs import F64, Graph, GraphKind, Mixing, graph_of
 

@@ -5,7 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from skein.config.aggregation import GossipMethod, GraphName
+from skein.config.rule import GossipMethod, GraphName
 from skein.topology.graphs import F64, GraphKind, Mixing, graph_of
 from skein.topology.stability import Stable, Unstable, radius_of, radius_on, verdict
 

@@ -16,7 +16,7 @@ from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Walker
-from worker.compute.telling import EVERY, distance, is_told, residual_norm, sent_bytes
+from worker.compute.telling import EVERY, is_told, residual_norm, sent_bytes
 
 TERMS = Terms(step=0, learning_rate=0.125, gradient_scale=1.0)
 SGD = SgdSpec(name="sgd", momentum=0.0, weight_decay=0.0)
@@ -51,7 +51,7 @@ def test_gossip_is_as_far_as_the_mean_of_neighbours() -> None:
     rule = rule_of(spec, SGD)
     walkers = walkers_of(rule, (0.0, 0.0), (3.0, 0.0), (0.0, 6.0))
     found, joined = joined_by(rule, walkers, talks_by_row(due, [[THIRD] * 3] * 3))
-    away = [distance(spec, walker, due, flat) for walker, flat in zip(found, joined, strict=True)]
+    away = [rule.distance(walker, due, flat) for walker, flat in zip(found, joined, strict=True)]
     # From the mean (1, 2).
     assert away == pytest.approx([math.hypot(1, 2), math.hypot(2, 2), math.hypot(1, 4)])
 
@@ -63,7 +63,7 @@ def test_diloco_is_as_far_as_the_mean_of_all() -> None:
     for walker, moved in zip(walkers, ((0.0, 0.0), (3.0, 0.0), (0.0, 6.0)), strict=True):
         walker.params["w"].copy_(torch.tensor(moved))
     found, joined = joined_by(rule, walkers, talks_by_shard(due, num_members=3, num_shards=2))
-    away = [distance(spec, walker, due, flat) for walker, flat in zip(found, joined, strict=True)]
+    away = [rule.distance(walker, due, flat) for walker, flat in zip(found, joined, strict=True)]
     # Changes travel as float32.
     assert away == pytest.approx([math.hypot(1, 2), math.hypot(2, 2), math.hypot(1, 4)], rel=1e-6)
 
@@ -77,14 +77,14 @@ def test_lsgd_is_as_far_as_the_leader() -> None:
         rule.local_step(walker, {"w": torch.zeros(2, dtype=torch.float64)}, TERMS, talks=True)
     sent = rule.contribution(walkers[1], talks[1])
     flat = rule.join(walkers[0], talks[0], sent)
-    assert [distance(spec, walker, due, flat) for walker in walkers] == [5.0, 0.0]
+    assert [rule.distance(walker, due, flat) for walker in walkers] == [5.0, 0.0]
 
 
 def test_rules_of_one_walker_have_no_distance() -> None:
     spec = AllReduce(wire="int8")
     rule = rule_of(spec, SGD)
     [walker] = walkers_of(rule, (1.0, 2.0))
-    assert distance(spec, walker, Due(round=0), torch.zeros(2)) is None
+    assert rule.distance(walker, Due(round=0), torch.zeros(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_rules_of_one_walker_have_no_distance() -> None:
 def test_what_is_still_to_be_said_is_measured(spec: AggregationSpec, optimizer: OptimizerSpec) -> None:
     rule = rule_of(spec, optimizer)
     [walker] = walkers_of(rule, (1.0, -0.3))
-    assert residual_norm(walker) == 0.0
+    assert residual_norm(rule, walker) == 0.0
     grads = {"w": torch.tensor([1.0, 0.017], dtype=torch.float64)}
     terms = [Terms(step=step, learning_rate=0.125, gradient_scale=1.0) for step in range(3)]
     for early in terms[:2]:
         rule.local_step(walker, grads, early, talks=False)
     talks = talks_by_shard(Due(round=0), num_members=1, num_shards=1)
     [after] = exchange(rule, [walker], [grads], [terms[2]], talks)
-    kept = residual_norm(after)
+    kept = residual_norm(rule, after)
     slot = "error" if isinstance(spec, OneBitAdam) else "residual"
     assert kept is not None
     assert kept == pytest.approx(float(flatten(after.state[slot]).norm()))
@@ -118,12 +118,13 @@ def test_what_is_still_to_be_said_of_a_large_matrix_counts_all_of_it() -> None:
     rule = rule_of(AllReduce(wire="bf16"), SGD)
     walker = Walker(params=params, state=rule.init(params))
     walker.state["residual"]["w"].fill_(2.0)
-    assert residual_norm(walker) == pytest.approx(2.0 * math.sqrt(9000))
+    assert residual_norm(rule, walker) == pytest.approx(2.0 * math.sqrt(9000))
 
 
 def test_rules_without_error_feedback_have_nothing_to_say() -> None:
-    [walker] = walkers_of(rule_of(AllReduce(), SGD), (1.0, 2.0))
-    assert residual_norm(walker) is None
+    rule = rule_of(AllReduce(), SGD)
+    [walker] = walkers_of(rule, (1.0, 2.0))
+    assert residual_norm(rule, walker) is None
 
 
 def test_a_vector_weighs_all_its_shards_or_what_one_neighbour_gets() -> None:
@@ -136,9 +137,6 @@ def test_a_vector_weighs_all_its_shards_or_what_one_neighbour_gets() -> None:
 
 
 def test_rules_that_talk_in_every_step_tell_now_and_then() -> None:
-    assert [is_told(Gossip(rule="gossip"), Due(round=round_)) for round_ in (0, 1, EVERY)] == [
-        True,
-        False,
-        True,
-    ]
-    assert is_told(DiLoCo(rule="diloco"), Due(round=1))
+    gossip = rule_of(Gossip(rule="gossip"), SGD)
+    assert [is_told(gossip, Due(round=round_)) for round_ in (0, 1, EVERY)] == [True, False, True]
+    assert is_told(rule_of(DiLoCo(rule="diloco"), SGD), Due(round=1))

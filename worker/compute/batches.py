@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-from skein.config.aggregation import Lsgd
 from skein.config.job import JobSpec
 from skein.data.cursor import positions_of
 from skein.errors import UnfitError
@@ -68,8 +67,8 @@ class BatchReader:
 
     @property
     def _num_probe_samples(self) -> int:
-        rule = self._job.aggregation
-        return rule.probe_samples if isinstance(rule, Lsgd) else 0
+        leadership = self._job.aggregation.leadership
+        return 0 if leadership is None else leadership.probe_samples
 
     def _probed(self, step: Step, microbatch: MicrobatchId) -> tuple[int, ...]:
         """Validation positions of a probe's microbatch, drawn anew for each step; the last ones may be fewer."""

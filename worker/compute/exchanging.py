@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
 from skein.errors import LocalError
@@ -27,7 +26,7 @@ from skein.protocol.messages.directives import ExchangeTerms, StepRecord
 from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
 from worker.compute.chunk import Chunk
-from worker.compute.telling import distance, is_told, residual_norm, sent_bytes
+from worker.compute.telling import is_told, residual_norm, sent_bytes
 from worker.telling.aggregating import Gauges, Measure
 
 _FP32_BYTES = 4
@@ -78,7 +77,7 @@ class Exchanging:
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
     ) -> dict[int, Tensors]:
         me = self._place(group)
-        dues = dues_at(self._job.aggregation, exchange.due_step, num_steps=exchange.num_steps)
+        dues = self._job.aggregation.dues_at(exchange.due_step, num_steps=exchange.num_steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )
@@ -102,7 +101,7 @@ class Exchanging:
                 key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk, beside=self._beside(key)
             )
         self._dues[key] = index
-        if is_told(self._job.aggregation, dues[index]):
+        if is_told(chunk.rule, dues[index]):
             self._told[key] = sent_bytes(sent, talk)
         if leader is not None:
             self._gauges.led(group.members[leader].worker, of=f"{exchange.reach} of {chunk.stage.index}")
@@ -151,7 +150,7 @@ class Exchanging:
         """What an exchange weighed, and how far it found this walker from the others."""
         self._gauges.exchanged(plain_bytes=_FP32_BYTES * flat.numel(), sent_bytes=self._told[key])
         walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
-        away = distance(self._job.aggregation, walker, due, flat)
+        away = chunk.rule.distance(walker, due, flat)
         if away is not None:
             self._gauges.set(Measure.CONSENSUS_DISTANCE, away, of=chunk.stage.index)
 
@@ -202,7 +201,7 @@ class Exchanging:
         if any(key not in self._exchanges for key in keys):
             raise LocalError(f"stage {chunk.stage.index}: an exchange that was voted is not here")
         walker = self._exchanges.finish(keys, chunk.rule, terms)
-        kept = residual_norm(walker) if any(key in self._told for key in keys) else None
+        kept = residual_norm(chunk.rule, walker) if any(key in self._told for key in keys) else None
         if kept is not None:
             self._gauges.set(Measure.ERROR_FEEDBACK_NORM, kept, of=chunk.stage.index)
         return walker

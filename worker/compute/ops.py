@@ -16,7 +16,6 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
@@ -333,10 +332,8 @@ class Compute:
         return outputs
 
     def _wire_dtype(self, own: torch.dtype) -> torch.dtype:
-        """What sums of gradients travel as: in two bytes before the signs of a 1-bit rule, else as they are."""
-        rule = self._held.job.aggregation
-        is_short = isinstance(rule, OneBitAdam | OneBitLamb) and rule.warmup_wire == "bf16"
-        return torch.bfloat16 if is_short else own
+        """What sums of gradients travel as: in two bytes where the rule says so, else as they are."""
+        return torch.bfloat16 if self._held.job.aggregation.sum_wire == "bf16" else own
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
         if op.exchange is not None:

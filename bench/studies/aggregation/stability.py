@@ -15,9 +15,9 @@ import torch
 from bench.report import Row
 from bench.studies.aggregation.measured import Measured
 from bench.studies.plot import Chart, Line
-from skein.config.aggregation import Gossip, GossipMethod
+from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
-from skein.config.rule import Due, Reach
+from skein.config.rule import Due, GossipMethod, Reach
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms

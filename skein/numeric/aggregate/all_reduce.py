@@ -11,14 +11,17 @@ Plain float32 sums need none of this: they are reduced before the step, along an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from skein.config.aggregation import AllReduce
+from skein.config.robust import NoRobust
 from skein.config.rule import Due
+from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.robust import combiner_of, needs_whole, part_of
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.choose import compressor_of
 from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.feedback import FeedbackOwner, encode_with, no_residual
@@ -34,11 +37,12 @@ _ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceRule:
+class AllReduceRule(Rule):
     """The rule `all_reduce` around any optimizer."""
 
     spec: AllReduce
     optimizer: Optimizer
+    residuals: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -138,6 +142,30 @@ class AllReduceRule:
         """Owners change, so what they had rounded away is dropped; a newcomer begins without any of its own."""
         if self._is_rounding:
             walker.state[SHARD_RESIDUAL] = {}
+
+    # --- what it keeps ---
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        """What is neither in the result nor kept back."""
+        return late(self, offers) if isinstance(self.spec.robust, NoRobust) else ""
+
+    def said(self, walker: Walker, talk: Talk) -> Tensor:
+        return walker.state[_GRADIENT][_ALL]
+
+    def kept(self, walker: Walker, talk: Talk, *, is_after: bool) -> Tensor:
+        kept = walker.state.get(RESIDUAL)
+        return torch.zeros(()) if kept is None else flatten(kept)
+
+    def shelf(
+        self, walker: Walker, talk: Talk, shard: int, length: int, *, is_after: bool
+    ) -> tuple[Tensors, str]:
+        return walker.state.get(SHARD_RESIDUAL, {}), f"{shard}.{talk.num_shards}.{length}"
+
+    def cut(self, flat: Tensor, walker: Walker, talk: Talk) -> list[Tensor]:
+        return [flat[a:b] for a, b in shard_bounds(flat.numel(), talk.num_shards)]
+
+    def glued(self, shards: Sequence[Tensor], walker: Walker, talk: Talk) -> Tensor:
+        return torch.cat(list(shards))
 
     def _heard(self, part: Tensors, num_elements: int, like: Tensor) -> Tensor:
         """What has come; what cannot be decoded is made what gates and votes refuse, for it is the sender's fault."""

@@ -22,13 +22,15 @@ Source: Douillard et al., "DiLoCo" (2023), Algorithm 1; fragments, overlap and m
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from skein.config.aggregation import DiLoCo
-from skein.config.robust import CentredClip
+from skein.config.robust import CentredClip, NoRobust
 from skein.config.rule import Due
+from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.fragments import (
     Span,
     equal_range,
@@ -39,9 +41,10 @@ from skein.numeric.aggregate.fragments import (
     view,
 )
 from skein.numeric.aggregate.robust import Part, combiner_of, needs_whole, part_of
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.choose import compressor_of
 from skein.numeric.compress.compressor import Compressor, Form
+from skein.numeric.gradients import vector_norm
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -62,11 +65,13 @@ _PRIVATE = StateClass.PRIVATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCoRule:
+class DiLoCoRule(Rule):
     """DiLoCo around any inner optimizer, whose state stays with its walker."""
 
     spec: DiLoCo
     optimizer: Optimizer
+    residuals: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    talks_seldom: ClassVar[bool] = True
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -119,7 +124,7 @@ class DiLoCoRule:
                 f"{self.spec.robust.kind} compares whole fragments: 1 shard, not {talk.num_shards}"
             )
         spans = self._spans(walker, talk.due)
-        delta = gathered(walker.state[GLOBAL], spans).sub_(gathered(walker.params, spans))
+        delta = self._changed(walker, talk.due)
         if self._feeds_back:
             delta.add_(gathered(walker.state[RESIDUAL], spans))
         parts = shards_of(delta, talk.num_shards)
@@ -199,6 +204,42 @@ class DiLoCoRule:
                 walker.params[name].copy_(theta)
             if self._feeds_back:
                 walker.state |= {RESIDUAL: _zeros(walker.params), NEXT: {}}
+
+    # --- what it tells and keeps ---
+
+    def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
+        """From the mean of all walkers, for the exchange's fragment."""
+        return vector_norm(self._changed(walker, due) - joined)
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        """What is neither in the result nor kept back."""
+        return late(self, offers) if isinstance(self.spec.robust, NoRobust) else ""
+
+    def said(self, walker: Walker, talk: Talk) -> Tensor:
+        return self._changed(walker, talk.due)
+
+    def kept(self, walker: Walker, talk: Talk, *, is_after: bool) -> Tensor:
+        if RESIDUAL not in walker.state:
+            return torch.zeros(())
+        if is_after:
+            return walker.state[NEXT][str(talk.due.fragment)]
+        return gathered(walker.state[RESIDUAL], self._spans(walker, talk.due))
+
+    def shelf(
+        self, walker: Walker, talk: Talk, shard: int, length: int, *, is_after: bool
+    ) -> tuple[Tensors, str]:
+        return walker.state.get(NEXT_SHARD if is_after else SHARD_RESIDUAL, {}), _shard_key(talk, shard)
+
+    def cut(self, flat: Tensor, walker: Walker, talk: Talk) -> list[Tensor]:
+        return shards_of(flat, talk.num_shards)
+
+    def glued(self, shards: Sequence[Tensor], walker: Walker, talk: Talk) -> Tensor:
+        return torch.cat(list(shards))
+
+    def _changed(self, walker: Walker, due: Due) -> Tensor:
+        """theta - theta_i."""
+        spans = self._spans(walker, due)
+        return gathered(walker.state[GLOBAL], spans).sub_(gathered(walker.params, spans))
 
     def _outer_step(self, walker: Walker, spans: Sequence[Span], joined: Tensor) -> None:
         """b = mu b + d;  theta = theta - lr (d + mu b), or without Nesterov theta - lr b; b begins at zero."""

@@ -37,11 +37,12 @@ from skein.config.optimizer import OptimizerSpec, SgdSpec
 from skein.config.robust import CentredClip, NormClip, NoRobust
 from skein.config.rule import Due
 from skein.errors import UserError
+from skein.numeric.aggregate.conserved import stepped, unequal
 from skein.numeric.aggregate.robust import Part, clipped_gossip, gates, part_of, row_without
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.aggregate.shared_moment import SharedMoment
 from skein.numeric.compress.compressor import Form, form_of
-from skein.numeric.gradients import flatten, sum_in_order, unflatten
+from skein.numeric.gradients import flatten, sum_in_order, unflatten, vector_norm
 from skein.numeric.optim.elementwise import zeros_like
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -54,7 +55,7 @@ _SUM_ERROR = 1e-6  # weights may have travelled as float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GossipRule:
+class GossipRule(Rule):
     """The rule `gossip`. It has the optimizer's settings, not the optimizer: momentum is in the midst of the method.
 
     Raises:
@@ -167,6 +168,19 @@ class GossipRule:
     def _rate(self, terms: Terms) -> float:
         """What directions are multiplied with; preconditioned ones have the learning rate in them."""
         return 1.0 if self.shared else terms.learning_rate
+
+    def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
+        """From the mean of its neighbours and itself."""
+        sent = walker.state[SENT]
+        return vector_norm(sent[_Y] - unflatten(joined, sent)[_Y])
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        """By how much the sum over all members changed: nobody moves but towards others."""
+        if not isinstance(self.spec.robust, NoRobust):
+            return ""
+        told = [flatten(stepped(self, offer).state[SENT]) for offer in offers]
+        results = [offer.result for offer in offers if offer.result is not None]
+        return unequal("the sum over members", torch.stack(told).sum(0), torch.stack(results).sum(0))
 
     def _direction(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms) -> Tensors:
         if grads.keys() != walker.params.keys():

@@ -14,15 +14,17 @@ update in one line (gradient and pulls at the same parameters), with the periods
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from skein.config.aggregation import Lsgd
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.conserved import unequal
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.compressor import Form, form_of
-from skein.numeric.gradients import flatten, is_finite, shard_bounds, unflatten
+from skein.numeric.gradients import flatten, is_finite, shard_bounds, unflatten, vector_norm
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -44,11 +46,12 @@ def led_by(talk: Talk, leader: int) -> Talk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LsgdRule:
+class LsgdRule(Rule):
     """The rule `lsgd` with its inner optimizer. Shards are pieces in which the leader's parameters travel."""
 
     spec: Lsgd
     optimizer: Optimizer
+    talks_seldom: ClassVar[bool] = True
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -117,6 +120,17 @@ class LsgdRule:
 
     def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:
         """Nothing depends on who is there: the next election is among those who are."""
+
+    def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
+        """From the leader."""
+        return vector_norm(walker.state[START]["all"] - joined)
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        """Whether the leader's parameters arrived as something else."""
+        led = flatten(offers[_leader_of(offers[0].talk)].before.params)
+        results = (offer.result for offer in offers if offer.result is not None)
+        found = (unequal("the leader's parameters", led, result) for result in results)
+        return next((what for what in found if what), "")
 
 
 def _own(kind: StateClass) -> StateClass:

@@ -10,8 +10,8 @@ Rules of this file
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -55,8 +55,32 @@ class Talk:
         return self.due.reach is Reach.NEIGHBOURS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One member's side of an exchange. `after` is its walker once all is sent and combined, and nothing applied.
+
+    `terms` are of the local step before it is sent; None: it is sent as it is.
+    """
+
+    before: Walker
+    after: Walker
+    grads: Mapping[str, Tensor]
+    terms: Terms | None
+    talk: Talk
+    result: Tensor | None = None
+
+    def joined(self, result: Tensor) -> "Offer":
+        """With what came back, as all is now."""
+        return replace(self, after=self.after.copy(), result=result.clone())
+
+
 class Rule(Protocol):
     """An aggregation rule with its settings and its inner optimizer."""
+
+    residuals: ClassVar[tuple[str, ...]] = ()
+    """Slots of what a member's own parts have rounded away and not yet said."""
+    talks_seldom: ClassVar[bool] = False
+    """Whether there are so few exchanges that each is worth telling of."""
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -108,3 +132,21 @@ class Rule(Protocol):
         Drops, keeps or cuts anew what depends on them.
         """
         ...
+
+    def distance(self, walker: Walker, due: Due, joined: Tensor) -> float | None:
+        """How far a walker is from where an exchange draws it; None where all have equal parameters.
+
+        Args:
+            walker: as the exchange has it, before its result is applied.
+            due: which exchange it is.
+            joined: its result, as `join` gives it.
+        """
+        return None
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        """What an exchange has lost or made up, in words; nothing if it has kept all that the rule promises to keep.
+
+        Args:
+            offers: of all members, in order; what they hold is float64.
+        """
+        return ""

@@ -12,17 +12,15 @@ how long that takes.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import assert_never
 
 import numpy as np
 
-from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
-from skein.config.optimizer import LambSpec, SgdSpec
-from skein.config.robust import CentredClip, Krum, NoRobust, RobustSpec
-from skein.config.rule import PatternName, Wire
+from skein.config.robust import NoRobust
+from skein.config.rule import GraphName, Mixes, PatternName, Reach, Signs, Spreads, Sums
 from skein.plan.agreeing.broadcast import BroadcastProblem
 from skein.plan.agreeing.exchange import DIRECT, Direct, Ring, Tree, cheapest, seconds
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
@@ -62,24 +60,18 @@ class Kind:
 def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
     """The kinds of exchange that a circle has under the job's rule; the one that it is about comes last."""
     word = word_bytes(job)
-    match job.aggregation:
-        case AllReduce() as rule:
-            yield reduced(circle, rule.wire, word, pattern=rule.pattern, robust=rule.robust)
-        case OneBitAdam() | OneBitLamb() as rule:
-            warm = min(1.0, rule.warmup_steps / job.total_steps)
-            yield replace(reduced(circle, rule.warmup_wire, word), per_step=warm)
-            num_scales = circle.num_tensors if isinstance(rule, OneBitAdam) else 1
-            yield replace(_signs(circle, word, num_scales), per_step=1 - warm)
-        case Lsgd() as rule:
-            yield from _pulls(circle, rule, word)
-        case Gossip() as rule:
-            yield _mixed(job, rule, circle, word)
-        case DiLoCo() as rule:
-            piece = replace(circle, num_parameters=-(-circle.num_parameters // rule.fragments))
-            often = rule.fragments / rule.local_steps
-            yield replace(reduced(piece, rule.wire, word, robust=rule.robust), per_step=often)
-        case _:
-            assert_never(job.aggregation)
+    for sent in job.aggregation.sendings(job):
+        match sent:
+            case Sums():
+                yield _summed(circle, sent, word)
+            case Signs():
+                yield _signs(circle, word, sent)
+            case Spreads():
+                yield _spread(circle, sent, word)
+            case Mixes():
+                yield _mixed(sent, circle, word)
+            case _:
+                assert_never(sent)
 
 
 def word_bytes(job: JobSpec) -> int:
@@ -90,34 +82,37 @@ def word_bytes(job: JobSpec) -> int:
 # --- sums ---
 
 
-def reduced(
-    circle: Circle, wire: Wire, word: int, *, pattern: PatternName = "auto", robust: RobustSpec | None = None
-) -> Kind:
-    """A sum of everybody's vector, handed out to everybody, once a step.
+def reduced_bytes(circle: Circle) -> float:
+    """What all send together for a plain sum in float32."""
+    return _summed(circle, Sums(per_step=1.0, wire="fp32"), 4).num_bytes
+
+
+def _summed(circle: Circle, sent: Sums, word: int) -> Kind:
+    """A sum of everybody's vector, handed out to everybody.
 
     What is rounded, or combined by more than a sum, goes to the shards' owners directly; a combiner that compares
     whole vectors makes one worker the owner of all.
     """
-    plain_bytes = word * circle.num_parameters
-    shards = 1 if isinstance(robust, Krum | CentredClip) else num_shards(plain_bytes, circle.num_workers)
-    shard_bytes = payload_bytes(wire, -(-circle.num_parameters // shards), word_bytes=word)
-    is_plain = wire == "fp32" and isinstance(robust, NoRobust | None)
-    way = pattern if is_plain else "direct"
+    num_parameters = -(-circle.num_parameters // sent.num_pieces)
+    shards = 1 if sent.robust.compares_vectors else num_shards(word * num_parameters, circle.num_workers)
+    shard_bytes = payload_bytes(sent.wire, -(-num_parameters // shards), word_bytes=word)
+    is_plain = sent.wire == "fp32" and isinstance(sent.robust, NoRobust)
     vector_bytes = shards * shard_bytes
     return Kind(
-        per_step=1.0,
+        per_step=sent.per_step,
         num_bytes=2 * (circle.num_workers - 1) * vector_bytes,
-        seconds=_sum_s(circle, way, shards, vector_bytes),
+        seconds=_sum_s(circle, sent.pattern if is_plain else "direct", shards, vector_bytes),
     )
 
 
-def _signs(circle: Circle, word: int, num_scales: int) -> Kind:
+def _signs(circle: Circle, word: int, sent: Signs) -> Kind:
     """The same with a bit for each number; every part of a shard has all scales of its sender."""
     shards = num_shards(word * circle.num_parameters, circle.num_workers)
+    num_scales = circle.num_tensors if sent.is_by_tensor else 1
     shard_bytes = sign_bytes(-(-circle.num_parameters // shards), num_scales, word_bytes=word)
     vector_bytes = shards * shard_bytes
     return Kind(
-        per_step=1.0,
+        per_step=sent.per_step,
         num_bytes=2 * (circle.num_workers - 1) * vector_bytes,
         seconds=_sum_s(circle, "direct", shards, vector_bytes),
     )
@@ -146,24 +141,21 @@ def _sum_s(circle: Circle, way: PatternName, shards: int, vector_bytes: int) -> 
 # --- leaders and neighbours ---
 
 
-def _pulls(circle: Circle, rule: Lsgd, word: int) -> Iterator[Kind]:
-    """A leader's parameters to those that it leads: within sites, and to all; as if the first of them led.
+def _spread(circle: Circle, sent: Spreads, word: int) -> Kind:
+    """A leader's parameters to those that it leads: within sites, or to all; as if the first of them led.
 
     Where sites are not known all workers count as one site, which is the most that there can be to send.
     """
     vector_bytes = word * circle.num_parameters
-    groups = Counter(circle.sites or (SiteId(""),) * circle.num_workers)
-    if rule.groups == "sites" and rule.local_every_steps != rule.global_every_steps:
-        times = [_spread_s(circle, vector_bytes, site) for site in groups] if circle.sites else [None]
-        yield Kind(
-            per_step=1 / rule.local_every_steps,
-            num_bytes=sum(size - 1 for size in groups.values()) * vector_bytes,
-            seconds=None if None in times else max(x for x in times if x is not None),
-        )
-    yield Kind(
-        per_step=1 / rule.global_every_steps,
-        num_bytes=(circle.num_workers - 1) * vector_bytes,
-        seconds=_spread_s(circle, vector_bytes, None),
+    groups: Counter[SiteId | None] = Counter([None] * circle.num_workers)
+    if sent.reach is Reach.GROUP:
+        groups = Counter(circle.sites or (SiteId(""),) * circle.num_workers)
+    is_known = sent.reach is Reach.ALL or circle.sites
+    times = [_spread_s(circle, vector_bytes, site) for site in groups] if is_known else [None]
+    return Kind(
+        per_step=sent.per_step,
+        num_bytes=sum(size - 1 for size in groups.values()) * vector_bytes,
+        seconds=None if None in times else max(x for x in times if x is not None),
     )
 
 
@@ -186,27 +178,21 @@ def _spread_s(circle: Circle, vector_bytes: int, site: SiteId | None) -> float |
     return problem.seconds(problem.tree())
 
 
-def _mixed(job: JobSpec, rule: Gossip, circle: Circle, word: int) -> Kind:
+def _mixed(sent: Mixes, circle: Circle, word: int) -> Kind:
     """Each neighbour gets the same vectors; a graph that changes counts by the mean of its rounds."""
-    vector_bytes = word * _num_sent(job, rule, circle)
-    rounds = _rounds(rule, circle, vector_bytes)
+    num_ratios = circle.num_tensors if sent.has_ratios else 0
+    vector_bytes = word * (sent.num_vectors * circle.num_parameters + num_ratios)
+    rounds = _rounds(sent.graph, circle, vector_bytes)
     edges = [int((mixing.rows > 0).sum() - (mixing.rows.diagonal() > 0).sum()) for mixing in rounds]
     times = None
     if circle.links is not None:
         times = fmean(round_s(circle.links, (x.rows > 0).T, num_bytes=vector_bytes) for x in rounds)
-    return Kind(per_step=1 / rule.every_steps, num_bytes=fmean(edges) * vector_bytes, seconds=times)
+    return Kind(per_step=sent.per_step, num_bytes=fmean(edges) * vector_bytes, seconds=times)
 
 
-def _num_sent(job: JobSpec, rule: Gossip, circle: Circle) -> int:
-    """Numbers that a neighbour gets: parameters, DA-DmSGD's momentum, and what Adam or LAMB divides by."""
-    num_vectors = 1 + (rule.method == "da_dmsgd") + (not isinstance(job.optimizer, SgdSpec))
-    num_ratios = circle.num_tensors if isinstance(job.optimizer, LambSpec) else 0
-    return num_vectors * circle.num_parameters + num_ratios
-
-
-def _rounds(rule: Gossip, circle: Circle, vector_bytes: int) -> list[Mixing]:
+def _rounds(name: GraphName, circle: Circle, vector_bytes: int) -> list[Mixing]:
     """The rounds of one period; of a drawn graph some."""
-    if rule.graph == "measured" and circle.links is not None and circle.num_workers > 2:
+    if name == "measured" and circle.links is not None and circle.num_workers > 2:
         return [choose(circle.links, num_bytes=vector_bytes).mixing]
-    graph = graph_of("ring" if rule.graph == "measured" else rule.graph, circle.num_workers)
+    graph = graph_of("ring" if name == "measured" else name, circle.num_workers)
     return [graph.at(round_, seed=0) for round_ in range(graph.period or _MOST_DRAWN)]

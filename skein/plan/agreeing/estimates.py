@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skein.config.aggregation import AggregationSpec, Gossip
 from skein.config.job import JobSpec
 from skein.model.parameters import layer_parameters
-from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced, word_bytes
+from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced_bytes, word_bytes
 from skein.plan.cut import cut
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.plan import Plan
@@ -35,6 +34,7 @@ class Estimate:
     num_workers: int
     settings: tuple[str, ...]
     """What the rule was settled to, where that may differ from the job file."""
+    has_warmup: bool
     step_bytes: float
     exchange_bytes: float
     exchanges_per_step: float
@@ -65,7 +65,7 @@ class Estimate:
         if self.exchanges_per_step == 1:
             return ""
         one = format_bytes(self.exchange_bytes)
-        if self.rule in ("one_bit_adam", "one_bit_lamb"):
+        if self.has_warmup:
             return f" on average, {one} after the warm-up"
         return f" ({one} every {1 / self.exchanges_per_step:.3g} steps)"
 
@@ -73,22 +73,18 @@ class Estimate:
 def estimate(job: JobSpec, circles: Sequence[Circle], *, num_workers: int) -> Estimate:
     """What the aggregation of `job` costs among these circles, of so many workers in all."""
     kinds = [list(kinds_of(job, circle)) for circle in circles if circle.num_workers > 1]
-    plain = sum(reduced(circle, "fp32", 4).num_bytes for circle in circles)
+    plain = sum(map(reduced_bytes, circles))
     return Estimate(
         rule=job.aggregation.rule,
         num_workers=num_workers,
-        settings=_settings(job.aggregation),
+        settings=job.aggregation.settings,
+        has_warmup=job.aggregation.has_warmup,
         step_bytes=sum(kind.per_step * kind.num_bytes for found in kinds for kind in found) / num_workers,
         exchange_bytes=sum(found[-1].num_bytes for found in kinds) / num_workers,
         exchanges_per_step=max((found[-1].per_step for found in kinds), default=0.0),
         plain_bytes=plain / num_workers,
         step_s=_slowest_s(kinds),
     )
-
-
-def _settings(rule: AggregationSpec) -> tuple[str, ...]:
-    """Gossip's method may be another than was asked for: see `skein.plan.admission.settled`."""
-    return (rule.method, rule.graph) if isinstance(rule, Gossip) else ()
 
 
 def _slowest_s(kinds: Sequence[Sequence[Kind]]) -> float | None:

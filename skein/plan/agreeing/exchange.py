@@ -16,8 +16,6 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from skein.config.aggregation import AggregationSpec, AllReduce
-from skein.config.robust import NoRobust
 from skein.topology.links import F64
 
 I64 = npt.NDArray[np.int64]
@@ -72,13 +70,6 @@ class Row:
     def pairs(self) -> tuple[tuple[int, float], ...]:
         """Each member with its weight."""
         return tuple(zip(self.members, self.weights, strict=True))
-
-
-def is_additive(aggregation: AggregationSpec) -> bool:
-    """Whether gradients under a rule are plain sums of what travels, so that they may be added on the way."""
-    if not isinstance(aggregation, AllReduce):
-        return False
-    return aggregation.wire == "fp32" and isinstance(aggregation.robust, NoRobust)
 
 
 def is_tree(parents: tuple[int, ...], num_places: int) -> bool:

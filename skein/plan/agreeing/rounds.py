@@ -10,9 +10,8 @@ Rules of this file
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, dues_at
-from skein.config.robust import CentredClip, Krum, NormClip
-from skein.config.rule import Due, Reach
+from skein.config.aggregation import AggregationSpec
+from skein.config.rule import Due, GraphName, Reach
 from skein.plan.agreeing.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.agreeing.quorum import Eager, Quorum, token_weights
 from skein.plan.plan import Group, Plan
@@ -114,7 +113,7 @@ def step_groups(
         leaders: where the rule has any; None: nobody leads this time, and there is no exchange.
         tree: how a leader's parameters spread.
     """
-    dues = tuple(due for due in dues_at(aggregation, step, num_steps=num_steps) if not due.overlap_steps)
+    dues = tuple(due for due in aggregation.dues_at(step, num_steps=num_steps) if not due.overlap_steps)
     if aggregation.walkers.sum_every_step and not dues:
         return plain_groups(plan)
     asked = [
@@ -132,22 +131,26 @@ def step_groups(
     )
     if not aggregation.walkers.are_lines:
         alone = tuple((group.group,) for group in groups.reduced)
-        if isinstance(aggregation, AllReduce):
+        if aggregation.exchanges_gradients:
             # Each sends the mean of its own, weighed by what it is of: who has more to do is not longer for that.
             return replace(groups, units=alone, num_tokens=(), clips_result=True)
         sharing = tuple(len(members) for members in chunks for _ in members)
         return replace(groups, units=alone, num_sharing=sharing)
     units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
     groups = replace(groups, units=units, may_lose_some=True)
-    if isinstance(aggregation, Lsgd) and aggregation.asynchronous and not dues:
-        return replace(groups, quorum=Eager())
-    if not isinstance(aggregation, DiLoCo):
-        return groups
     return replace(
         groups,
-        num_tokens=tuple(num_tokens),
-        quorum=Quorum(share=aggregation.quorum, grace=aggregation.grace),
+        num_tokens=tuple(num_tokens) if aggregation.weighs_tokens else None,
+        quorum=_quorum(aggregation, has_dues=bool(dues)),
     )
+
+
+def _quorum(aggregation: AggregationSpec, *, has_dues: bool) -> Quorum | Eager | None:
+    """Who is waited for."""
+    late = aggregation.lateness
+    if late is not None:
+        return Quorum(share=late.share, grace=late.grace)
+    return Eager() if aggregation.is_eager and not has_dues else None
 
 
 def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
@@ -160,13 +163,10 @@ def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
 def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Group:
     """An exchange in which shards have owners, all members count alike, and all get all results."""
     n, name = len(group.members), f"x{group.members[0].stage}"
-    if isinstance(aggregation, DiLoCo) and aggregation.fragments > 1:
+    if aggregation.num_fragments > 1:
         name = f"{name}.f{due.fragment}"
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
-    # Who compares members looks at the whole of what each sends; DiLoCo's parts say its norm.
-    compares = (Krum | CentredClip | NormClip) if isinstance(aggregation, AllReduce) else (Krum | CentredClip)
-    is_whole = isinstance(aggregation, AllReduce | DiLoCo) and isinstance(aggregation.robust, compares)
-    num_shards = 1 if is_whole else group.num_shards
+    num_shards = 1 if aggregation.is_whole else group.num_shards
     return replace(
         group,
         group=GroupId(name),
@@ -183,10 +183,12 @@ def _exchanges(
     """What one stage's holders exchange."""
     name, n = GroupId(f"x{group.members[0].stage}"), len(group.members)
     base = replace(group, group=name, pattern=Direct(), weights=(), fragment=due.fragment)
-    if isinstance(aggregation, Lsgd):
+    if aggregation.leadership is not None:
         return [] if leaders is None else _pulls(base, due.reach, leaders, tree)
-    if isinstance(aggregation, Gossip):
-        rows = group.weights or rows_of(mixing_at(_drawn(aggregation), n, due.round, seed=seed))
+    if aggregation.neighbourhood is not None:
+        rows = group.weights or rows_of(
+            mixing_at(_drawn(aggregation.neighbourhood.graph), n, due.round, seed=seed)
+        )
         return [replace(base, num_shards=n, pattern=Neighbours(), weights=rows)]
     return [exchange_of_all(group, due, aggregation)]
 
@@ -208,9 +210,9 @@ def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Grou
     return groups
 
 
-def _drawn(aggregation: Gossip) -> GraphKind:
+def _drawn(graph: GraphName) -> GraphKind:
     """The graph by its name, for a plan without weights of its own: the measured are in the plan where links are."""
-    return "ring" if aggregation.graph == "measured" else aggregation.graph
+    return "ring" if graph == "measured" else graph
 
 
 def rows_of(mixing: Mixing) -> tuple[Row, ...]:

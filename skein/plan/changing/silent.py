@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from skein.config.job import JobSpec
-from skein.plan.agreeing.exchange import is_additive
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import StageLoad, job_layers, slots_within, tied_bytes
@@ -72,7 +71,7 @@ def with_silent(
         pool: who may hold something.
         before: what workers hold already; that stays where it is of use.
     """
-    if not is_additive(job.aggregation):
+    if not job.aggregation.is_additive:
         return plan
     seats = _Seats(plan, loads, pool, job.parallel.replicas)
     seats.keep(before)

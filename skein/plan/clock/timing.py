@@ -8,8 +8,8 @@ from typing import assert_never
 
 import numpy as np
 
-from skein.config.aggregation import AggregationSpec, AllReduce
-from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, is_additive, seconds
+from skein.config.aggregation import AggregationSpec
+from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, seconds
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import Group, Path
@@ -163,19 +163,17 @@ def pattern_of(
     Where what travels is not what is added (a rounded wire format, a combination that is no sum, a rule of another
     kind), owners see all parts: Direct.
     """
-    if not isinstance(aggregation, AllReduce) or not is_additive(aggregation):
-        return DIRECT
-    match aggregation.pattern:
+    match aggregation.sum_pattern:
+        case None | "direct":
+            return DIRECT
         case "ring":
             return Ring()
         case "tree":
             return Tree()
-        case "direct":
-            return DIRECT
         case "auto":
             return cheapest(num_shards, num_bytes, *_links_among(workers, pool))
         case _:
-            assert_never(aggregation.pattern)
+            assert_never(aggregation.sum_pattern)
 
 
 def _links_among(workers: Sequence[WorkerId], pool: Pool) -> tuple[F64, F64]:

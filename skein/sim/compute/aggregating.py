@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skein.config.aggregation import dues_at
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.choose import rule_of
-from skein.numeric.aggregate.conserved import Offer, lost
 from skein.numeric.aggregate.exchanging.member import Exchanges, measured, newcomer, replicated
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Talk, Terms
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
@@ -143,7 +141,7 @@ class AggregatingModel(NumericModel):
         offers = self._offers.setdefault((key, lineage), {})
         offers[offer.talk.me] = offer
         if len(offers) == offer.talk.num_members:
-            what = lost(self.rule, [offers[i] for i in sorted(offers)])
+            what = self.rule.lost([offers[i] for i in sorted(offers)])
             self.checked.add(key)
             if what:
                 raise Violated(f"{key}: {what}")
@@ -279,7 +277,7 @@ class AggregatingExecutor(NumericExecutor):
     def _sent(
         self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
     ) -> dict[int, Tensors]:
-        dues = dues_at(self._model.job.aggregation, exchange.due_step, num_steps=exchange.num_steps)
+        dues = self._model.job.aggregation.dues_at(exchange.due_step, num_steps=exchange.num_steps)
         index = next(
             i for i, due in enumerate(dues) if (due.reach, due.fragment) == (exchange.reach, group.fragment)
         )

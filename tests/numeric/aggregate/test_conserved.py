@@ -11,11 +11,10 @@ from skein.config.optimizer import AdamWSpec, LambSpec, SgdSpec
 from skein.config.rule import Due, Reach
 from skein.numeric.aggregate import all_reduce, diloco
 from skein.numeric.aggregate.choose import rule_of
-from skein.numeric.aggregate.conserved import Offer, lost
 from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.one_bit import freezing as one_bit
-from skein.numeric.aggregate.rule import Rule, Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.walker import Tensors, Walker
 
 RING = ((0.5, 0.25, 0.25), (0.25, 0.5, 0.25), (0.25, 0.25, 0.5))
@@ -100,12 +99,12 @@ def moved(offers: Sequence[Offer], index: int) -> list[Offer]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_exchange_that_keeps_its_promise_is_not_accused(name: str) -> None:
-    assert lost(RULES[name], offers(name)) == ""
+    assert RULES[name].lost(offers(name)) == ""
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_result_that_is_off_is_found(name: str) -> None:
-    assert lost(RULES[name], moved(offers(name), 2))
+    assert RULES[name].lost(moved(offers(name), 2))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_what_was_kept_back_and_is_forgotten_is_found(name: str, slot: str) -> N
     made = offers(name)
     for tensor in made[0].after.state[slot].values():
         tensor.zero_()
-    assert lost(RULES[name], made)
+    assert RULES[name].lost(made)
 
 
 def test_rows_that_are_scaled_up_after_a_loss_do_not_keep_the_mean() -> None:
@@ -132,4 +131,4 @@ def test_rows_that_are_scaled_up_after_a_loss_do_not_keep_the_mean() -> None:
     first = made[0].result
     assert first is not None
     # Without member 2, member 0 has 0.5 and 0.25 left, and makes them 2/3 and 1/3: that is not its row.
-    assert lost(RULES["gossip"], [replace(made[0], result=first * (4 / 3)), *made[1:]])
+    assert RULES["gossip"].lost([replace(made[0], result=first * (4 / 3)), *made[1:]])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from skein.config.aggregation import Gossip, GossipMethod
+from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
 from skein.config.robust import CentredClip, Krum, NormClip
-from skein.config.rule import Due, Reach
+from skein.config.rule import Due, GossipMethod, Reach
 from skein.errors import UserError
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, SENT, GossipRule

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from skein.config.aggregation import Gossip, GossipMethod
+from skein.config.aggregation import Gossip
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.config.rule import Due, Reach
+from skein.config.rule import Due, GossipMethod, Reach
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms

@@ -3,18 +3,9 @@
 import numpy as np
 import pytest
 
-from skein.config.aggregation import (
-    AggregationSpec,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    GossipMethod,
-    GraphName,
-    Lsgd,
-    OneBitLamb,
-)
+from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitLamb
 from skein.config.robust import CentredClip
-from skein.config.rule import Reach
+from skein.config.rule import GossipMethod, GraphName, Reach
 from skein.plan.agreeing.exchange import Broadcast, Direct, Neighbours
 from skein.plan.agreeing.rounds import (
     Leaders,

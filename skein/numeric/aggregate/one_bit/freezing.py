@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch import Tensor
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
+from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.one_bit.sign_mean import (
     Layout,
     decode_shard,
@@ -42,7 +43,7 @@ from skein.numeric.aggregate.one_bit.sign_mean import (
     shard_form,
 )
 from skein.numeric.aggregate.robust import NORM_LIMIT
-from skein.numeric.aggregate.rule import Talk, Terms
+from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.feedback import FeedbackOwner
 from skein.numeric.gradients import flatten, unflatten
@@ -78,11 +79,12 @@ SHARED_SLOTS: Final[Mapping[str, Slot]] = _PER_PARAMETER | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneBit(ABC):
+class OneBit(Rule, ABC):
     """The part of a rule that 1-bit LAMB and 1-bit Adam have in common; each adds `_warm_up`, `_freeze` and `_move`."""
 
     spec: aggregation.OneBitAdam | aggregation.OneBitLamb
     optimizer: AdamWSpec | LambSpec
+    residuals: ClassVar[tuple[str, ...]] = (ERROR,)
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -236,6 +238,29 @@ class OneBit(ABC):
     def layout(self, walker: Walker, talk: Talk) -> Layout:
         """How what travels in an exchange is cut."""
         return Layout(lengths=self._segments(walker.params), num_shards=talk.num_shards)
+
+    # --- what it keeps ---
+
+    def lost(self, offers: Sequence[Offer]) -> str:
+        return late(self, offers) if self.spec.error_feedback else ""
+
+    def said(self, walker: Walker, talk: Talk) -> Tensor:
+        return walker.state[MOMENTUM][_ALL]
+
+    def kept(self, walker: Walker, talk: Talk, *, is_after: bool) -> Tensor:
+        return flatten(walker.state[ERROR])
+
+    def shelf(
+        self, walker: Walker, talk: Talk, shard: int, length: int, *, is_after: bool
+    ) -> tuple[Tensors, str]:
+        return walker.state[SHARD_ERROR], self.layout(walker, talk).key(shard)
+
+    def cut(self, flat: Tensor, walker: Walker, talk: Talk) -> list[Tensor]:
+        ranges = [self.layout(walker, talk).ranges(shard) for shard in range(talk.num_shards)]
+        return [torch.cat([flat[a:b] for a, b in pieces]) for pieces in ranges]
+
+    def glued(self, shards: Sequence[Tensor], walker: Walker, talk: Talk) -> Tensor:
+        return join_shards(shards, self.layout(walker, talk))
 
     # --- what the two rules add ---
 

@@ -12,7 +12,6 @@ Rules of this file
 from collections.abc import Mapping
 
 from skein.config.job import ParallelSpec
-from skein.plan.agreeing.exchange import is_additive
 from skein.protocol.coordinator.coordinator_io import Outbox, PlanMade
 from skein.protocol.coordinator.runs.improving.backups import Backups
 from skein.protocol.coordinator.runs.improving.joining import Joining
@@ -51,7 +50,7 @@ class Improving:
         self._members = members
         self._placement = placement
         self._measured = measured
-        may_follow = is_additive(job.spec.aggregation)
+        may_follow = job.spec.aggregation.is_additive
         self._joining = Joining(job, members, outbox, may_follow=may_follow)
         self._backups = Backups(job, members, outbox, links)
         self._losses: dict[WorkerId, Backoff] = {}

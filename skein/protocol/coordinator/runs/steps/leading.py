@@ -9,7 +9,6 @@ Rules of this file
 
 from collections.abc import Mapping
 
-from skein.config.aggregation import Lsgd
 from skein.plan.agreeing.election import Claim, Ruling, elect, judge, recheck, rechecking, scores_of
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import Leaders
@@ -31,8 +30,7 @@ class Leading:
         self._job = job
         self._members = members
         self._out = outbox
-        aggregation = job.spec.aggregation
-        self._rule = aggregation if isinstance(aggregation, Lsgd) else None
+        self._leadership = job.spec.aggregation.leadership
         self._claims: dict[int, Claim[int]] = {}
         self._version: Step | None = None
         """At which the claims are, all of them being here."""
@@ -45,17 +43,17 @@ class Leading:
 
     def is_due(self, *, num_validation_samples: int) -> bool:
         """Whether walkers are to be scored before the step that begins at the job's version."""
-        if self._rule is None or num_validation_samples < 1:
+        if self._leadership is None or num_validation_samples < 1:
             return False
-        return self._version != self._job.version and bool(self._rule.due(self._job.version))
+        return self._version != self._job.version and bool(self._job.spec.aggregation.due(self._job.version))
 
     def begin(self, plan: Plan) -> None:
         """Have all walkers scored at the job's version."""
-        assert self._rule is not None
+        assert self._leadership is not None
         self._claims.clear()
         self._version = None
         history, num_walkers = self._out.history, len(plan.evaluation_paths)
-        blocks = -(-self._rule.probe_samples // self._job.spec.batch.microbatch_samples)
+        blocks = -(-self._leadership.probe_samples // self._job.spec.batch.microbatch_samples)
         self._num_microbatches = blocks * num_walkers
         self._members.send_placed(
             Evaluate(
@@ -91,7 +89,7 @@ class Leading:
 
     def leaders(self, plan: Plan, sites: Mapping[WorkerId, SiteId]) -> Leaders | None:
         """Who leads the exchanges of the step that begins now; None without scores, or without a finite one."""
-        if self._version != self._job.version or self._rule is None:
+        if self._version != self._job.version or self._leadership is None:
             return None
         walkers = walkers_of(plan)
         self._heads = {i: walker[-1].worker for i, walker in enumerate(walkers)}
@@ -112,7 +110,7 @@ class Leading:
 
     def main(self, plan: Plan) -> int:
         """The walker that led last, by its place in `plan`; the first one, if that is not there or nobody led."""
-        if self._rule is None or self._leader in self._liars:
+        if self._leadership is None or self._leader in self._liars:
             return 0
         heads = [walker[-1].worker for walker in walkers_of(plan)]
         return heads.index(self._leader) if self._leader in heads else 0
@@ -125,11 +123,11 @@ class Leading:
         pattern, spec = group.pattern, self._job.spec
         # LOOP's head is a stage of its own.
         is_cut = spec.parallel.stages > 1 or spec.parallel.layout is Layout.LOOP
-        if self._rule is None or not isinstance(pattern, Broadcast) or is_cut:
+        if self._leadership is None or not isinstance(pattern, Broadcast) or is_cut:
             return ()
         leader = group.members[pattern.leader].worker
         followers = [member.worker for member in group.members if member.worker != leader]
-        ratio = 1.0 if leader in self._doubted else self._rule.recheck_ratio
+        ratio = 1.0 if leader in self._doubted else self._leadership.recheck_ratio
         return rechecking(spec.seed, self._job.version, followers, ratio=ratio)
 
     def doubts(self, worker: WorkerId, vote: Vote, group: Group) -> WorkerId | None:
@@ -138,7 +136,7 @@ class Leading:
         One accuser makes all followers check this leader the next time; more than half of them convict it.
         """
         pattern = group.pattern
-        if self._rule is None or not isinstance(pattern, Broadcast):
+        if self._leadership is None or not isinstance(pattern, Broadcast):
             return None
         leader = group.members[pattern.leader].worker
         claim = next((x for x in self._claims.values() if self._heads.get(x.walker) == leader), None)

@@ -8,7 +8,6 @@ Rules of this file
 
 from dataclasses import dataclass, field
 
-from skein.config.aggregation import DiLoCo
 from skein.config.rule import Due, Reach
 from skein.plan.agreeing.rounds import exchange_of_all, weighed
 from skein.plan.plan import Group, Plan
@@ -46,8 +45,7 @@ class Overlapping:
         self._job = job
         self._members = members
         self._out = outbox
-        rule = job.spec.aggregation
-        self._rule = rule if isinstance(rule, DiLoCo) and rule.overlap_steps else None
+        self._rule = job.spec.aggregation
         self._open: dict[GroupId, _Open] = {}
 
     def fenced(self) -> None:
@@ -58,10 +56,9 @@ class Overlapping:
         """A step begins at the job's version: ask for what is wanted by now and not on its way."""
         step = self._job.version
         self._open = {name: x for name, x in self._open.items() if x.ends_with >= step}
-        if self._rule is None:
-            return
-        for due_step in range(max(0, step - self._rule.overlap_steps), step):
-            ends_with = Step(due_step + self._rule.overlap_steps)
+        lag = self._rule.lag_steps
+        for due_step in range(max(0, step - lag), step):
+            ends_with = Step(due_step + lag)
             if ends_with + 1 >= self._job.total_steps:
                 continue
             for due in self._rule.due(due_step):
@@ -69,7 +66,7 @@ class Overlapping:
                     self._ask(group, due, Step(due_step), ends_with)
 
     def _ask(self, base: Group, due: Due, due_step: Step, ends_with: Step) -> None:
-        group = exchange_of_all(base, due, self._job.spec.aggregation)
+        group = exchange_of_all(base, due, self._rule)
         if group.group in self._open:
             return
         if self._job.learned:

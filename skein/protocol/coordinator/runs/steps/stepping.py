@@ -4,7 +4,6 @@ from collections import deque
 from dataclasses import replace
 from math import inf
 
-from skein.config.aggregation import Lsgd
 from skein.config.schedule import learning_rate
 from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
 from skein.plan.agreeing.rounds import StepGroups, step_groups
@@ -50,8 +49,7 @@ class Stepping:
     @property
     def keeps_late(self) -> bool:
         """Whether walkers that a step is decided without go on with theirs: fast ones make more steps then."""
-        rule = self._job.spec.aggregation
-        return isinstance(rule, Lsgd) and rule.asynchronous
+        return self._job.spec.aggregation.is_eager
 
     def grace_ends_at(self) -> float:
         """When late walkers are waited for no longer; infinite while none are."""
