@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import HopKey, TensorKey
 from skein.types import Step
 from skein.wire.extra import TensorMeta
@@ -204,4 +203,4 @@ class BoundaryLog:
 
 def is_logged(key: TensorKey) -> bool:
     """Whether a tensor belongs into the log: what crosses a stage boundary in training."""
-    return isinstance(key, HopKey) and key.phase is Phase.TRAIN
+    return isinstance(key, HopKey) and key.phase.trains

@@ -48,7 +48,6 @@ from skein.protocol.log.records import (
 )
 from skein.protocol.messages.directives import Decision
 from skein.protocol.messages.reports import Beat, EvaluationDone, Report
-from skein.protocol.messages.tensors import Phase
 from skein.types import JobId, JobState, WorkerId
 from skein.wire.views import WorkerState, WorkerStatus
 
@@ -249,7 +248,7 @@ class Metrics:
         """A worker reported."""
         if isinstance(report, Beat) and report.statistics:
             self._counts[worker] = counts_by_name(report.statistics)
-        if isinstance(report, EvaluationDone) and report.phase is Phase.PROBE and report.num_tokens:
+        if isinstance(report, EvaluationDone) and report.phase.scores_walkers and report.num_tokens:
             self._scores[worker] = report.loss_sum / report.num_tokens
 
     def led(self) -> None:

@@ -19,7 +19,7 @@ from skein.protocol.coordinator.coordinator_io import DrainAsked
 from skein.protocol.log.records import Incident, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import Assign, Evaluate, Prepare
 from skein.protocol.messages.reports import Report, Vote
-from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
+from skein.protocol.messages.tensors import ShardKind, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, JoinOp, OpOutcome, SumOp
 from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
 from skein.sim.compute.aggregating import AggregatingModel
@@ -112,7 +112,7 @@ class WatchedWorld(World):
         match event.directive:
             case Prepare(exchange=terms) if terms is not None:
                 self._at("prepared", worker)
-            case Evaluate(phase=Phase.PROBE):
+            case Evaluate(phase=phase) if phase.scores_walkers:
                 self._at("probing", worker)
             case Assign():
                 self._at(BUILDING, worker)

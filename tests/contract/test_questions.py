@@ -61,19 +61,7 @@ ASKING: dict[str, frozenset[str]] = {
     ),
     "phase": frozenset(
         {
-            "coordinator/telling/metrics.py",
-            "skein/protocol/coordinator/runs/steps/evaluation.py",
-            "skein/protocol/coordinator/runs/steps/leading.py",
-            "skein/protocol/worker/pipeline.py",
             "skein/protocol/worker/steps.py",
-            "skein/protocol/worker/timing.py",
-            "skein/sim/compute/executor.py",
-            "skein/sim/compute/numeric.py",
-            "skein/sim/moments.py",
-            "worker/boundary.py",
-            "worker/compute/batches.py",
-            "worker/compute/ops.py",
-            "worker/compute/payload.py",
         }
     ),
     "walkers": frozenset(),

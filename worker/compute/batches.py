@@ -52,7 +52,7 @@ class BatchReader:
         future = self._ahead.pop((phase, step, microbatch), None)
         if future is None:
             future = self._read((phase, step, microbatch))
-        if phase is Phase.TRAIN:
+        if phase.trains:
             self._look_ahead(step, microbatch)
         try:
             return future.result(self._patience_s)
@@ -94,10 +94,10 @@ class BatchReader:
 
     def _read(self, key: _Key) -> Future[Batch]:
         phase, step, microbatch = key
-        if phase is Phase.TRAIN:
+        if phase.trains:
             positions = positions_of(step, microbatch, self._job.batch)
             return _begun(partial(self.dataset.train_batch, positions))
-        if phase is Phase.PROBE:
+        if phase.replicates_samples:
             return _begun(partial(self.dataset.validation_batch, self._probed(step, microbatch)))
         positions = evaluation_positions(self._job, microbatch)
         return _begun(partial(self.dataset.validation_batch, positions))

@@ -137,7 +137,7 @@ class Compute:
         before = self._here(holding.job_id)
         resumed = () if holding.resumption is None else holding.resumption.chunks
         graphs = {(m, x.stage): self._graphs.get((m, x.stage)) for x in resumed for m in x.forwards}
-        labels = {key: value for key, value in self._labels.items() if key[0] is Phase.TRAIN and resumed}
+        labels = {key: value for key, value in self._labels.items() if key[0].trains and resumed}
         self.forget()
         self._graphs = {place: graph for place, graph in graphs.items() if graph is not None}
         self._labels = labels
@@ -239,7 +239,7 @@ class Compute:
         self._leaving = ()
         x, labels = self._input(op, operands)
         module = self._chunk(op.chunk).module
-        if op.phase is Phase.TRAIN:
+        if op.phase.keeps_graph:
             y = module(x.requires_grad_(x.is_floating_point() and op.hop > 0))
             self._graphs[op.microbatch, op.chunk.stage] = (x, y)
         else:
@@ -271,10 +271,10 @@ class Compute:
             _, labels = self._first_input(op)
         self._leaving = ()
         module = self._chunk(op.chunk).module
-        if op.phase is not Phase.TRAIN:
+        if not op.phase.trains:
             with torch.no_grad():
                 total, num_valid = module.loss(x, labels)
-            claimed = claim_of(self._chunk(op.chunk)) if op.phase is Phase.PROBE else ""
+            claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
         total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
         total.backward()  # type: ignore[no-untyped-call]

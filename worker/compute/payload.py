@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skein.errors import LocalError
 from skein.plan.ops import Direction
-from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.messages.tensors import Envelope, HopTensor, ShardKind, ShardTensor, TensorHeader
 from skein.protocol.worker.ops import TensorKey, hop_key
 from skein.types import Generation, Step
 from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
@@ -55,9 +55,7 @@ def key_of(header: TensorHeader) -> TensorKey:
 def is_release(header: TensorHeader) -> bool:
     """Whether it says all by arriving: an evaluation's slot is free again."""
     return (
-        isinstance(header, HopTensor)
-        and header.phase is not Phase.TRAIN
-        and header.direction is Direction.BACKWARD
+        isinstance(header, HopTensor) and not header.phase.trains and header.direction is Direction.BACKWARD
     )
 
 

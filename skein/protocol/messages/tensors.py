@@ -32,6 +32,31 @@ class Phase(StrEnum):
     EVALUATE = "evaluate"
     PROBE = "probe"
 
+    @property
+    def trains(self) -> bool:
+        """Whether gradients come of it: its ops are planned, added up and timed, what crosses a boundary is logged."""
+        return self is Phase.TRAIN
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a forward is kept for its backward."""
+        return self is Phase.TRAIN
+
+    @property
+    def validates(self) -> bool:
+        """Whether its losses are those of the job on validation data, on the same samples at every version."""
+        return self is Phase.EVALUATE
+
+    @property
+    def scores_walkers(self) -> bool:
+        """Whether its losses say who leads, so that each goes with a claim of the parameters that it is of."""
+        return self is Phase.PROBE
+
+    @property
+    def replicates_samples(self) -> bool:
+        """Whether all walkers get the same samples."""
+        return self is Phase.PROBE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTensor:

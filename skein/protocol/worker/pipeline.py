@@ -193,7 +193,7 @@ class Pipeline:
         chunk = self._chunks.get(at.stage)
         if at.worker != self.worker or chunk is None:
             return False
-        return tensor.phase is not Phase.TRAIN or _planned(tensor) in chunk.planned
+        return not tensor.phase.trains or _planned(tensor) in chunk.planned
 
     def arrive(self, tensor: HopTensor) -> HopTensor | None:
         """Take a boundary tensor that is here (or, at hop 0, the data); an evaluation's release is passed upstream."""
@@ -202,7 +202,7 @@ class Pipeline:
             return None
         self._seen.add(key)
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
-        if tensor.phase is not Phase.TRAIN:
+        if not tensor.phase.trains:
             return self._arrive_evaluation(chunk, tensor)
         chunk.arrived[_planned(tensor)] = (tensor.hop, tensor.path)
         return None
@@ -257,7 +257,7 @@ class Pipeline:
         chunk = self._chunks[op.chunk.stage]
         match op:
             case ForwardOp():
-                if op.phase is Phase.TRAIN:
+                if op.phase.keeps_graph:
                     chunk.held.add(op.microbatch)
                 return output_of(op.phase, Direction.FORWARD, op.step, op.microbatch, op.hop, op.path)
             case BackwardOp():
@@ -267,7 +267,7 @@ class Pipeline:
                 return output_of(Phase.TRAIN, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
             case LossOp():
                 assert loss is not None
-                if op.phase is Phase.TRAIN:
+                if op.phase.trains:
                     chunk.accumulated(op.microbatch)
                     chunk.train_losses[op.microbatch] = loss
                 else:

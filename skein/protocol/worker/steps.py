@@ -235,7 +235,7 @@ class Steps:
             for header in resumption.repeats:
                 self._deliver(header)
         # Who goes on with an older step may have told of its end when nobody waited for that.
-        self._reported = {about for about in self._reported if about[0] is not Phase.TRAIN}
+        self._reported = {about for about in self._reported if not about[0].trains}
         # A chunk that no path visits is complete as it is.
         for chunk in assign.chunks:
             self._report_done(chunk.stage.index)
@@ -395,12 +395,12 @@ class Steps:
         if pipeline is None or op.step != self.version:
             return
         made = pipeline.end(op, outcome if isinstance(outcome, Loss) else None)
-        if made is not None and made.phase is Phase.TRAIN:
+        if made is not None and made.phase.trains:
             self._logged[hop_key(made)] = op.chunk.stage
         if self.pipeline is None:
             return
         self._deliver(made)
-        if isinstance(op, LossOp) and op.phase is not Phase.TRAIN:
+        if isinstance(op, LossOp) and not op.phase.trains:
             self._report_evaluated()
         elif not isinstance(op, ForwardOp):
             self._report_done(op.chunk.stage)

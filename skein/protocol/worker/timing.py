@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from skein.plan.ops import OpKind
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.reports import TimesMeasured
-from skein.protocol.messages.tensors import HopTensor, Phase, TensorHeader
+from skein.protocol.messages.tensors import HopTensor, TensorHeader
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op
 from skein.types import ChunkRef, Generation, WorkerId
 
@@ -45,9 +45,9 @@ class Timing:
     def op_ended(self, op: Op, seconds: float) -> None:
         """An op took so long."""
         match op:
-            case ForwardOp(phase=Phase.TRAIN):
+            case ForwardOp() if op.phase.trains:
                 kind = OpKind.FORWARD
-            case LossOp(phase=Phase.TRAIN):
+            case LossOp() if op.phase.trains:
                 kind = OpKind.LOSS
             case BackwardOp():
                 kind = OpKind.BACKWARD
@@ -58,7 +58,7 @@ class Timing:
 
     def tensor_taken(self, to: WorkerId, header: TensorHeader, num_bytes: int, seconds: float) -> None:
         """A peer has accepted a tensor, so long after it was offered."""
-        if isinstance(header, HopTensor) and header.phase is Phase.TRAIN:
+        if isinstance(header, HopTensor) and header.phase.trains:
             self._has_news = True
             self._transfers.setdefault(to, deque(maxlen=NUM_KEPT)).append((num_bytes, seconds))
 

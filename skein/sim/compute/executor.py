@@ -211,7 +211,7 @@ class SimExecutor:
         key = hop_key(header)
         if key in self._forgotten:
             return None
-        if header.phase is Phase.TRAIN and key not in self._log:
+        if header.phase.trains and key not in self._log:
             raise Violated(f"{self.worker} has not made {key}, or not kept it")
         return Payload(self._boundary_bytes(header))
 
@@ -239,7 +239,7 @@ class SimExecutor:
         hops = header.path.hops
         if header.direction is Direction.FORWARD:
             return self.times[hops[header.hop - 1].stage].output_bytes
-        if header.phase is not Phase.TRAIN:
+        if not header.phase.trains:
             return RELEASE_BYTES
         return self.times[hops[header.hop + 1].stage].input_bytes
 
@@ -270,7 +270,7 @@ class SimExecutor:
             self._given_up.clear()
         match op:
             case LossOp():
-                if op.phase is Phase.TRAIN:
+                if op.phase.trains:
                     self._accumulate(op)
                 self._made(op, Direction.BACKWARD, generation)
                 return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
@@ -281,7 +281,7 @@ class SimExecutor:
                 self._accumulate(op)
                 self._made(op, Direction.BACKWARD, generation)
             case ForwardOp():
-                if op.phase is Phase.TRAIN:
+                if op.phase.keeps_graph:
                     self._graphs.add((op.microbatch, op.chunk.stage))
                 self._made(op, Direction.FORWARD, generation)
             case PackOp():
@@ -302,7 +302,7 @@ class SimExecutor:
         hop = op.hop + 1 if direction is Direction.FORWARD else op.hop - 1
         phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
         key = HopKey(direction, phase, op.step, op.microbatch, hop)
-        if phase is Phase.TRAIN:
+        if phase.trains:
             self._log.add(key)
             self._forgotten.discard(key)
         else:

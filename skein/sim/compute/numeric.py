@@ -106,7 +106,7 @@ class NumericModel:
 
     def sample(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> tuple[F64, F64]:
         """Inputs and targets of a microbatch, each (B, D)."""
-        at = 0 if phase is Phase.EVALUATE else step
+        at = 0 if phase.validates else step
         drawn = rng.stream(self._seed, "sample", phase.value, at, microbatch).normal(size=(2, _B, _D))
         return drawn[0], drawn[1]
 
@@ -225,7 +225,7 @@ class NumericExecutor(SimExecutor):
 
     def _sample(self, op: ForwardOp | LossOp) -> tuple[F64, F64]:
         """Of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
-        shared = op.microbatch // self._num_ways if op.phase is Phase.PROBE else op.microbatch
+        shared = op.microbatch // self._num_ways if op.phase.replicates_samples else op.microbatch
         return self._model.sample(op.phase, op.step, MicrobatchId(shared))
 
     # --- ops ---
@@ -268,7 +268,7 @@ class NumericExecutor(SimExecutor):
 
     def _forward(self, op: ForwardOp) -> None:
         assert self._operand is not None
-        if op.phase is Phase.TRAIN:
+        if op.phase.keeps_graph:
             self._inputs[op.microbatch, op.chunk.stage] = self._operand
         key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
         self._made_here[key] = self._through(op.chunk.stage, self._operand)[-1]
@@ -277,7 +277,7 @@ class NumericExecutor(SimExecutor):
         assert self._operand is not None
         y_BD = self._through(op.chunk.stage, self._operand)[-1]
         error_BD = y_BD - self._sample(op)[1]
-        if op.phase is Phase.TRAIN:
+        if op.phase.trains:
             self._backward(op, self._operand, error_BD)
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 

@@ -6,7 +6,6 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Evaluated
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone
-from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import exact_sum
 from skein.types import WorkerId
 
@@ -58,7 +57,7 @@ class Evaluation:
     def is_complete(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> bool:
         """Take a head's share; once every microbatch is in it, the mean is recorded."""
         job, version = self._job.job, self._job.version
-        if not report.microbatches or report.version != version or report.phase is not Phase.EVALUATE:
+        if not report.microbatches or report.version != version or not report.phase.validates:
             return False
         self._reports[worker, report.microbatches[0]] = report
         reports = [self._reports[key] for key in sorted(self._reports)]
