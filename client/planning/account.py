@@ -12,54 +12,42 @@ from typing import TypeVar
 
 import numpy as np
 
+from skein.plan.ops import COSTS, OpKind
 from skein.plan.route.kernels.arrays import op_numbers
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 
 _K = TypeVar("_K", bound=Hashable)
 
 
-class Kind(StrEnum):
-    """Of an op, in the letters of plan files."""
-
-    FORWARD = "F"
-    LOSS = "L"
-    BACKWARD = "B"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedOp:
+class RoutedOp:
     """One op of a microbatch, `number` as in `Timeline.begin_s`, and where it runs."""
 
     microbatch: int
     number: int
-    kind: Kind
+    kind: OpKind
     chunk: int
     stage: int
     worker: int
     takes_s: float
 
 
-def placed_ops(problem: Problem, routing: Routing) -> tuple[PlacedOp, ...]:
+def placed_ops(problem: Problem, routing: Routing) -> tuple[RoutedOp, ...]:
     """All ops, in the order of the routing's sequence."""
     numbers = op_numbers(routing.sequence, problem.num_microbatches)
     pairs = zip(routing.sequence.tolist(), numbers.tolist(), strict=True)
     return tuple(_placed(problem, routing, microbatch, number) for microbatch, number in pairs)
 
 
-def _placed(problem: Problem, routing: Routing, microbatch: int, number: int) -> PlacedOp:
-    hops = problem.num_hops
-    chunk = int(routing.path[microbatch, number if number <= hops else 2 * hops - number])
+def _placed(problem: Problem, routing: Routing, microbatch: int, number: int) -> RoutedOp:
+    op = problem.ops[number]
+    chunk = int(routing.path[microbatch, op.hop])
     worker, stage = int(routing.worker_of[chunk]), int(problem.stage_of[chunk])
-    if number < hops:
-        kind, takes_s = Kind.FORWARD, problem.forward_s[worker, stage]
-    elif number == hops:
-        kind, takes_s = Kind.LOSS, problem.loss_s[worker]
-    else:
-        kind, takes_s = Kind.BACKWARD, problem.backward_s[worker, stage]
-    return PlacedOp(
+    takes_s = problem.op_s[COSTS.index(op.kind.row.cost), worker, stage]
+    return RoutedOp(
         microbatch=microbatch,
         number=number,
-        kind=kind,
+        kind=op.kind,
         chunk=chunk,
         stage=stage,
         worker=worker,
@@ -71,9 +59,8 @@ def peak_held(problem: Problem, routing: Routing) -> I64:
     """(num_chunks,) the most microbatches that each chunk holds at once, between forward and backward."""
     held, peak = np.zeros((2, problem.num_chunks), dtype=np.int64)
     for op in placed_ops(problem, routing):
-        if op.kind is not Kind.LOSS:
-            held[op.chunk] += 1 if op.kind is Kind.FORWARD else -1
-            peak[op.chunk] = max(peak[op.chunk], held[op.chunk])
+        held[op.chunk] += op.kind.row.slots
+        peak[op.chunk] = max(peak[op.chunk], held[op.chunk])
     return peak
 
 
@@ -132,7 +119,7 @@ class Stretch:
     Where `wait` is INPUT, its input took `transfer_s` from worker `sender`, after `queued_s` for a free link.
     """
 
-    op: PlacedOp
+    op: RoutedOp
     begin_s: float
     wait: Wait
     sender: int
@@ -182,9 +169,10 @@ def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> Crit
     before = _before_on_worker(problem, ops)
     last, reduced_stage = _last(ops, timeline)
     stretches: list[Stretch] = []
-    op: PlacedOp | None = last
+    op: RoutedOp | None = last
     while op is not None:
-        previous = by_number.get((op.microbatch, op.number - 1))
+        inputs = problem.ops[op.number].inputs
+        previous = by_number[op.microbatch, inputs[0]] if inputs else None
         stretch = _stretch(problem, timeline, op, previous, before.get((op.microbatch, op.number)))
         stretches.append(stretch)
         if stretch.wait is Wait.INPUT:
@@ -204,42 +192,41 @@ def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> Crit
 class _Before:
     """The op before another in its worker's order, and whether it made the room that the other takes."""
 
-    op: PlacedOp
+    op: RoutedOp
     makes_room: bool
 
 
-def _before_on_worker(problem: Problem, ops: Iterable[PlacedOp]) -> dict[tuple[int, int], _Before]:
+def _before_on_worker(problem: Problem, ops: Iterable[RoutedOp]) -> dict[tuple[int, int], _Before]:
     """By (microbatch, number)."""
     found: dict[tuple[int, int], _Before] = {}
-    latest: dict[int, PlacedOp] = {}
+    latest: dict[int, RoutedOp] = {}
     held: defaultdict[int, int] = defaultdict(int)
     for op in ops:
         if op.worker in latest:
             other = latest[op.worker]
-            frees = other.kind is Kind.BACKWARD and op.kind is Kind.FORWARD and other.chunk == op.chunk
+            frees = other.kind.row.slots < 0 < op.kind.row.slots and other.chunk == op.chunk
             was_full = held[op.chunk] + 1 >= problem.slots[op.worker, op.stage]
             found[op.microbatch, op.number] = _Before(other, frees and was_full)
         latest[op.worker] = op
-        if op.kind is not Kind.LOSS:
-            held[op.chunk] += 1 if op.kind is Kind.FORWARD else -1
+        held[op.chunk] += op.kind.row.slots
     return found
 
 
-def _last(ops: Iterable[PlacedOp], timeline: Timeline) -> tuple[PlacedOp, int | None]:
+def _last(ops: Iterable[RoutedOp], timeline: Timeline) -> tuple[RoutedOp, int | None]:
     """The op that the step ends with, and the stage whose aggregation ends it if one does."""
     if timeline.step_s > timeline.makespan_s:
         stage = int(timeline.reduced_s.argmax())
-        own = [op for op in ops if op.stage == stage and op.kind is not Kind.FORWARD]
+        own = [op for op in ops if op.stage == stage and op.kind.row.is_accumulating]
         return max(own, key=lambda op: _end_s(timeline, op)), stage
     return max(ops, key=lambda op: _end_s(timeline, op)), None
 
 
-def _end_s(timeline: Timeline, op: PlacedOp) -> float:
+def _end_s(timeline: Timeline, op: RoutedOp) -> float:
     return float(timeline.begin_s[op.microbatch, op.number]) + op.takes_s
 
 
 def _stretch(
-    problem: Problem, timeline: Timeline, op: PlacedOp, previous: PlacedOp | None, before: _Before | None
+    problem: Problem, timeline: Timeline, op: RoutedOp, previous: RoutedOp | None, before: _Before | None
 ) -> Stretch:
     begin_s = float(timeline.begin_s[op.microbatch, op.number])
     free_s = 0.0 if before is None else _end_s(timeline, before.op)

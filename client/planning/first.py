@@ -7,6 +7,7 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import sequence_of
+from skein.plan.route.kernels.arrays import op_arrays
 from skein.plan.route.kernels.simulate import NEVER, simulate
 from skein.plan.route.problem import Problem, Routing
 from skein.plan.route.start import first_paths
@@ -21,19 +22,16 @@ def first_plan(problem: Problem) -> tuple[Routing, float] | None:
     None where that has no plan or takes long; the search knows more ways.
     """
     paths = first_paths(problem)
-    num_ops = problem.num_microbatches * (2 * problem.num_hops + 1)
-    if isinstance(paths, Infeasible) or num_ops > _MAX_OPS:
+    if isinstance(paths, Infeasible) or problem.num_ops > _MAX_OPS:
         return None
     workers = np.resize(np.arange(problem.num_workers), problem.num_chunks).astype(np.int64)
     stages = problem.stage_of
-    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
     makespan_s = _interpreted()(
-        paths[:, : problem.num_hops],
-        paths[:, problem.num_hops],
+        paths,
         workers,
-        problem.forward_s[workers, stages],
-        problem.backward_s[workers, stages],
-        problem.loss_s[workers],
+        op_arrays(problem.ops),
+        problem.op_s[:, workers, stages],
         problem.transfer_s,
         problem.wire_s,
         problem.slots[workers, stages],

@@ -8,10 +8,10 @@ Rules of this file
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from xml.sax.saxutils import escape
 
-from client.planning.account import Kind, PlacedOp, holders_of, placed_ops
+from client.planning.account import RoutedOp, holders_of, placed_ops
+from skein.plan.ops import Cost, OpKind
 from skein.plan.route.problem import Problem, Routing, Timeline
 
 _WIDTH = 1200
@@ -97,12 +97,10 @@ class _Sheet:
 
     def legend(self) -> list[str]:
         """What the marks mean, in one line under the title."""
-        light, dark = _colours(0)
+        _, dark = _colours(0)
         parts, x = [], float(_MARGIN)
         for mark, words in (
-            (f'fill="{light}"', "forward"),
-            (f'fill="{dark}"', "backward"),
-            (f'class="l" fill="{light}"', "loss"),
+            *((_mark(kind, 0), kind.value) for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS)),
             ('class="r"', "aggregation"),
         ):
             parts.append(f'<rect x="{_number(x)}" y="34" width="18" height="11" {mark}/>')
@@ -151,7 +149,7 @@ class _Sheet:
             ends = [
                 self._begin_s(op) + op.takes_s
                 for op in self._ops
-                if op.stage == stage and op.kind is not Kind.FORWARD
+                if op.stage == stage and op.kind.row.is_accumulating
             ]
             begin_s, end_s = max(ends, default=0.0), float(self._timeline.reduced_s[stage])
             if end_s > begin_s:
@@ -163,21 +161,20 @@ class _Sheet:
 
     def microbatches(self) -> list[str]:
         """One group for each: transfers, forwards, loss, backwards."""
-        ops_by_microbatch: list[list[PlacedOp]] = [[] for _ in range(self._problem.num_microbatches)]
+        ops_by_microbatch: list[list[RoutedOp]] = [[] for _ in range(self._problem.num_microbatches)]
         for op in self._ops:
             ops_by_microbatch[op.microbatch].append(op)
         return [self._microbatch(number, ops) for number, ops in enumerate(ops_by_microbatch)]
 
-    def _microbatch(self, number: int, ops: Sequence[PlacedOp]) -> str:
-        light, dark = _colours(number)
-        stages = " ".join(str(op.stage) for op in ops if op.kind is Kind.FORWARD)
+    def _microbatch(self, number: int, ops: Sequence[RoutedOp]) -> str:
+        _, dark = _colours(number)
+        stages = " ".join(str(op.stage) for op in ops if op.kind.row.leaves)
         end_s = float(self._timeline.end_s[number])
         return (
             f"<g><title>microbatch {number}: stages {stages}, back after {end_s:.4g} s</title>"
             f'<path class="x" stroke="{dark}" d="{self._ways(ops)}"/>'
-            f'<path fill="{light}" d="{self._boxes(ops, Kind.FORWARD)}"/>'
-            f'<path class="l" fill="{light}" d="{self._boxes(ops, Kind.LOSS)}"/>'
-            f'<path fill="{dark}" d="{self._boxes(ops, Kind.BACKWARD)}"/></g>'
+            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in OpKind)
+            + "</g>"
         )
 
     def numbers(self) -> list[str]:
@@ -187,15 +184,17 @@ class _Sheet:
             return []
         return [self._numbered(op) for op in wide]
 
-    def _numbered(self, op: PlacedOp) -> str:
+    def _numbered(self, op: RoutedOp) -> str:
         x = _number(self._x(self._begin_s(op) + op.takes_s / 2))
-        kind = "n w" if op.kind is Kind.BACKWARD else "n"
+        kind = "n w" if _is_dark(op.kind) else "n"
         return f'<text class="{kind}" x="{x}" y="{_number(self._baseline(op.chunk))}">{op.microbatch}</text>'
 
-    def _ways(self, ops: Sequence[PlacedOp]) -> str:
+    def _ways(self, ops: Sequence[RoutedOp]) -> str:
         """From the end of each op to where the tensor arrives, if that is on another worker."""
         lines = []
-        for op, following in pairwise(ops):
+        by_number = {op.number: op for op in ops}
+        pairs = ((by_number[x], op) for op in ops for x in self._problem.ops[op.number].inputs)
+        for op, following in pairs:
             if op.worker != following.worker:
                 takes_s = float(self._problem.transfer_s[op.worker, following.worker])
                 # A transfer that waits for its link leaves later; it never arrives after the next op begins.
@@ -207,14 +206,14 @@ class _Sheet:
                 lines.append(f"M{_number(x)} {_number(y)}l{_number(to_x - x)} {_number(to_y - y)}")
         return "".join(lines)
 
-    def _boxes(self, ops: Iterable[PlacedOp], kind: Kind) -> str:
+    def _boxes(self, ops: Iterable[RoutedOp], kind: OpKind) -> str:
         return "".join(self._box(op.chunk, self._begin_s(op), op.takes_s) for op in ops if op.kind is kind)
 
     def _box(self, chunk: int, begin_s: float, takes_s: float) -> str:
         width, height = _number(takes_s * self._scale), self._row_height - 4
         return f"M{_number(self._x(begin_s))} {_number(self._y(chunk) + 2)}h{width}v{height}h-{width}z"
 
-    def _begin_s(self, op: PlacedOp) -> float:
+    def _begin_s(self, op: RoutedOp) -> float:
         return float(self._timeline.begin_s[op.microbatch, op.number])
 
     def _x(self, second: float) -> float:
@@ -225,6 +224,16 @@ class _Sheet:
 
     def _baseline(self, chunk: int) -> float:
         return self._y(chunk) + self._row_height / 2 + 4
+
+
+def _is_dark(kind: OpKind) -> bool:
+    return kind.row.cost is Cost.BACKWARD
+
+
+def _mark(kind: OpKind, number: int) -> str:
+    """How ops of a kind are drawn, of the microbatch of this number."""
+    fill = f'fill="{_colours(number)[_is_dark(kind)]}"'
+    return f'class="l" {fill}' if kind.row.is_last else fill
 
 
 def _colours(number: int) -> tuple[str, str]:

@@ -162,9 +162,9 @@ def _news(search: "Search", seed: int) -> Message:
 
 def _counted_rounds(problem: Problem, num_rounds: int) -> Iterator[tuple[int, Round]]:
     """Rounds of equal size, (moves, what to do)."""
-    once = rounds(1, _num_ops(problem))
+    once = rounds(1, problem.num_ops)
     for number in range(num_rounds):
-        yield _ROUND_MOVES_PER_OP * _num_ops(problem), once[number % len(once)]
+        yield _ROUND_MOVES_PER_OP * problem.num_ops, once[number % len(once)]
 
 
 class Counting(Protocol):
@@ -177,21 +177,17 @@ def rounds_in_time(
     problem: Problem, search: Counting, until_s: float, now: Callable[[], float]
 ) -> Iterator[tuple[int, Round]]:
     """(moves, what to do) for as long as there is time, sized by how fast the rounds before were."""
-    most = MOVES_PER_OP * _num_ops(problem)
+    most = MOVES_PER_OP * problem.num_ops
     began_s, before = now(), search.num_moves
     yield _TRY_MOVES, Round(share=0.0, warmth=None)
     moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
-    todo = list(rounds(moves_per_s * (until_s - now()), _num_ops(problem)))
+    todo = list(rounds(moves_per_s * (until_s - now()), problem.num_ops))
     while (left_s := until_s - now()) > _LEAST_ROUND_S:
         share = todo[0].share / sum(x.share for x in todo)
         began_s, before = now(), search.num_moves
         yield min(most, max(1, int(_CAUTION * share * left_s * moves_per_s))), todo[0]
         moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
         todo = todo[1:] or todo[-1:]
-
-
-def _num_ops(problem: Problem) -> int:
-    return problem.num_microbatches * (2 * problem.num_hops + 1)
 
 
 # --- the process ---

@@ -145,6 +145,9 @@ class PathOp(NamedTuple):
         return len(self.inputs) + len(self.own)
 
 
+COSTS = tuple(Cost)
+"""In the order of their rows in arrays."""
+
 _Place = tuple[OpKind, int]
 """A kind and the hop at which it is done."""
 
@@ -181,6 +184,12 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
         )
         for place, at in number.items()
     )
+
+
+@cache
+def op_numbers_at(num_hops: int) -> Mapping[tuple[OpKind, int], int]:
+    """The number of each op of a path of so many hops, by its kind and hop."""
+    return {(op.kind, op.hop): op.number for op in path_ops(num_hops)}
 
 
 def _hops(row: OpRow, num_hops: int) -> range:

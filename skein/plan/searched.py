@@ -21,7 +21,6 @@ from skein.plan.check import violations
 from skein.plan.clock.times import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
-from skein.plan.ops import OpKind
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.replan.job_replan import follow
@@ -297,14 +296,14 @@ def _schedules(
     problem: Problem, base: Plan, routing: Routing, refs: Sequence[ChunkRef]
 ) -> tuple[Schedule, ...]:
     """Every worker's part of the sequence."""
-    num_hops, last = problem.num_hops, base.stages[-1].index
+    at, last = problem.ops, base.stages[-1].index
     ops: dict[WorkerId, list[PlannedOp]] = {ref.worker: [] for ref in sorted(refs, key=lambda x: x.worker)}
     numbers = op_numbers(routing.sequence, problem.num_microbatches)
-    for m, op in zip(routing.sequence, numbers, strict=True):
-        ref = refs[routing.path[m, op if op <= num_hops else 2 * num_hops - op]]
-        kind = OpKind.FORWARD if op < num_hops else OpKind.LOSS if op == num_hops else OpKind.BACKWARD
-        stage = last if kind is OpKind.LOSS else ref.stage
-        ops[ref.worker].append(PlannedOp(kind=kind, stage=stage, microbatch=MicrobatchId(int(m))))
+    for m, number in zip(routing.sequence, numbers, strict=True):
+        op = at[number]
+        ref = refs[routing.path[m, op.hop]]
+        stage = last if op.kind.row.is_last else ref.stage
+        ops[ref.worker].append(PlannedOp(kind=op.kind, stage=stage, microbatch=MicrobatchId(int(m))))
     return tuple(Schedule(worker=worker, ops=tuple(planned)) for worker, planned in ops.items())
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from client.planning.account import (
-    Kind,
     Wait,
     critical_way,
     peak_held,
@@ -15,6 +14,7 @@ from client.planning.account import (
     transfer_counts,
 )
 from client.planning.files.instance import problem_of
+from skein.plan.ops import OpKind
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing
 from skein.plan.route.search import Search
@@ -41,11 +41,11 @@ def test_ops_are_in_the_order_of_the_sequence_with_their_seconds() -> None:
     problem, routing = line_of_two()
     ops = placed_ops(problem, routing)
     assert [(op.kind, op.worker, op.takes_s) for op in ops[:5]] == [
-        (Kind.FORWARD, 0, 1.0),
-        (Kind.FORWARD, 1, 1.0),
-        (Kind.LOSS, 0, 0.25),
-        (Kind.BACKWARD, 1, 1.5),
-        (Kind.BACKWARD, 0, 1.5),
+        (OpKind.FORWARD, 0, 1.0),
+        (OpKind.FORWARD, 1, 1.0),
+        (OpKind.LOSS, 0, 0.25),
+        (OpKind.BACKWARD, 1, 1.5),
+        (OpKind.BACKWARD, 0, 1.5),
     ]
     assert [op.microbatch for op in ops] == [0] * 5 + [1] * 5
 
@@ -90,7 +90,7 @@ def test_making_an_op_of_the_critical_way_longer_makes_the_step_longer(seed: int
     problem, routing = searched(seed, has_reduction=False)
     times = timeline(problem, routing)
     for stretch in critical_way(problem, routing, times).stretches:
-        if stretch.op.kind is Kind.FORWARD:
+        if stretch.op.kind is OpKind.FORWARD:
             slow = replace(problem, forward_s=problem.forward_s.copy())
             slow.forward_s[stretch.op.worker, stretch.op.stage] += 0.125
             assert timeline(slow, routing).step_s >= times.step_s + 0.125 - 1e-9

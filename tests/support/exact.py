@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skein.plan.route.kernels.arrays import op_arrays, op_seconds
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.types import Layout
@@ -146,14 +147,9 @@ def _low_s(problem: Problem, worker_of: I64, path: I64) -> float:
 
 
 def _ops(problem: Problem, worker_of: I64, path: I64) -> tuple[F64, F64, I64]:
-    """(num_microbatches, 2 K + 1) of each op: seconds, seconds of the transfer before it, worker."""
-    hops = problem.num_hops
-    stages = problem.stage_of[path]
-    there = worker_of[path]
-    worker = np.concatenate([there, there[:, hops - 1 :: -1]], axis=1)
-    forward_s = problem.forward_s[there[:, :hops], stages[:, :hops]]
-    backward_s = problem.backward_s[there[:, :hops], stages[:, :hops]][:, ::-1]
-    takes_s = np.concatenate([forward_s, problem.loss_s[there[:, hops:]], backward_s], axis=1)
+    """(num_microbatches, ops of each) of each op: seconds, seconds of the transfer before it, worker."""
+    worker = worker_of[path][:, op_arrays(problem.ops).hop]
+    takes_s = op_seconds(problem, worker_of, path)
     lag_s = np.zeros_like(takes_s)
     lag_s[:, 1:] = problem.transfer_s[worker[:, :-1], worker[:, 1:]]
     return takes_s, lag_s, worker
@@ -164,8 +160,8 @@ def _best_order(
 ) -> tuple[float, I64, int]:
     takes_s, lag_s, worker = _ops(problem, worker_of, path)
     slots = problem.slots[worker_of, problem.stage_of]
-    hops = path[:, : problem.num_hops]
-    is_ample = np.bincount(hops.ravel(), minlength=problem.num_chunks) <= slots
+    ops = op_arrays(problem.ops)
+    is_ample = np.bincount(path[:, : problem.num_hops].ravel(), minlength=problem.num_chunks) <= slots
     sequence = np.zeros(takes_s.size, np.int64)
     twin = np.full(len(path), -1)
     for m in range(1, len(path)):
@@ -175,7 +171,8 @@ def _best_order(
         takes_s,
         lag_s,
         worker,
-        np.ascontiguousarray(hops),
+        path[:, ops.hop],
+        ops.slots,
         slots,
         is_ample,
         twin,
@@ -191,7 +188,8 @@ def search_orders(
     takes_s: F64,
     lag_s: F64,
     worker: I64,
-    hops: I64,
+    chunks: I64,
+    slots_of: I64,
     slots: I64,
     is_ample: np.ndarray,
     twin: I64,
@@ -202,8 +200,9 @@ def search_orders(
     """The least makespan below `most_s` (infinite if there is none) and steps taken; its order is left in `sequence`.
 
     Args:
-        takes_s: (num_microbatches, 2 K + 1) seconds of each op; `lag_s`, `worker` alike, see `_ops`.
-        hops: (num_microbatches, K) chunks.
+        takes_s: (num_microbatches, ops of each) seconds of each op; `lag_s`, `worker` alike, see `_ops`.
+        chunks: same shape, chunk of each op.
+        slots_of: (ops of each,) slots that an op takes or gives back.
         slots: (num_chunks,); `is_ample`: whether they are enough for all visits there.
         twin: (num_microbatches,) an earlier one with the same path that starts first, or -1.
         most_s: what is looked for is better by a margin.
@@ -211,7 +210,6 @@ def search_orders(
         sequence: out, see `Routing`.
     """
     num_microbatches, num_ops = takes_s.shape
-    num_hops = hops.shape[1]
     num_workers = worker.max() + 1
     depth_end = num_microbatches * num_ops
     rest_s = np.zeros((num_microbatches, num_ops + 1))
@@ -275,15 +273,15 @@ def search_orders(
                 can[m] = op < num_ops
                 if not can[m]:
                     continue
-                is_forward = op < num_hops
-                if is_forward and held[depth, hops[m, op]] >= slots[hops[m, op]]:
+                takes_slot, chunk = slots_of[op] > 0, chunks[m, op]
+                if takes_slot and held[depth, chunk] >= slots[chunk]:
                     can[m] = False
                     continue
                 if op == 0 and twin[m] >= 0 and done[depth, twin[m]] == 0:
                     can[m] = False
                     continue
                 start_s[m] = max(ready_s[depth, m] + lag_s[m, op], free_s[depth, worker[m, op]])
-                if not is_forward or is_ample[hops[m, op]]:
+                if not takes_slot or is_ample[chunk]:
                     soonest_s = min(soonest_s, start_s[m] + takes_s[m, op])
                 # Its turn in the order of starts may be over, until its worker has done something else.
                 can[m] = start_s[m] >= begun_s[depth]
@@ -313,10 +311,7 @@ def search_orders(
         done[depth + 1, m] += 1
         ready_s[depth + 1, m] = begin_s + takes_s[m, op]
         free_s[depth + 1, w] = begin_s + takes_s[m, op]
-        if op < num_hops:
-            held[depth + 1, hops[m, op]] += 1
-        elif op > num_hops:
-            held[depth + 1, hops[m, num_ops - 1 - op]] -= 1
+        held[depth + 1, chunks[m, op]] += slots_of[op]
         depth += 1
         is_new = True
     return best_s, num_steps

@@ -34,7 +34,7 @@ def _shapes(problem: Problem, routing: Routing) -> Iterator[str]:
     wanted = (
         ("worker_of", routing.worker_of, (problem.num_chunks,), problem.num_workers),
         ("path", routing.path, (num_microbatches, num_hops + 1), problem.num_chunks),
-        ("sequence", routing.sequence, (num_microbatches * (2 * num_hops + 1),), num_microbatches),
+        ("sequence", routing.sequence, (problem.num_ops,), num_microbatches),
     )
     for name, array, shape, stop in wanted:
         if array.shape != shape:
@@ -96,8 +96,7 @@ def _totals(problem: Problem, routing: Routing) -> Iterator[str]:
 
 
 def _sequence(problem: Problem, routing: Routing) -> Iterator[str]:
-    num_hops = problem.num_hops
-    num_ops = 2 * num_hops + 1
+    ops, num_ops = problem.ops, len(problem.ops)
     counts = np.bincount(routing.sequence, minlength=problem.num_microbatches)
     if (counts != num_ops).any():
         yield f"the sequence does not have {num_ops} ops of each microbatch"
@@ -106,13 +105,10 @@ def _sequence(problem: Problem, routing: Routing) -> Iterator[str]:
     slots = problem.slots[routing.worker_of, problem.stage_of]
     done = np.zeros(problem.num_microbatches, np.int64)
     for microbatch in routing.sequence.tolist():
-        op = int(done[microbatch])
+        op = ops[done[microbatch]]
         done[microbatch] += 1
-        if op < num_hops:
-            chunk = routing.path[microbatch, op]
-            held[chunk] += 1
-            if held[chunk] > slots[chunk]:
-                yield f"chunk {chunk} holds {held[chunk]} microbatches, has {slots[chunk]} slots"
-                return
-        elif op > num_hops:
-            held[routing.path[microbatch, 2 * num_hops - op]] -= 1
+        chunk = routing.path[microbatch, op.hop]
+        held[chunk] += op.kind.row.slots
+        if held[chunk] > slots[chunk]:
+            yield f"chunk {chunk} holds {held[chunk]} microbatches, has {slots[chunk]} slots"
+            return

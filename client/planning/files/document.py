@@ -10,13 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from client.planning.account import Kind, holders_of, placed_ops
+from client.planning.account import holders_of, placed_ops
 from skein.config.explain import Words
 from skein.errors import UserError
+from skein.plan.ops import OpKind
 from skein.plan.route.evaluate import ordered, sequence_of, timeline
 from skein.plan.route.problem import I64, Problem, Routing
 
 Document = Mapping[str, object]
+_LETTERS = [kind.row.letter for kind in OpKind]
 
 
 def plan_document(
@@ -32,7 +34,7 @@ def plan_document(
     """
     order: dict[str, list[list[str | int]]] = {str(worker): [] for worker in range(problem.num_workers)}
     for op in placed_ops(problem, routing):
-        order[str(op.worker)].append([op.kind.value, op.microbatch])
+        order[str(op.worker)].append([op.kind.row.letter, op.microbatch])
     return {
         "instance": problem.name,
         "placement": [holders_of(problem, routing, stage) for stage in range(problem.num_stages)],
@@ -154,7 +156,7 @@ def _sequence(problem: Problem, worker_of: I64, path: I64, order: object) -> I64
                 next_number[microbatch] += 1
                 sequence.append(microbatch)
                 is_moving = True
-    if len(sequence) != problem.num_microbatches * (2 * problem.num_hops + 1):
+    if len(sequence) != problem.num_ops:
         hint = "list every op of every path once, on its worker, so that none waits for ever"
         raise UserError("order", Words(f"{len(sequence)} ops can run"), hint)
     return np.array(sequence, dtype=np.int64)
@@ -176,7 +178,7 @@ def _queues(problem: Problem, order: object) -> list[list[tuple[str, int]]]:
 
 def _op(problem: Problem, field: str, op: object) -> tuple[str, int]:
     kind, microbatch = op if isinstance(op, list) and len(op) == 2 else (None, None)
-    if not isinstance(kind, str) or kind not in tuple(Kind) or not isinstance(microbatch, int):
+    if not isinstance(kind, str) or kind not in _LETTERS or not isinstance(microbatch, int):
         raise UserError(field, Words("no op"), 'give ["F", "L" or "B", microbatch]')
     if not 0 <= microbatch < problem.num_microbatches:
         raise UserError(field, microbatch, f"give a microbatch from 0 to {problem.num_microbatches - 1}")
@@ -188,9 +190,9 @@ def _is_next(
 ) -> bool:
     """Whether `op` is what its microbatch does next, and on this worker."""
     kind, microbatch = op
-    hops, number = problem.num_hops, next_number[microbatch]
-    if number > 2 * hops:
+    number = next_number[microbatch]
+    if number == len(problem.ops):
         return False
-    wanted = Kind.FORWARD if number < hops else Kind.LOSS if number == hops else Kind.BACKWARD
-    chunk = path[microbatch, number if number <= hops else 2 * hops - number]
-    return wanted == kind and worker_of[chunk] == worker
+    wanted = problem.ops[number]
+    chunk = path[microbatch, wanted.hop]
+    return wanted.kind.row.letter == kind and bool(worker_of[chunk] == worker)

@@ -15,6 +15,7 @@ from skein.plan.methods.method import MayGoOn
 from skein.plan.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
+from skein.plan.route.kernels.arrays import op_arrays
 from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import I64, Problem, Routing
 
@@ -47,16 +48,14 @@ def _placed(problem: Problem, seed: int, may_go_on: MayGoOn) -> I64 | Infeasible
 def _judge(wave: Wave, worker_of: I64) -> Judge:
     """Makespans of the whole step, workers taking what is ready."""
     problem, stage_of = wave.problem, wave.problem.stage_of
-    forward_s, backward_s = problem.forward_s[worker_of, stage_of], problem.backward_s[worker_of, stage_of]
-    loss_s, slots = problem.loss_s[worker_of], problem.slots[worker_of, stage_of]
+    op_s, slots = problem.op_s[:, worker_of, stage_of], problem.slots[worker_of, stage_of]
+    ops = op_arrays(problem.ops)
     end_s, no_rows = np.empty(problem.num_microbatches), np.empty((0, 1))
 
     def makespan_s(entry: Entry) -> float:
         path = repeated(wave, entry.trips)
-        hops, loss_chunk = path[:, :-1].copy(), path[:, -1].copy()
         return simulate(
-            hops, loss_chunk, worker_of, forward_s, backward_s, loss_s,
-            problem.transfer_s, problem.wire_s, slots, np.inf, no_rows, end_s,
+            path, worker_of, ops, op_s, problem.transfer_s, problem.wire_s, slots, np.inf, no_rows, end_s,
         )  # fmt: skip
 
     return makespan_s

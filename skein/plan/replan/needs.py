@@ -102,7 +102,7 @@ def _hold_s(problem: Problem, worker_of: I64, path: I64) -> F64:
         chunk, a, b = path[:, hop], worker[:, hop], worker[:, hop + 1]
         np.add.at(total_s, problem.stage_of[chunk], left_s)
         np.add.at(visits, problem.stage_of[chunk], 1.0)
-        left_s -= here.forward_s[chunk] + here.backward_s[chunk]
+        left_s -= here.visit_s[chunk]
         left_s -= problem.transfer_s[a, b] + problem.transfer_s[b, a]
     mean_s = np.maximum(total_s, _TINY_S) / np.maximum(visits, 1.0)
     return np.where(visits > 0, mean_s, mean_s.max())

@@ -26,7 +26,7 @@ def timeline(problem: Problem, routing: Routing) -> Timeline:
     step_s = run_sequence(arrays, here, work, NEVER)
     if step_s == BLOCKED:
         raise ValueError("in this order a chunk would hold more microbatches than it has slots")
-    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
     begin_s[here.sequence, here.op] = work.begin_s
     end_s = work.input_s.copy()
     return Timeline(
@@ -86,14 +86,12 @@ def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
     arrays = fixed(problem)
     here = state(problem, worker_of, path)
     fit(arrays, here)
-    begin_s = np.zeros((problem.num_microbatches, 2 * problem.num_hops + 1))
+    begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
     last_s = simulate(
-        np.ascontiguousarray(path[:, : problem.num_hops]),
-        np.ascontiguousarray(path[:, problem.num_hops]),
+        here.path,
         here.holder,
-        here.forward_s,
-        here.backward_s,
-        here.loss_s,
+        arrays.ops,
+        here.op_s,
         arrays.transfer_s,
         arrays.wire_s,
         here.slots,

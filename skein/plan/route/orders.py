@@ -12,9 +12,11 @@ import numpy as np
 
 from skein.errors import UserError
 from skein.plan.clock.timing import warm_up_depths
+from skein.plan.ops import OpKind, op_numbers_at
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.schedules.ops import Op, OpKind, Placement, Shape
+from skein.plan.schedules import ops as schedules
+from skein.plan.schedules.ops import Op, Placement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
 from skein.types import Layout
@@ -22,6 +24,11 @@ from skein.types import Layout
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"
 _WHOLE = ("one_f_one_b", "gpipe", "interleaved", "looped_bfs")
 """Generators whose ops the workers have: backwards are not split."""
+
+_KINDS = {
+    schedules.OpKind.FORWARD: OpKind.FORWARD,
+    schedules.OpKind.BACKWARD: OpKind.BACKWARD,
+}
 
 _Ways = Mapping[int, Sequence[Op]]
 """Ops of each worker, in order."""
@@ -120,7 +127,7 @@ def _depths(problem: Problem, holders: Sequence[int], num_microbatches: int) -> 
 
 def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
     """One order of all ops that keeps each worker's; None if they run in a circle. A loop's losses go when they may."""
-    hops = problem.num_hops
+    at = problem.ops
     queues = {worker: deque(_own_ops(problem, ops)) for worker, ops in ways.items()}
     done = np.zeros(problem.num_microbatches, np.int64)
     sequence: list[int] = []
@@ -129,21 +136,24 @@ def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
         is_moving = False
         for queue in queues.values():
             while queue and done[queue[0][0]] == queue[0][1]:
-                m, op = queue.popleft()
+                m, number = queue.popleft()
                 sequence.append(m)
                 done[m] += 1
                 is_moving = True
-                if problem.layout is Layout.LOOP and op == hops - 1:
+                if problem.layout is Layout.LOOP and any(
+                    at[x].kind.row.is_last for x in at[number].followers
+                ):
                     sequence.append(m)
                     done[m] += 1
-    return np.array(sequence, np.int64) if (done == 2 * hops + 1).all() else None
+    return np.array(sequence, np.int64) if (done == len(at)).all() else None
 
 
 def _own_ops(problem: Problem, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
     """(microbatch, number of the op) of what a generator lists. A line's last stage does all in its loss."""
     hops = problem.num_hops
+    numbers = op_numbers_at(hops + 1)
     for op in ops:
         if op.stage < hops:
-            yield op.microbatch, op.stage if op.kind is OpKind.FORWARD else 2 * hops - op.stage
-        elif op.kind is OpKind.BACKWARD:
-            yield op.microbatch, hops
+            yield op.microbatch, numbers[_KINDS[op.kind], op.stage]
+        elif op.kind is schedules.OpKind.BACKWARD:
+            yield op.microbatch, numbers[OpKind.LOSS, hops]

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.ops import OpKind
+from skein.plan.ops import OpKind, path_ops
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import sequence_of, timeline
 from skein.plan.route.job_problem import Posed
-from skein.plan.route.problem import F64, I64, Problem, Routing
+from skein.plan.route.kernels.arrays import op_seconds
+from skein.plan.route.problem import I64, Problem, Routing
 from skein.types import WorkerId
 
 _NUM_SORTINGS = 16
@@ -55,7 +56,7 @@ def listed_sequence(plan: Plan) -> I64 | None:
 
 def in_time(problem: Problem, routing: Routing) -> Routing | None:
     """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
-    before_s, seconds = math.inf, _op_seconds(problem, routing)
+    before_s, seconds = math.inf, op_seconds(problem, routing.worker_of, routing.path)
     for _ in range(_NUM_SORTINGS):
         try:
             found = timeline(problem, routing)
@@ -69,24 +70,7 @@ def in_time(problem: Problem, routing: Routing) -> Routing | None:
     return routing
 
 
-def _op_seconds(problem: Problem, routing: Routing) -> F64:
-    """(num_microbatches, 2 num_hops + 1), of each op at its holder."""
-    chunks, last = routing.path[:, : problem.num_hops], routing.path[:, problem.num_hops]
-    at = routing.worker_of[chunks], problem.stage_of[chunks]
-    return np.concatenate(
-        [
-            problem.forward_s[at],
-            problem.loss_s[routing.worker_of[last]][:, None],
-            problem.backward_s[at][:, ::-1],
-        ],
-        axis=1,
-    )
-
-
 def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
-    """Which op of its microbatch each op is: forwards, the loss, backwards."""
-    stages = [hop.stage for hop in plan.paths[microbatch].hops]
-    last = len(stages) - 1
-    forwards = {(OpKind.FORWARD, int(stage)): hop for hop, stage in enumerate(stages[:-1])}
-    backwards = {(OpKind.BACKWARD, int(stage)): 2 * last - hop for hop, stage in enumerate(stages[:-1])}
-    return {**forwards, (OpKind.LOSS, int(stages[-1])): last, **backwards}
+    """Which op of its microbatch each op is."""
+    hops = plan.paths[microbatch].hops
+    return {(op.kind, int(hops[op.hop].stage)): op.number for op in path_ops(len(hops))}

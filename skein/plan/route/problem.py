@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from skein.plan.ops import COSTS, Cost, PathOp, path_ops
 from skein.types import Layout
 
 F64 = npt.NDArray[np.float64]
@@ -112,6 +113,23 @@ class Problem:
         """Hops that run forward and backward; the loss apart."""
         return self.path_len if self.layout is Layout.LOOP else self.path_len - 1
 
+    @property
+    def ops(self) -> tuple[PathOp, ...]:
+        """The ops of each microbatch, by number; `hop` is the column of its path."""
+        return path_ops(self.num_hops + 1)
+
+    @property
+    def num_ops(self) -> int:
+        """Ops of all microbatches."""
+        return self.num_microbatches * len(self.ops)
+
+    @cached_property
+    def op_s(self) -> F64:
+        """(num_costs, num_workers, num_stages) seconds of an op, by whose seconds it takes (`skein.plan.ops.COSTS`)."""
+        loss_s = np.broadcast_to(np.asarray(self.loss_s, np.float64)[:, None], self.forward_s.shape)
+        seconds = {Cost.FORWARD: self.forward_s, Cost.LOSS: loss_s, Cost.BACKWARD: self.backward_s}
+        return np.array([seconds[cost] for cost in COSTS], np.float64)
+
     @cached_property
     def first_chunk(self) -> I64:
         """(num_stages + 1,) chunk numbers at which stages begin, and their end."""
@@ -146,9 +164,9 @@ class Routing:
     Args:
         worker_of: (num_chunks,) who fills each chunk.
         path: (num_microbatches, num_hops + 1) chunk of each hop; the last column is where the loss is computed.
-        sequence: (num_microbatches * (2 num_hops + 1),) microbatch of each op, in an order in which all ops can run:
-            forwards, the loss, and backwards of a microbatch appear in this order. What one worker does is the part of
-            the sequence that is on its chunks, in this order.
+        sequence: (num_ops,) microbatch of each op, in an order in which all ops can run: those of one microbatch appear
+            in the order of their numbers. What one worker does is the part of the sequence that is on its chunks, in
+            this order.
     """
 
     worker_of: I64
@@ -161,7 +179,7 @@ class Timeline:
     """When everything of a routing happens, in seconds from the step's start.
 
     Args:
-        begin_s: (num_microbatches, 2 num_hops + 1) start of each op: forwards, loss, backwards (last hop first).
+        begin_s: (num_microbatches, ops of each) start of each op, by its number.
         end_s: (num_microbatches,) end of the microbatch's last backward.
         reduced_s: (num_stages,) when each stage's aggregation ends (its last backward's end if there is none).
         makespan_s: the last of `end_s`.

@@ -114,8 +114,8 @@ class Search:
 
     def rounds(self, num_moves: int) -> list[Callable[[], Found | Infeasible]]:
         """What to call in turn to spend `num_moves`."""
-        num_ops = self.problem.num_microbatches * (2 * self.problem.num_hops + 1)
-        return [partial(self.run, x, max(1, int(x.share * num_moves))) for x in rounds(num_moves, num_ops)]
+        shares = rounds(num_moves, self.problem.num_ops)
+        return [partial(self.run, x, max(1, int(x.share * num_moves))) for x in shares]
 
     def run(self, round_: Round, num_moves: int) -> Found | Infeasible:
         """One round of `num_moves`; gives the best routing so far."""

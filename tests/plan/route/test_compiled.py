@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from skein.config.job import PlanSpec
+from skein.plan.ops import COSTS, path_ops
 from skein.plan.route.kernels import anneal, cost, moves, simulate
+from skein.plan.route.kernels.arrays import op_arrays
 from skein.plan.route.kernels.compiled import STAMP, compiled, drop_stale
 from skein.plan.route.search import Found, Search
 from skein.plan.route.warm import tiny_problem, warm_up
@@ -100,9 +102,9 @@ def test_the_tiny_problem_has_an_answer(layout: Layout) -> None:
 
 def test_a_way_that_takes_no_time_stays_within_the_loops_arrays() -> None:
     """Compiled code writes past the end of an array without a word, so the loop is run as it is written."""
-    one, none = np.ones(2), np.zeros((1, 1))
+    none = np.zeros((1, 1))
     begin_s, end_s = np.zeros((1, 5)), np.zeros(1)
     loop = getattr(simulate.simulate, "py_func", simulate.simulate)
-    path, loss_chunk, worker_of = np.array([[0, 1]]), np.array([0]), np.zeros(2, np.int64)
-    slots = np.ones(2, np.int64)
-    assert loop(path, loss_chunk, worker_of, one, one, one, none, none, slots, np.inf, begin_s, end_s) == 5.0
+    path, worker_of, slots = np.array([[0, 1, 0]]), np.zeros(2, np.int64), np.ones(2, np.int64)
+    ops, op_s = op_arrays(path_ops(3)), np.ones((len(COSTS), 2))
+    assert loop(path, worker_of, ops, op_s, none, none, slots, np.inf, begin_s, end_s) == 5.0

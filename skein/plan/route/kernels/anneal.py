@@ -86,9 +86,9 @@ def surrogate_s(fixed: Fixed, state: State, chain_s: F64, load_s: F64) -> float:
         chain_s[state.path[m, 0]] += state.trip_s[m] / state.slots[state.path[m, 0]]
         for hop in range(fixed.num_hops):
             chunk = state.path[m, hop]
-            load_s[state.holder[chunk]] += state.forward_s[chunk] + state.backward_s[chunk]
+            load_s[state.holder[chunk]] += state.visit_s[chunk]
         chunk = state.path[m, fixed.num_hops]
-        load_s[state.holder[chunk]] += state.loss_s[chunk]
+        load_s[state.holder[chunk]] += state.last_s[chunk]
     longest_s = 1e-300
     for origin in range(len(chain_s)):
         longest_s = max(longest_s, chain_s[origin])
@@ -150,17 +150,13 @@ def _least_s(state: State, chain_s: F64) -> float:
 def order_first_come(fixed: Fixed, state: State, begin_s: F64, end_s: F64) -> bool:
     """Put the sequence in the order in which workers take what is ready; False if that comes to a halt.
 
-    `begin_s` (num_microbatches, 2 num_hops + 1) and `end_s` (num_microbatches,) are working space.
+    `begin_s` (num_microbatches, ops of each) and `end_s` (num_microbatches,) are working space.
     """
-    hops = fixed.num_hops
-    body, loss_chunk = state.path[:, :hops].copy(), state.path[:, hops].copy()
     step_s = simulate(
-        body,
-        loss_chunk,
+        state.path,
         state.holder,
-        state.forward_s,
-        state.backward_s,
-        state.loss_s,
+        fixed.ops,
+        state.op_s,
         fixed.transfer_s,
         fixed.wire_s,
         state.slots,
@@ -192,7 +188,7 @@ def anneal(
     sort_sequence(state, work)
     waited_s = work.waited_s.copy()
     sequence, op = state.sequence.copy(), state.op.copy()
-    begin_s = np.zeros((len(state.trip_s), 2 * fixed.num_hops + 1))
+    begin_s = np.zeros((len(state.trip_s), len(fixed.ops.hop)))
     again_share = min(1.0, _AGAIN_OPS / len(sequence))
     least = NEVER
     kept = NEVER

@@ -1,23 +1,43 @@
 """What the compiled loops work on: a problem and a routing as flat arrays, in tuples that numba can take apart."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from skein.plan.ops import COSTS, OpKind, PathOp
 from skein.plan.route.problem import F64, I64, Problem, Routing
 
 U64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+
+
+class OpArrays(NamedTuple):
+    """The rows of a microbatch's ops, by number: which column of its path, whose seconds, slots taken, and whether it
+    accumulates.
+
+    The compiled loops take a microbatch's ops one after the other, each waiting for the one before.
+    """
+
+    hop: I64
+    cost: I64
+    slots: I64
+    accumulates: Bools
 
 
 class Fixed(NamedTuple):
-    """A problem. Shapes as in `Problem`; `reduce_bytes` (num_stages,) is all zero where aggregation is left out."""
+    """A problem. Shapes as in `Problem`; `reduce_bytes` (num_stages,) is all zero where aggregation is left out.
+
+    `visit_costs` and `last_costs` are those of the ops at a hop, and at the last one.
+    """
 
     stage_of: I64
     first_chunk: I64
-    forward_s: F64
-    backward_s: F64
-    loss_s: F64
+    ops: OpArrays
+    visit_costs: I64
+    last_costs: I64
+    op_s: F64
     transfer_s: F64
     wire_s: F64
     slots: I64
@@ -40,7 +60,8 @@ class State(NamedTuple):
 
     holder: (num_seats,) worker in each seat; the first num_chunks seats are the chunks, the rest is idle.
     path, sequence: as in `Routing`; op: (num_ops,) which op of its microbatch each place in the sequence is.
-    forward_s, backward_s, loss_s, slots: (num_chunks,) of each chunk at its holder.
+    op_s: (num_costs, num_chunks), and slots: (num_chunks,), of each chunk at its holder.
+    visit_s, last_s: (num_chunks,) of all ops of a microbatch there at a hop, and at the last one.
     trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
     reduce_s: (num_stages,) aggregation among a stage's holders.
     move_s: (num_chunks,) what it costs to bring each chunk to its holder.
@@ -50,9 +71,9 @@ class State(NamedTuple):
     path: I64
     sequence: I64
     op: I64
-    forward_s: F64
-    backward_s: F64
-    loss_s: F64
+    op_s: F64
+    visit_s: F64
+    last_s: F64
     slots: I64
     trip_s: F64
     reduce_s: F64
@@ -66,9 +87,10 @@ def fixed(problem: Problem) -> Fixed:
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
-        forward_s=_solid(problem.forward_s),
-        backward_s=_solid(problem.backward_s),
-        loss_s=_solid(problem.loss_s),
+        ops=op_arrays(problem.ops),
+        visit_costs=np.array([COSTS.index(x.row.cost) for x in OpKind if not x.row.is_last], np.int64),
+        last_costs=np.array([COSTS.index(x.row.cost) for x in OpKind if x.row.is_last], np.int64),
+        op_s=_solid(problem.op_s),
         transfer_s=_solid(problem.transfer_s),
         wire_s=_solid(problem.wire_s),
         slots=np.ascontiguousarray(problem.slots, np.int64),
@@ -87,6 +109,25 @@ def fixed(problem: Problem) -> Fixed:
     )
 
 
+def op_arrays(ops: Sequence[PathOp]) -> OpArrays:
+    """The rows of a microbatch's ops, for the compiled loops."""
+    assert all(op.inputs == ((op.number - 1,) if op.number else ()) for op in ops), "no chain"
+    return OpArrays(
+        hop=np.array([op.hop for op in ops], np.int64),
+        cost=np.array([COSTS.index(op.kind.row.cost) for op in ops], np.int64),
+        slots=np.array([op.kind.row.slots for op in ops], np.int64),
+        accumulates=np.array([op.kind.row.is_accumulating for op in ops], np.bool_),
+    )
+
+
+def op_seconds(problem: Problem, worker_of: I64, path: I64) -> F64:
+    """(num_microbatches, ops of each) seconds of each op at its holder, by number."""
+    ops = op_arrays(problem.ops)
+    chunks = path[:, ops.hop]
+    seconds: F64 = problem.op_s[ops.cost, worker_of[chunks], problem.stage_of[chunks]]
+    return seconds
+
+
 def _solid(values: F64) -> F64:
     """The form that the loops are compiled for: any other would have them compiled anew."""
     return np.array(values, np.float64, order="C")
@@ -100,15 +141,14 @@ def num_seats(problem: Problem) -> int:
 def state(problem: Problem, worker_of: I64, path: I64) -> State:
     """A state at a placement and paths; its sequence is empty and what is derived is not filled in yet."""
     chunks, num_microbatches = problem.num_chunks, problem.num_microbatches
-    num_ops = num_microbatches * (2 * problem.num_hops + 1)
     return State(
         holder=_seated(problem, worker_of),
         path=path.astype(np.int64),
-        sequence=np.zeros(num_ops, np.int64),
-        op=np.zeros(num_ops, np.int64),
-        forward_s=np.zeros(chunks),
-        backward_s=np.zeros(chunks),
-        loss_s=np.zeros(chunks),
+        sequence=np.zeros(problem.num_ops, np.int64),
+        op=np.zeros(problem.num_ops, np.int64),
+        op_s=np.zeros((len(COSTS), chunks)),
+        visit_s=np.zeros(chunks),
+        last_s=np.zeros(chunks),
         slots=np.zeros(chunks, np.int64),
         trip_s=np.zeros(num_microbatches),
         reduce_s=np.zeros(problem.num_stages),

@@ -60,9 +60,13 @@ def scratch(fixed: Fixed, state: State) -> Scratch:
 def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
     """Fill in what a chunk's holder makes of it."""
     worker, stage = state.holder[chunk], fixed.stage_of[chunk]
-    state.forward_s[chunk] = fixed.forward_s[worker, stage]
-    state.backward_s[chunk] = fixed.backward_s[worker, stage]
-    state.loss_s[chunk] = fixed.loss_s[worker]
+    for cost in range(len(state.op_s)):
+        state.op_s[cost, chunk] = fixed.op_s[cost, worker, stage]
+    state.visit_s[chunk] = state.last_s[chunk] = 0.0
+    for cost in fixed.visit_costs:
+        state.visit_s[chunk] += state.op_s[cost, chunk]
+    for cost in fixed.last_costs:
+        state.last_s[chunk] += state.op_s[cost, chunk]
     state.slots[chunk] = fixed.slots[worker, stage]
     state.move_s[chunk] = fixed.move_s[worker, stage]
 
@@ -71,11 +75,11 @@ def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
 def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
     """Fill in how long a microbatch takes if nothing waits."""
     hops = fixed.num_hops
-    total_s = state.loss_s[state.path[microbatch, hops]]
+    total_s = state.last_s[state.path[microbatch, hops]]
     for hop in range(hops):
         chunk = state.path[microbatch, hop]
         here, there = state.holder[chunk], state.holder[state.path[microbatch, hop + 1]]
-        total_s += state.forward_s[chunk] + state.backward_s[chunk]
+        total_s += state.visit_s[chunk]
         total_s += fixed.transfer_s[here, there] + fixed.transfer_s[there, here]
     state.trip_s[microbatch] = total_s
 
@@ -144,11 +148,12 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
 
     Gives up as soon as one microbatch, going on without waiting, would be back after `limit_s`.
     """
-    hops = fixed.num_hops
-    back = 2 * hops
     # Taken out of their tuples once: that is a third of the time.
     holder, path, sequence, ops = state.holder, state.path, state.sequence, state.op
-    forward_s, backward_s, loss_s, slots = state.forward_s, state.backward_s, state.loss_s, state.slots
+    op_s, slots = state.op_s, state.slots
+    hop_of, cost_of = fixed.ops.hop, fixed.ops.cost
+    slots_of, accumulates = fixed.ops.slots, fixed.ops.accumulates
+    last_op = len(hop_of) - 1
     transfer_s, wire_s, stage_of, has_wires = fixed.transfer_s, fixed.wire_s, fixed.stage_of, fixed.has_wires
     input_s, free_s, rest_s, held = work.input_s, work.free_s, work.rest_s, work.held
     up_s, down_s, last_s, reduced_s = work.up_s, work.down_s, work.last_s, work.reduced_s
@@ -167,19 +172,11 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
     step_s = 0.0
     for at in range(len(sequence)):
         m, op = sequence[at], ops[at]
-        if op < hops:
-            chunk = path[m, op]
-            takes_s = forward_s[chunk]
-            held[chunk] += 1
-            if held[chunk] > slots[chunk]:
-                return BLOCKED
-        elif op == hops:
-            chunk = path[m, hops]
-            takes_s = loss_s[chunk]
-        else:
-            chunk = path[m, back - op]
-            takes_s = backward_s[chunk]
-            held[chunk] -= 1
+        chunk = path[m, hop_of[op]]
+        takes_s = op_s[cost_of[op], chunk]
+        held[chunk] += slots_of[op]
+        if held[chunk] > slots[chunk]:
+            return BLOCKED
         worker = holder[chunk]
         begin_s = max(input_s[m], free_s[worker])
         begins_s[at] = begin_s
@@ -189,15 +186,15 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
         rest_s[m] -= takes_s
         if end_s + rest_s[m] > limit_s:
             return NEVER
-        if op >= hops:
+        if accumulates[op]:
             stage = stage_of[chunk]
             reduced_s[stage] = max(reduced_s[stage], end_s)
-        if op == back:
+        if op == last_op:
             input_s[m] = end_s
             step_s = max(step_s, end_s)
             last_s[chunk] = max(last_s[chunk], end_s)
         else:
-            target = holder[path[m, op + 1 if op < hops else back - op - 1]]
+            target = holder[path[m, hop_of[op + 1]]]
             rest_s[m] -= transfer_s[worker, target]
             if has_wires and worker != target:
                 end_s = max(end_s, up_s[worker], down_s[target])

@@ -274,20 +274,20 @@ def pull_forward(fixed: Fixed, state: State, waited_s: F64, random: U64) -> I64:
     It stays behind the op of its microbatch that it needs.
     """
     found = np.full(2, -1)
-    hops, back = fixed.num_hops, 2 * fixed.num_hops
+    hop_of = fixed.ops.hop
     for _ in range(_TRIES):
         at = below(random, len(state.sequence))
         if waited_s[at] <= 0.0:
             continue
         m, op = state.sequence[at], state.op[at]
-        worker = state.holder[state.path[m, op if op <= hops else back - op]]
+        worker = state.holder[state.path[m, hop_of[op]]]
         left = below(random, 3)
         to = -1
         for before in range(at - 1, -1, -1):
             other, its_op = state.sequence[before], state.op[before]
             if other == m:
                 break
-            if state.holder[state.path[other, its_op if its_op <= hops else back - its_op]] == worker:
+            if state.holder[state.path[other, hop_of[its_op]]] == worker:
                 to = before
                 if left == 0:
                     break

@@ -6,12 +6,13 @@ Rules of this file
 - A transfer begins when both the sender's uplink and the receiver's downlink are free of earlier ones; links whose
   `wire_s` is 0 carry any number at once.
 - Events of one moment are all taken before any worker starts anew; workers then start in ascending order.
-- Op 0 ... K-1 of a microbatch are its forwards, K its loss, K+1 ... 2K its backwards, last hop first.
+- A microbatch's ops are taken in the order of their numbers; `OpArrays` has what each does.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from skein.plan.route.kernels.arrays import OpArrays
 from skein.plan.route.kernels.compiled import compiled
 
 F64 = npt.NDArray[np.float64]
@@ -23,11 +24,9 @@ NEVER = np.inf
 @compiled
 def simulate(
     path: I64,
-    loss_chunk: I64,
     worker_of: I64,
-    forward_s: F64,
-    backward_s: F64,
-    loss_s: F64,
+    ops: OpArrays,
+    op_s: F64,
     transfer_s: F64,
     wire_s: F64,
     slots: I64,
@@ -38,19 +37,20 @@ def simulate(
     """Seconds until the last microbatch is back; infinite if that is after `limit_s` or never (slots deadlock).
 
     Args:
-        path: (num_microbatches, K) chunk of each forward hop.
-        loss_chunk: (num_microbatches,) chunk whose worker computes the loss.
+        path: (num_microbatches, num_hops + 1) chunk of each hop; at the last one the loss is computed.
         worker_of: (num_chunks,) worker of each chunk.
-        forward_s: (num_chunks,) seconds of a forward there; `backward_s`, `loss_s` alike.
+        ops: of each microbatch.
+        op_s: (num_costs, num_chunks) seconds of an op there.
         transfer_s: (num_workers, num_workers) seconds from a to b, latency included; `wire_s` of it both ends are busy.
         slots: (num_chunks,) microbatches that a chunk may hold.
         limit_s: when to give up.
-        begin_s: out, (num_microbatches, 2 K + 1) when each op starts; not written if it has no rows.
+        begin_s: out, (num_microbatches, ops of each) when each op starts; not written if it has no rows.
         end_s: out, (num_microbatches,) when each microbatch is back; NEVER if it is not.
     """
-    num_microbatches, num_hops = path.shape
+    num_microbatches = len(path)
     num_workers = transfer_s.shape[0]
-    last_op = 2 * num_hops
+    hop_of, cost_of, slots_of, accumulates = ops.hop, ops.cost, ops.slots, ops.accumulates
+    last_op = len(hop_of) - 1
     keeps = begin_s.shape[0] > 0
     free = slots.copy()
     is_busy = np.zeros(num_workers, np.bool_)
@@ -112,12 +112,7 @@ def simulate(
                     break
             heap_s[at], heap_number[at], heap_item[at] = time, key, item
             op = op_of[m]
-            if op < num_hops:
-                worker = worker_of[path[m, op]]
-            elif op == num_hops:
-                worker = worker_of[loss_chunk[m]]
-            else:
-                worker = worker_of[path[m, last_op - op]]
+            worker = worker_of[path[m, hop_of[op]]]
             touched[num_touched] = worker
             num_touched += 1
             if not is_running[m]:
@@ -128,8 +123,8 @@ def simulate(
                 continue
             is_running[m] = False
             is_busy[worker] = False
-            if op > num_hops:
-                free[path[m, last_op - op]] += 1
+            if slots_of[op] < 0:
+                free[path[m, hop_of[op]]] -= slots_of[op]
             if op == last_op:
                 end_s[m] = now
                 last_s = now
@@ -137,12 +132,7 @@ def simulate(
                 continue
             op += 1
             op_of[m] = op
-            if op < num_hops:
-                target = worker_of[path[m, op]]
-            elif op == num_hops:
-                target = worker_of[loss_chunk[m]]
-            else:
-                target = worker_of[path[m, last_op - op]]
+            target = worker_of[path[m, hop_of[op]]]
             busy_s = wire_s[worker, target]
             begins_s = now
             if busy_s > 0.0:
@@ -184,8 +174,8 @@ def simulate(
             m = first_ready[worker]
             while m >= 0:
                 op = op_of[m]
-                is_forward = op < num_hops
-                if not (is_forward and free[path[m, op]] <= 0):
+                is_forward = not accumulates[op]
+                if not (slots_of[op] > 0 and free[path[m, hop_of[op]]] <= 0):
                     if best < 0:
                         better = True
                     elif is_forward != best_forward:
@@ -205,14 +195,10 @@ def simulate(
             else:
                 next_ready[before_best] = next_ready[best]
             op = op_of[best]
-            if op < num_hops:
-                chunk = path[best, op]
-                free[chunk] -= 1
-                takes_s = forward_s[chunk]
-            elif op == num_hops:
-                takes_s = loss_s[loss_chunk[best]]
-            else:
-                takes_s = backward_s[path[best, last_op - op]]
+            chunk = path[best, hop_of[op]]
+            if slots_of[op] > 0:
+                free[chunk] -= slots_of[op]
+            takes_s = op_s[cost_of[op], chunk]
             if keeps:
                 begin_s[best, op] = now
             is_busy[worker] = True
