@@ -1,12 +1,13 @@
 """`python -m bench.studies.routes`: our plans beside the reference's, and how far from optimal they may be.
 
 Problems have the shapes that SkipPipe's authors publish (stages, skip ratios, slots and waves; one city table) and
-some of their kind: five cities, unequal workers, more workers. Every plan is made by `skein plan` as a user calls it,
-one process, and judged by the mean of its step under 3 % jitter of all times.
+some of their kind: five cities, unequal workers, more workers. Ours are made by `skein plan` as a user calls it, one
+process, the others by `bench.studies.methods`; all are judged by the mean of its step under 3 % jitter of all times.
 """
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -54,6 +55,8 @@ LARGE = (
     Case(name="40 workers, 33 %", sizes=(10, 6, 6, 6, 6, 6), path_len=4),
     Case(name="100 workers, 25 %", sizes=(16, *[12] * 7), path_len=6, layers=3),
 )
+_INPUT = "instance.json"
+_ROOT = Path(__file__).parents[2]
 REFERENCE, FULL = "skippipe", "full"
 
 
@@ -99,17 +102,12 @@ class Answer:
     first_plan_s: float
 
 
-def planned(case: Case, method: str, *, budget_s: float, seed: int) -> Answer | None:
-    """The plan of one method; None if it finds none."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "instance.json"
-        file.write_text(json.dumps(instance(case)), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "client.cli", "plan", str(file), "--json"]
-        command += ["--method", method, "--budget-s", str(budget_s), "--seed", str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+def planned(case: Case, *, budget_s: float, seed: int) -> Answer | None:
+    """Our plan; None if there is none."""
+    command = ["client.cli", "plan", _INPUT, "--json", "--budget-s", str(budget_s), "--seed", str(seed)]
+    if (line := _told(case, command)) is None:
         return None
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json.loads(line)
     return Answer(
         jittered_s=told["parts"]["jittered_mean_s"],
         step_s=told["parts"]["makespan_s"],
@@ -118,14 +116,33 @@ def planned(case: Case, method: str, *, budget_s: float, seed: int) -> Answer | 
     )
 
 
+def other_s(case: Case, method: str, *, budget_s: float) -> float | None:
+    """Mean under jitter of another method's plan; None if it finds none."""
+    options = ["--method", method, "--budget-s", str(budget_s), "--seed", "5"]
+    line = _told(case, ["bench.studies.methods", _INPUT, *options])
+    return None if line is None else float(json.loads(line)["jittered_mean_s"])
+
+
+def _told(case: Case, arguments: Sequence[str]) -> str | None:
+    """The last line that a module prints of a problem, named `instance.json`; None if it has no plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / _INPUT).write_text(json.dumps(instance(case)), encoding="utf-8")
+        found = {"PYTHONPATH": str(_ROOT)}
+        command = [sys.executable, "-P", "-m", *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=folder, env=os.environ | found
+        )
+    return None if done.returncode else done.stdout.splitlines()[-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """Our plans of one problem, of several seeds, beside the reference's plan and its full pipeline."""
 
     case: Case
     ours: tuple[Answer, ...]
-    reference: Answer | None
-    full: Answer | None
+    reference_s: float | None
+    full_s: float | None
 
     @property
     def jittered_s(self) -> float:
@@ -140,15 +157,15 @@ def compared(
     case: Case, *, budget_s: float, reference_s: float, seeds: Sequence[int], say: Callable[[str], None]
 ) -> Compared:
     """One problem by all three."""
-    ours = [planned(case, "search", budget_s=budget_s, seed=seed) for seed in seeds]
+    ours = [planned(case, budget_s=budget_s, seed=seed) for seed in seeds]
     found = Compared(
         case=case,
         ours=tuple(x for x in ours if x is not None),
-        reference=planned(case, REFERENCE, budget_s=reference_s, seed=5),
-        full=planned(case, FULL, budget_s=reference_s, seed=5),
+        reference_s=other_s(case, REFERENCE, budget_s=reference_s),
+        full_s=other_s(case, FULL, budget_s=reference_s),
     )
-    told = "none" if found.reference is None else f"{found.reference.jittered_s:.1f} s"
-    whole = "none" if found.full is None else f"{found.full.jittered_s:.1f} s"
+    told = "none" if found.reference_s is None else f"{found.reference_s:.1f} s"
+    whole = "none" if found.full_s is None else f"{found.full_s:.1f} s"
     say(
         f"{case.name}: {found.jittered_s:.1f} s, gap {found.gap:.1%}, first plan {found.ours[0].first_plan_s:.2f} s; "
         f"reference {told}, full pipeline {whole}",
@@ -158,7 +175,7 @@ def compared(
 
 def rows(small: Sequence[Compared], large: Sequence[Compared]) -> Iterator[Row]:
     """The figures, each with its goal."""
-    ratios = [x.jittered_s / x.reference.jittered_s for x in small if x.reference is not None]
+    ratios = [x.jittered_s / x.reference_s for x in small if x.reference_s is not None]
     if ratios:
         yield _row(
             "mean step under 3 % jitter",
@@ -172,8 +189,8 @@ def rows(small: Sequence[Compared], large: Sequence[Compared]) -> Iterator[Row]:
             "the same, worst problem", max(ratios), "reference", "<= 1.01", max(ratios) <= 1.01, ratios
         )
     for x in small:
-        if x.case.name == "20 workers, 33 %" and x.full is not None:
-            ratio = x.jittered_s / x.full.jittered_s
+        if x.case.name == "20 workers, 33 %" and x.full_s is not None:
+            ratio = x.jittered_s / x.full_s
             yield _row("20 workers, 33 % left out", ratio, "full pipeline", "<= 0.42", ratio <= 0.42, [ratio])
     gaps = [x.gap for x in small if 18 <= x.case.num_workers <= 22]
     if gaps:

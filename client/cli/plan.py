@@ -1,18 +1,17 @@
-"""`skein plan` and `skein plan compare`: plans for instance files and fleets, judged and explained."""
+"""`skein plan`: plans for instance files and fleets, judged and explained."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from client.cli import DONE, INTERRUPTED
-from client.planning.errand import METHODS, SEARCH, NoPlan, Objective
+from client.planning.errand import SEARCH, NoPlan, Objective
 from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
 from client.planning.messages import PlanFound
 from client.planning.portfolio import Standing
@@ -26,18 +25,18 @@ _LINE_S = 10.0
 """Between two lines about progress where there is no terminal."""
 _REDRAW_S = 0.25
 
-_instance_argument = click.argument("instance", type=click.Path(path_type=Path, allow_dash=True))
-_budget_option = click.option(
+
+@click.command
+@click.argument("instance", type=click.Path(path_type=Path, allow_dash=True))
+@click.option(
     "--budget-s",
     type=click.FloatRange(min=0, min_open=True, max=86_400),
     default=10.0,
     show_default=True,
     help="Seconds for the whole command, start to end.",
 )
-_seed_option = click.option(
-    "--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of all draws."
-)
-_workers_option = click.option(
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of all draws.")
+@click.option(
     "--workers",
     "num_processes",
     type=click.IntRange(1, 256),
@@ -45,49 +44,27 @@ _workers_option = click.option(
     show_default=True,
     help="Processes that search at once, each with a seed of its own.",
 )
-_rounds_option = click.option(
+@click.option(
     "--rounds",
     "num_rounds",
     type=click.IntRange(0, 1_000_000),
     help="Search so many rounds instead of until the time is up: repeats exactly.",
 )
-_objective_option = click.option(
+@click.option(
     "--objective",
     type=click.Choice([x.value for x in Objective]),
     help="Make the whole step short, or the time until its last backward. "
     "Default: makespan for an instance, step for a fleet.",
 )
-# Not the shared one: its module imports the network.
-_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, one object per line.")
-
-
-class _Plan(click.Command):
-    """`skein plan INSTANCE`, and `skein plan compare INSTANCE`."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
-    ) -> click.Context:
-        if args[:1] == [compare.name]:
-            return compare.make_context(f"{info_name} {compare.name}", args[1:], parent)
-        return super().make_context(info_name, args, parent)
-
-
-@click.command(cls=_Plan, epilog="`skein plan compare INSTANCE` tabulates methods.")
-@_instance_argument
-@click.option("--method", type=click.Choice(METHODS), default=SEARCH, show_default=True, help="How to plan.")
-@_budget_option
-@_seed_option
-@_workers_option
-@_rounds_option
-@_objective_option
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the step as SVG.")
 @click.option("--paths", "all_paths", is_flag=True, help="List every microbatch's path.")
-@_json_option
+@click.option(
+    "--json", "is_json", is_flag=True, help="Print JSON."
+)  # not the shared one: its module imports the network
 def plan(
     instance: Path,
     *,
-    method: str,
     budget_s: float,
     seed: int,
     num_processes: int,
@@ -103,14 +80,12 @@ def plan(
     Ctrl-C ends the search; the best plan so far is printed and written all the same.
     """
     order = Order(
-        method=method,
         objective=None if objective is None else Objective(objective),
         seed=seed,
         num_processes=num_processes,
         budget_s=budget_s,
         num_rounds=num_rounds,
         began_s=began_s(),
-        wants_others=True,
     )
     _check_writable(out, "--out")
     _check_writable(plot, "--plot")
@@ -125,7 +100,7 @@ def plan(
             _save(out, case, standing, standing.best)
         if not saved:
             # Loads what the report needs while there is nothing else to do.
-            _reported(case, standing, order, num_processes)
+            _reported(case, standing, order)
         saved.append(standing.best)
 
     hunted = hunt(read_text(instance), str(instance), order, on_news=on_news)
@@ -144,7 +119,7 @@ def _tell(
     from client.planning.text import report_lines
 
     case, standing = hunted.case, hunted.standing
-    told, best = _reported(case, standing, order, hunted.num_processes), best_of(standing)
+    told, best = _reported(case, standing, order), best_of(standing)
     if out is not None:
         _save(out, case, standing, best)
     if plot is not None:
@@ -155,7 +130,7 @@ def _tell(
         click.echo("\n".join(report_lines(told, all_paths=all_paths)))
 
 
-def _reported(case: "Case", standing: Standing, order: Order, num_processes: int) -> "Report":
+def _reported(case: "Case", standing: Standing, order: Order) -> "Report":
     from client.planning.report import Effort, report
 
     spent_s = time.monotonic() - order.began_s
@@ -164,7 +139,7 @@ def _reported(case: "Case", standing: Standing, order: Order, num_processes: int
         first_plan_s=standing.first_plan_s,
         num_moves=standing.num_moves,
         moves_per_s=standing.num_moves / max(1e-9, spent_s - (standing.first_plan_s or 0.0)),
-        num_processes=num_processes,
+        num_processes=order.num_processes,
     )
     return report(case, standing, best_of(standing), effort)
 
@@ -177,7 +152,7 @@ def best_of(standing: Standing) -> PlanFound:
     """
     if standing.best is not None:
         return standing.best
-    reasons = [*standing.refused.values(), *standing.losses]
+    reasons = [*standing.refused, *standing.losses]
     raise NoPlan(reasons[0] if reasons else "no plan was found in time: raise --budget-s")
 
 
@@ -185,8 +160,7 @@ def _drawn(case: "Case", best: PlanFound) -> str:
     from client.planning.gantt import gantt_svg
     from skein.plan.route.evaluate import timeline
 
-    problem = replace(case.problem, path_len=best.path_len)
-    return gantt_svg(problem, best.routing, timeline(problem, best.routing), case.names)
+    return gantt_svg(case.problem, best.routing, timeline(case.problem, best.routing), case.names)
 
 
 def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
@@ -194,12 +168,12 @@ def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
 
     bound_s = None if standing.bound is None else min(standing.bound.seconds, best.step_s)
     document = plan_document(
-        replace(case.problem, path_len=best.path_len),
+        case.problem,
         best.routing,
         predicted_s=best.step_s,
         lower_bound_s=bound_s,
     )
-    document |= {"objective": case.objective.value, "method": best.method, "seed": best.seed}
+    document |= {"objective": case.objective.value, "method": SEARCH, "seed": best.seed}
     _write(out, json.dumps(document) + "\n")
 
 
@@ -281,117 +255,3 @@ class _Progress:
         print("\r" + words.ljust(self._width), end="", file=sys.stderr, flush=True)
         self._width = max(self._width, len(words))
         self._told_at_s = self._now()
-
-
-# --- compare ---
-
-
-@click.command(name="compare")
-@_instance_argument
-@click.option(
-    "--methods", default=",".join(METHODS), show_default=True, help="Which ones, separated by commas."
-)
-@_budget_option
-@_seed_option
-@_rounds_option
-@_objective_option
-@_json_option
-def compare(
-    instance: Path,
-    *,
-    methods: str,
-    budget_s: float,
-    seed: int,
-    num_rounds: int | None,
-    objective: str | None,
-    is_json: bool,
-) -> int:
-    """Tabulate methods for INSTANCE, one after the other, each with the whole budget.
-
-    Ctrl-C leaves the rest out: what is done is printed all the same.
-    """
-    from client.cli.show import print_json, print_table
-
-    names = _method_names(methods)
-    text = read_text(instance)
-    rows: list[dict[str, object]] = []
-    is_interrupted = False
-    for name in names:
-        order = Order(
-            method=name,
-            objective=None if objective is None else Objective(objective),
-            seed=seed,
-            num_processes=1,
-            budget_s=budget_s,
-            num_rounds=num_rounds,
-            began_s=time.monotonic(),
-            wants_others=False,
-        )
-        hunted = hunt(text, str(instance), order, on_news=lambda *_: None)
-        if is_interrupted := hunted.is_interrupted:
-            break
-        rows.append(_row(name, hunted))
-    bounds = [bound for row in rows if isinstance(bound := row["lower_bound_s"], float)]
-    for row in rows:
-        row |= {"lower_bound_s": max(bounds, default=None)}
-        row |= {"gap": _gap(row)}
-    if is_json:
-        for row in rows:
-            print_json(row)
-    else:
-        print_table(
-            ("METHOD", "STEP", "JITTERED", "GAP", "CPU", "NOTE"),
-            map(_cells, rows),
-            nothing="no method is done",
-        )
-    if is_interrupted:
-        return INTERRUPTED
-    if not any(row["step_s"] is not None for row in rows):
-        raise NoPlan(f"none of {', '.join(names)} has a plan")
-    return DONE
-
-
-def _method_names(methods: str) -> list[str]:
-    names = [name.strip() for name in methods.split(",")]
-    for name in names:
-        if name not in METHODS:
-            raise click.BadParameter(f"{name!r}: give some of {', '.join(METHODS)}", param_hint="--methods")
-    return names
-
-
-def _row(name: str, hunted: Hunted) -> dict[str, object]:
-    standing = hunted.standing
-    best, bound = standing.best, standing.bound
-    return {
-        "method": name,
-        "objective": hunted.case.objective.value,
-        "step_s": None if best is None else best.step_s,
-        "jittered_mean_s": None if best is None else best.jittered_s,
-        "lower_bound_s": None if bound is None else bound.seconds,
-        "cpu_s": standing.cpu_s_by_member.get(0),
-        "reason": standing.refused.get(name)
-        or "; ".join(standing.losses)
-        or ("no plan in time" if best is None else ""),
-    }
-
-
-def _gap(row: Mapping[str, object]) -> float | None:
-    step_s, bound_s = row["step_s"], row["lower_bound_s"]
-    return (
-        step_s / bound_s - 1 if isinstance(step_s, float) and isinstance(bound_s, float) and bound_s else None
-    )
-
-
-def _cells(row: Mapping[str, object]) -> tuple[str, ...]:
-    def figure(key: str, unit: str = " s", factor: float = 1.0) -> str:
-        value = row[key]
-        return f"{value * factor:.4g}{unit}" if isinstance(value, float) else "-"
-
-    return (
-        str(row["method"]),
-        figure("step_s"),
-        figure("jittered_mean_s"),
-        figure("gap", " %", 100.0),
-        figure("cpu_s"),
-        str(row["reason"]),
-    )

@@ -7,9 +7,7 @@ from enum import StrEnum
 from skein.errors import SkeinError
 
 SEARCH = "search"
-"""The method that is ours; the others are in `skein.plan.methods`."""
-METHODS = (SEARCH, "skippipe", "skip-blind", "dt-fm", "full", "full-matched", "round-robin")
-"""All by name, here because their table takes long to import."""
+"""What plan files and reports say of how a plan was found."""
 
 
 class Objective(StrEnum):
@@ -24,11 +22,10 @@ class NoPlan(SkeinError):
 
 
 class Role(StrEnum):
-    """What a member does: look for plans, prove bounds, or see what simpler methods reach."""
+    """What a member does: look for plans, or prove bounds."""
 
     PLAN = "plan"
     BOUND = "bound"
-    OTHERS = "others"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,6 @@ class Errand:
     Args:
         role: what to do.
         objective: None: as the case implies.
-        methods: whose plans; one for `PLAN`.
         seed: of all draws.
         budget_s: seconds from the member's start.
         num_rounds: search so many rounds of fixed size instead, whatever time they take.
@@ -47,7 +43,6 @@ class Errand:
 
     role: Role
     objective: Objective | None
-    methods: tuple[str, ...] = (SEARCH,)
     seed: int = 0
     budget_s: float = 10.0
     num_rounds: int | None = None
@@ -66,7 +61,6 @@ def errand_of(argument: str) -> Errand:
     return Errand(
         role=Role(given["role"]),
         objective=None if objective is None else Objective(objective),
-        methods=tuple(given["methods"]),
         seed=given["seed"],
         budget_s=given["budget_s"],
         num_rounds=given["num_rounds"],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from client.planning.errand import SEARCH, Errand, Objective, Role
+from client.planning.errand import Errand, Objective, Role
 from client.planning.portfolio import Portfolio, Standing
 from skein.errors import UserError
 from skein.own import install_hint
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from client.planning.case import Case
 
 STANDARD_INPUT = Path("-")
-OTHERS = ("round-robin", "full-matched")
-"""Quick methods that a plan is compared with."""
-_LEAST_S_FOR_OTHERS = 5.0
 _REPORT_S = 0.3
 """Kept for telling: a budget covers the command from its start to its end."""
 _START_UP_S = 3.0
@@ -36,24 +33,20 @@ class Order:
     """What is wanted of a hunt.
 
     Args:
-        method: whose plan.
         objective: None: as the case implies.
         seed: of the first process; the n-th one after it has `seed + n`.
-        num_processes: how many search at once; methods other than the search run in one.
+        num_processes: how many search at once.
         budget_s: seconds from `began_s` to the report.
         num_rounds: search so many rounds, however long that takes; None: until the budget is spent.
         began_s: when the command began, on the monotonic clock.
-        wants_others: whether to see what quick methods reach, if there is time.
     """
 
-    method: str
     objective: Objective | None
     seed: int
     num_processes: int
     budget_s: float
     num_rounds: int | None
     began_s: float
-    wants_others: bool
 
     @property
     def until_s(self) -> float:
@@ -66,7 +59,6 @@ class Hunted:
 
     case: "Case"
     standing: Standing
-    num_processes: int
     is_interrupted: bool
 
 
@@ -86,11 +78,10 @@ def hunt(
         NoPlan: nothing fits.
     """
     _require_planner()
-    num_processes = order.num_processes if order.method == SEARCH else 1
     is_interrupted = False
     with _terminable(), Portfolio(text) as portfolio:
-        for number in range(num_processes):
-            portfolio.send(_errand(order, Role.PLAN, (order.method,), order.seed + number), is_contender=True)
+        for number in range(order.num_processes):
+            portfolio.send(_errand(order, Role.PLAN, order.seed + number))
         # Members read the case at the same time; a mistake in it is told here, once.
         from client.planning.case import case_of
 
@@ -100,11 +91,11 @@ def hunt(
             for has_changed in portfolio.news(order.until_s):
                 if standing.best is not None and standing.first_plan_s is None:
                     standing.first_plan_s = time.monotonic() - order.began_s
-                    _send_company(portfolio, order)
+                    portfolio.send(_errand(order, Role.BOUND, order.seed, cutoff_s=standing.best.step_s))
                 on_news(case, standing, has_changed)
         except KeyboardInterrupt:
             is_interrupted = True
-    return Hunted(case=case, standing=standing, num_processes=num_processes, is_interrupted=is_interrupted)
+    return Hunted(case=case, standing=standing, is_interrupted=is_interrupted)
 
 
 def _require_planner() -> None:
@@ -114,24 +105,11 @@ def _require_planner() -> None:
             raise UserError("plan", library, f"is not installed: {install_hint('planner')}")
 
 
-def _send_company(portfolio: Portfolio, order: Order) -> None:
-    """Once there is a plan: who proves bounds, and who looks at other methods."""
-    best = portfolio.standing.best
-    assert best is not None
-    portfolio.send(_errand(order, Role.BOUND, (), order.seed, cutoff_s=best.step_s), is_contender=False)
-    others = tuple(method for method in OTHERS if method != order.method)
-    if order.wants_others and order.budget_s >= _LEAST_S_FOR_OTHERS:
-        portfolio.send(_errand(order, Role.OTHERS, others, order.seed), is_contender=False)
-
-
-def _errand(
-    order: Order, role: Role, methods: tuple[str, ...], seed: int, cutoff_s: float | None = None
-) -> Errand:
+def _errand(order: Order, role: Role, seed: int, cutoff_s: float | None = None) -> Errand:
     left_s = order.began_s + order.budget_s - _REPORT_S - time.monotonic()
     return Errand(
         role=role,
         objective=order.objective,
-        methods=methods,
         seed=seed,
         budget_s=max(0.0, left_s),
         num_rounds=order.num_rounds,

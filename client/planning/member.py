@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from client.planning.case import Case, case_of
-from client.planning.errand import SEARCH, Errand, Role, errand_of
+from client.planning.errand import Errand, Role, errand_of
 from client.planning.messages import (
     Bounded,
     Compiling,
@@ -52,12 +52,8 @@ def told(text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
     match errand.role:
         case Role.BOUND:
             yield from _bounds(problem, errand.cutoff_s)
-        case Role.PLAN | Role.OTHERS:
-            for method in errand.methods:
-                if method == SEARCH:
-                    yield from _searched(case, errand, until_s, now)
-                else:
-                    yield from _planned(problem, method, errand.seed, lambda: now() < until_s)
+        case Role.PLAN:
+            yield from _searched(case, errand, until_s, now)
     yield Ended(cpu_s=time.process_time())
 
 
@@ -74,27 +70,7 @@ def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
             yield best
 
 
-def _planned(problem: Problem, method: str, seed: int, may_go_on: Callable[[], bool]) -> Iterator[Message]:
-    """The plan of a method that tells only at its end."""
-    from skein.plan.methods.table import METHODS
-    from skein.plan.route.evaluate import jittered_mean_s, timeline
-
-    found = METHODS[method](problem, seed=seed, may_go_on=may_go_on)
-    if isinstance(found, Infeasible):
-        yield Refused(method=method, reason=found.reason)
-        return
-    solved, routing = found
-    yield plan_found(
-        routing,
-        method=method,
-        seed=seed,
-        path_len=solved.path_len,
-        step_s=timeline(solved, routing).step_s,
-        jittered_s=jittered_mean_s(solved, routing),
-    )
-
-
-# --- our search ---
+# --- the search ---
 
 
 def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], float]) -> Iterator[Message]:
@@ -104,13 +80,13 @@ def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], floa
 
     problem = case.searched
     if problem.reduction is None and case.start is None and (first := first_plan(problem)) is not None:
-        yield _at_once(problem, errand.seed, *first)
+        yield _at_once(errand.seed, *first)
     if not _is_compiled():
         yield Compiling()
     search = Search(problem, seed=errand.seed, start=case.start)
     found = search.begin() if search.best is None else search.best
     if isinstance(found, Infeasible):
-        yield Refused(method=SEARCH, reason=found.reason)
+        yield Refused(reason=found.reason)
         return
     yield _news(search, errand.seed)
     if errand.num_rounds is None:
@@ -135,14 +111,12 @@ def _is_compiled() -> bool:
     return not isinstance(kept_at, str) or any(Path(kept_at).glob("anneal.anneal-*.nbi"))
 
 
-def _at_once(problem: Problem, seed: int, routing: Routing, makespan_s: float) -> PlanFound:
+def _at_once(seed: int, routing: Routing, makespan_s: float) -> PlanFound:
     # Nothing takes more than 3 % longer under 3 % jitter, so no order does.
     jittered_s = (1 + _JITTER) * makespan_s
     return plan_found(
         routing,
-        method=SEARCH,
         seed=seed,
-        path_len=problem.path_len,
         step_s=makespan_s,
         jittered_s=jittered_s,
     )
@@ -152,9 +126,7 @@ def _news(search: "Search", seed: int) -> Message:
     assert search.best is not None
     return plan_found(
         search.best.routing,
-        method=SEARCH,
         seed=seed,
-        path_len=search.problem.path_len,
         step_s=search.best.step_s,
         jittered_s=search.best.jittered_s,
     )

@@ -14,14 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFound:
-    """A better routing than this member had before.
+    """A better routing than this member had before."""
 
-    `path_len` is that of the problem which the routing solves: a full pipeline has longer paths than were asked for.
-    """
-
-    method: str
     seed: int
-    path_len: int
     step_s: float
     jittered_s: float
     worker_of: tuple[int, ...]
@@ -43,9 +38,8 @@ class PlanFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A method has no plan."""
+    """There is no plan."""
 
-    method: str
     reason: str
 
 
@@ -83,14 +77,10 @@ _KINDS: dict[str, type[Message]] = {
 }
 
 
-def plan_found(
-    routing: "Routing", *, method: str, seed: int, path_len: int, step_s: float, jittered_s: float
-) -> PlanFound:
+def plan_found(routing: "Routing", *, seed: int, step_s: float, jittered_s: float) -> PlanFound:
     """The message about a routing."""
     return PlanFound(
-        method=method,
         seed=seed,
-        path_len=path_len,
         step_s=step_s,
         jittered_s=jittered_s,
         worker_of=tuple(routing.worker_of.tolist()),

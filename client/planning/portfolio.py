@@ -45,8 +45,7 @@ class Standing:
     first_plan_s: float | None = None
     bound: Bounded | None = None
     is_compiling: bool = False
-    plans: dict[str, PlanFound] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     num_moves_by_member: dict[int, int] = field(default_factory=dict)
     cpu_s_by_member: dict[int, float] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
@@ -60,20 +59,17 @@ class Standing:
     def num_moves(self) -> int:
         return sum(self.num_moves_by_member.values())
 
-    def take(self, member: int, message: Message, *, is_contender: bool) -> bool:
+    def take(self, member: int, message: Message) -> bool:
         """Be as far as `message` says; whether the best plan or the bound is another now."""
         match message:
             case PlanFound():
-                known = self.plans.get(message.method)
-                if known is None or _order(message) < _order(known):
-                    self.plans[message.method] = message
-                if is_contender and (self.best is None or _order(message) < _order(self.best)):
+                if self.best is None or _order(message) < _order(self.best):
                     self.best = message
                     return True
             case Compiling():
                 self.is_compiling = True
-            case Refused(method=method, reason=reason):
-                self.refused[method] = reason
+            case Refused(reason=reason):
+                self.refused.append(reason)
             case Progressed(num_moves=num_moves):
                 self.num_moves_by_member[member] = num_moves
             case Bounded():
@@ -96,7 +92,6 @@ class _Member:
 
     number: int
     errand: Errand
-    is_contender: bool
     process: "subprocess.Popen[str]"
     log: Path
     has_ended: bool = False
@@ -132,8 +127,8 @@ class Portfolio:
             spent = psutil.Process(member.process.pid).cpu_times()
             self.standing.cpu_s_by_member.setdefault(member.number, spent.user + spent.system)
 
-    def send(self, errand: Errand, *, is_contender: bool) -> None:
-        """Start a member. A contender's plan may become the best one."""
+    def send(self, errand: Errand) -> None:
+        """Start a member."""
         assert self._folder is not None, "entered"
         log = self._folder / f"{len(self._members)}.log"
         with (self._folder / _INPUT).open("rb") as given, log.open("wb") as errors:
@@ -146,7 +141,7 @@ class Portfolio:
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
         self._files.enter_context(process.stdout or contextlib.nullcontext())
-        member = _Member(len(self._members), errand, is_contender, process, log)
+        member = _Member(len(self._members), errand, process, log)
         self._members.append(member)
         threading.Thread(target=self._listen, args=(member,), daemon=True).start()
 
@@ -177,8 +172,7 @@ class Portfolio:
                 self._end(member)
                 yield False
             elif line.endswith("\n"):  # a killed member's last line may be cut
-                message = message_of(line)
-                yield self.standing.take(member.number, message, is_contender=member.is_contender)
+                yield self.standing.take(member.number, message_of(line))
 
     def _end(self, member: _Member) -> None:
         """Note that a member has ended, and with which words if it broke."""
@@ -187,5 +181,6 @@ class Portfolio:
         if code != 0:
             said = member.log.read_text(encoding="utf-8", errors="replace")
             lines = said.strip().splitlines() or [f"exit code {code}"]
-            what = " ".join(member.errand.methods) if member.is_contender else member.errand.role.value
-            self.standing.losses.append(f"{what} (seed {member.errand.seed}) broke: {lines[-1]}")
+            self.standing.losses.append(
+                f"{member.errand.role.value} (seed {member.errand.seed}) broke: {lines[-1]}"
+            )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from client.planning.account import (
     transfer_counts,
 )
 from client.planning.case import Case, without_reduction
-from client.planning.errand import Objective
+from client.planning.errand import SEARCH, Objective
 from client.planning.messages import Bounded, PlanFound
 from client.planning.portfolio import Standing
 from skein.plan.agreeing.estimates import Estimate
@@ -99,16 +99,6 @@ class LinkRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """Another method's plan, and why it is not this one."""
-
-    method: str
-    step_s: float | None
-    jittered_mean_s: float | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRow:
     """No plan is faster than `seconds`; `gap` is how far above it this one is, as a share of it."""
 
@@ -149,20 +139,19 @@ class Report:
     workers: tuple[WorkerRow, ...]
     links: tuple[LinkRow, ...]
     aggregation: Estimate | None
-    alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
     effort: Effort
 
 
 def report(case: Case, standing: Standing, plan: PlanFound, effort: Effort) -> Report:
     """The report on `plan`."""
-    problem = replace(case.problem, path_len=plan.path_len)
+    problem = case.problem
     routing = plan.routing
     times = timeline(problem, routing)
     bound = None if standing.bound is None else _bound(standing.bound, plan.step_s)
     return Report(
         instance=problem.name,
-        method=plan.method,
+        method=SEARCH,
         seed=plan.seed,
         objective=case.objective,
         num_workers=problem.num_workers,
@@ -179,7 +168,6 @@ def report(case: Case, standing: Standing, plan: PlanFound, effort: Effort) -> R
         workers=_workers(case, problem, routing),
         links=_links(case, problem, routing),
         aggregation=case.cost,
-        alternatives=alternatives(standing, plan),
         warnings=(
             *case.remarks,
             *_doubts(case, problem, routing),
@@ -327,40 +315,6 @@ def _links(case: Case, problem: Problem, routing: Routing) -> tuple[LinkRow, ...
     return tuple(
         sorted(rows, key=lambda row: (-row.tensors_s, -(row.tensor_bytes or 0) - row.reduction_bytes))
     )
-
-
-def alternatives(standing: Standing, plan: PlanFound) -> tuple[Alternative, ...]:
-    """What other methods found, the best first, and what they could not do."""
-    others = sorted(
-        (x for x in standing.plans.values() if x.method != plan.method), key=lambda x: x.jittered_s
-    )
-    found = [
-        Alternative(
-            method=x.method,
-            step_s=x.step_s,
-            jittered_mean_s=x.jittered_s,
-            reason=_compared(x.jittered_s, plan.jittered_s),
-        )
-        for x in others
-    ]
-    refused = [
-        Alternative(method=method, step_s=None, jittered_mean_s=None, reason=reason)
-        for method, reason in sorted(standing.refused.items())
-    ]
-    return (*found, *refused)
-
-
-def _compared(other_s: float, own_s: float) -> str:
-    """
-    >>> _compared(110.0, 100.0), _compared(100.0, 100.0), _compared(90.0, 100.0)
-    ('10.0 % slower', 'equally fast', '10.0 % faster: more time may find as good a plan')
-    """
-    share = other_s / own_s - 1 if own_s > 0 else 0.0
-    if abs(share) < _MARGIN:
-        return "equally fast"
-    if share > 0:
-        return f"{share:.1%} slower".replace("%", " %")
-    return f"{-share:.1%} faster: more time may find as good a plan".replace("%", " %", 1)
 
 
 def _doubts(case: Case, problem: Problem, routing: Routing) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from client.planning.errand import Objective
-from client.planning.report import Alternative, Report, StepParts, SubsetRow
+from client.planning.report import Report, StepParts, SubsetRow
 from skein.units import format_bytes
 
 _MAX_SUBSETS = 12
@@ -25,7 +25,6 @@ def report_lines(report: Report, *, all_paths: bool) -> Iterator[str]:
     yield from _section("links", _links(report))
     if report.aggregation is not None:
         yield from _section("aggregation", iter((report.aggregation.words,)))
-    yield from _section("other methods", _alternatives(report.alternatives))
     yield from _section("search", _effort(report))
 
 
@@ -132,15 +131,6 @@ def _links(report: Report) -> Iterator[str]:
     yield from table(("LINK", "TENSORS", "BYTES", "AGGREGATION", "TIME"), rows)
     if len(report.links) > _MAX_LINKS:
         yield f"and {len(report.links) - _MAX_LINKS} more: --json has all"
-
-
-def _alternatives(alternatives: Sequence[Alternative]) -> Iterator[str]:
-    rows = [
-        (x.method, "-" if x.jittered_mean_s is None else seconds(x.jittered_mean_s), x.reason)
-        for x in alternatives
-    ]
-    if rows:
-        yield from table(("METHOD", "JITTERED", "REJECTED BECAUSE"), rows)
 
 
 def _effort(report: Report) -> Iterator[str]:

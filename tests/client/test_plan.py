@@ -1,4 +1,4 @@
-"""`skein plan` and `skein plan compare`: what they print, write and answer with."""
+"""`skein plan`: what it prints, writes and answers with."""
 
 import importlib.util
 import json
@@ -108,7 +108,6 @@ def test_json_is_one_object_and_repeats_exactly(instance_file: Path, capsys: Cap
     parts, bound = found[0]["parts"], found[0]["bound"]
     assert parts["step_s"] == pytest.approx(parts["makespan_s"] + parts["exposed_s"])
     assert bound["gap"] == pytest.approx(parts["step_s"] / bound["seconds"] - 1)
-    assert [row["method"] for row in found[0]["alternatives"]]
 
 
 def test_several_processes_find_what_the_best_of_them_finds(instance_file: Path, capsys: Captured) -> None:
@@ -148,27 +147,11 @@ def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:
     assert "aggregation" not in list(report_lines(bare, all_paths=False))
 
 
-def test_compare_tabulates_methods_against_one_bound(instance_file: Path, capsys: Captured) -> None:
-    command = ["plan", "compare", str(instance_file), *ROUNDS, "--methods", "search,round-robin,full"]
-    assert run([*command, "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["method"] for row in rows] == ["search", "round-robin", "full"]
-    assert len({row["lower_bound_s"] for row in rows}) == 1
-    search, *others = rows
-    for row in others:
-        assert row["jittered_mean_s"] >= search["jittered_mean_s"]
-        assert row["gap"] == pytest.approx(row["step_s"] / row["lower_bound_s"] - 1)
-    assert all(row["cpu_s"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
         (["nowhere.json"], 2, "error: instance: 'nowhere.json': No such file or directory; give an instance (JSON)"),
-        (["nowhere.json", "--method", "magic"], 2, "error: Invalid value for '--method': 'magic' is not one of"),
         (["nowhere.json", "--budget-s", "0"], 2, "error: Invalid value for '--budget-s'"),
-        (["compare", "nowhere.json", "--methods", "search,magic"], 2, "error: Invalid value for --methods: 'magic'"),
-        (["compare", "nowhere.json", "--methods", ""], 2, "error: Invalid value for --methods: '': give some of"),
         (["nowhere.json", "--out", "no/x.json"], 2, "error: --out: 'no/x.json': give a file in a folder that exists"),
         (["nowhere.json", "--plot", "no/x.svg"], 2, "error: --plot: 'no/x.svg': give a file in a folder that exists"),
     ],
@@ -217,13 +200,6 @@ def test_without_the_planners_libraries_it_says_what_to_install(
     assert capsys.readouterr().err == (
         "error: plan: 'numba': is not installed: pip install '.[planner]' in Skein's source folder\n"
     )
-
-
-def test_help_names_compare(capsys: Captured) -> None:
-    assert run(["plan", "--help"]) == 0
-    assert "skein plan compare INSTANCE" in capsys.readouterr().out
-    assert run(["plan", "compare", "--help"]) == 0
-    assert "--methods" in capsys.readouterr().out
 
 
 # --- the report ---

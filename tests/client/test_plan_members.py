@@ -4,13 +4,14 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import psutil
 import pytest
 
 from client.planning.case import case_of
-from client.planning.errand import METHODS, Errand, Objective, Role, errand_argument, errand_of
+from client.planning.errand import Errand, Objective, Role, errand_argument, errand_of
 from client.planning.first import first_plan
 from client.planning.hunt import Order, hunt
 from client.planning.member import rounds_in_time, told
@@ -26,7 +27,6 @@ from client.planning.messages import (
     message_of,
 )
 from client.planning.portfolio import Portfolio, Standing
-from skein.plan.methods.table import METHODS as TABLE
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.search import Found, Search
 from tests.support.instances import instance
@@ -43,13 +43,9 @@ def clock(tick_s: float) -> Callable[[], float]:
     return lambda: next(times) * tick_s
 
 
-def plan(
-    *, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0, method: str = "search"
-) -> PlanFound:
+def plan(*, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0) -> PlanFound:
     return PlanFound(
-        method=method,
         seed=seed,
-        path_len=2,
         step_s=step_s,
         jittered_s=jittered_s,
         worker_of=(0, 1),
@@ -64,10 +60,6 @@ def found(errand: Errand, now: Callable[[], float]) -> list[Message]:
 
 
 # --- one member ---
-
-
-def test_method_names_are_those_of_the_table() -> None:
-    assert sorted(METHODS) == sorted(["search", *TABLE])
 
 
 def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
@@ -165,25 +157,17 @@ def test_a_machine_that_slows_down_halfway_ends_soon_after_its_time() -> None:
 def test_bounds_rise_and_never_pass_a_plan() -> None:
     plans = told(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3))
     best_s = min(x.step_s for x in plans if isinstance(x, PlanFound))
-    errand = Errand(role=Role.BOUND, objective=Objective.STEP, methods=(), cutoff_s=best_s)
+    errand = Errand(role=Role.BOUND, objective=Objective.STEP, cutoff_s=best_s)
     bounds = [x.seconds for x in told(TEXT, errand) if isinstance(x, Bounded)]
     assert bounds == sorted(bounds)
     assert 0 < bounds[-1] <= best_s
-
-
-def test_other_methods_tell_a_plan_or_why_there_is_none() -> None:
-    methods = ("round-robin", "full")
-    messages = list(told(TEXT, Errand(role=Role.OTHERS, objective=None, methods=methods)))[:-1]
-    assert [x.method for x in messages if isinstance(x, PlanFound | Refused)] == list(methods)
-    full = next(x for x in messages if isinstance(x, PlanFound) and x.method == "full")
-    assert full.path_len == 3
 
 
 @pytest.mark.parametrize(
     "message",
     [
         plan(jittered_s=0.1 + 0.2),
-        Refused(method="full", reason="“no”\nway"),
+        Refused(reason="“no”\nway"),
         Compiling(),
         Progressed(num_moves=3),
         Bounded(seconds=1e-17, binding="trip", parts=(("trip", 1e-17), ("slots", 0.0))),
@@ -197,9 +181,7 @@ def test_a_message_survives_its_line(message: Message) -> None:
 
 
 def test_an_errand_survives_its_argument() -> None:
-    errand = Errand(
-        role=Role.BOUND, objective=Objective.STEP, methods=("full",), seed=3, num_rounds=2, cutoff_s=1.5
-    )
+    errand = Errand(role=Role.BOUND, objective=Objective.STEP, seed=3, num_rounds=2, cutoff_s=1.5)
     assert errand_of(errand_argument(errand)) == errand
 
 
@@ -214,7 +196,7 @@ def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -
         (plan(seed=1, step_s=9.0, jittered_s=11.0), True),
         (plan(seed=5, step_s=9.0, jittered_s=11.0), False),
     ]
-    assert [standing.take(0, found, is_contender=True) for found, _ in steps] == [new for _, new in steps]
+    assert [standing.take(0, found) for found, _ in steps] == [new for _, new in steps]
     assert standing.best is not None
     assert standing.best.seed == 1
 
@@ -222,23 +204,15 @@ def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -
 def test_a_search_that_compiles_is_waited_for_until_it_gets_somewhere() -> None:
     standing, held_up = Standing(), []
     for message in (plan(), Compiling(), Progressed(num_moves=1)):
-        standing.take(0, message, is_contender=True)
+        standing.take(0, message)
         held_up.append(standing.is_held_up)
     assert held_up == [False, True, False]
-
-
-def test_company_never_takes_the_lead() -> None:
-    standing = Standing()
-    standing.take(0, plan(), is_contender=True)
-    assert not standing.take(1, plan(jittered_s=1.0, method="full"), is_contender=False)
-    assert standing.best == plan()
-    assert standing.plans["full"].jittered_s == 1.0
 
 
 def test_a_bound_is_never_replaced_by_a_lower_one() -> None:
     standing = Standing()
     for seconds in (3.0, 5.0, 4.0):
-        standing.take(0, Bounded(seconds=seconds, binding="x", parts=()), is_contender=False)
+        standing.take(0, Bounded(seconds=seconds, binding="x", parts=()))
     assert standing.bound is not None
     assert standing.bound.seconds == 5.0
 
@@ -254,19 +228,19 @@ def portfolio() -> Iterator[Portfolio]:
 
 def test_a_member_that_breaks_costs_no_plan_and_is_told(portfolio: Portfolio) -> None:
     good = Errand(role=Role.PLAN, objective=None, num_rounds=0)
-    broken = Errand(role=Role.PLAN, objective=None, methods=("nonsense",), seed=7)
-    portfolio.send(broken, is_contender=True)
-    portfolio.send(good, is_contender=True)
+    broken = Errand(role=Role.PLAN, objective=cast("Objective", "nonsense"), seed=7)
+    portfolio.send(broken)
+    portfolio.send(good)
     for _ in portfolio.news(time.monotonic() + END_S):
         pass
     assert portfolio.standing.best is not None
     [loss] = portfolio.standing.losses
-    assert loss.startswith("nonsense (seed 7) broke: KeyError")
+    assert loss == "plan (seed 7) broke: ValueError: 'nonsense' is not a valid Objective"
 
 
 def test_leaving_ends_whoever_is_still_at_work() -> None:
     with Portfolio(TEXT) as portfolio:
-        portfolio.send(Errand(role=Role.PLAN, objective=None, budget_s=1e6), is_contender=True)
+        portfolio.send(Errand(role=Role.PLAN, objective=None, budget_s=1e6))
         news = portfolio.news(time.monotonic() + END_S)
         while portfolio.standing.best is None:
             next(news)
@@ -282,14 +256,12 @@ def test_an_interrupted_hunt_keeps_the_best_plan_so_far() -> None:
             raise KeyboardInterrupt
 
     order = Order(
-        method="search",
         objective=None,
         seed=0,
         num_processes=2,
         budget_s=END_S,
         num_rounds=None,
         began_s=time.monotonic(),
-        wants_others=False,
     )
     hunted = hunt(TEXT, "x", order, on_news=interrupt)
     assert hunted.is_interrupted

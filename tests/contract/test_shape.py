@@ -14,13 +14,13 @@ MAX_MODULES = 12
 MAX_LINES = 500
 SEVERAL_MODULES = {
     "Block", "Case", "CheckpointFiles", "Clock", "Control", "Copies", "Doors", "Doubt", "Driver",
-    "Effort", "Ended", "Entry", "Exchanges", "Fault", "Finding", "Folder", "Found", "Gathering",
+    "Effort", "Ended", "Exchanges", "Fault", "Finding", "Folder", "Found", "Gathering",
     "Group", "Held", "Joined", "Kept", "Kind", "Layout", "LinkSpec", "Measure", "Measured",
     "Memory", "Metrics", "Moves", "Network", "Norm", "OneBitAdam", "OneBitLamb", "OpKind",
-    "Opening", "Outbox", "Outcome", "Pace", "Part", "Patience", "PlacedOp", "Placement", "Pool",
+    "Opening", "Outbox", "Outcome", "Pace", "Part", "Patience", "Placement", "Pool",
     "Program", "Progressed", "Reach", "Refusal", "Refused", "Round", "Ruling", "Schedule",
     "Service", "Setting", "Shape", "Slot", "Span", "Standing", "State", "Stop", "TimePassed",
-    "Timing", "Traffic", "Trip", "Trips", "Visit", "Windows",
+    "Timing", "Traffic", "Windows",
 }  # fmt: skip
 """Classes of one name in more than one module."""
 LARGE_PACKAGES: set[str] = set()

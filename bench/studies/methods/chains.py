@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.methods.genetic import dt_fm_scoring, place
-from skein.plan.methods.matching import POWERS, Chains, chains_s, exchanged, matched
-from skein.plan.methods.method import MayGoOn
-from skein.plan.methods.rotation import chain_paths, jump_refusal, own_chains, turning_paths
+from bench.studies.methods.genetic import dt_fm_scoring, place
+from bench.studies.methods.matching import POWERS, Chains, chains_s, exchanged, matched
+from bench.studies.methods.method import MayGoOn
+from bench.studies.methods.rotation import chain_paths, jump_refusal, own_chains, turning_paths
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing

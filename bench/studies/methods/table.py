@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from skein.plan.methods.chains import dt_fm, full, full_matched, round_robin
-from skein.plan.methods.method import Method
-from skein.plan.methods.skippipe import skip_blind, skippipe
+from bench.studies.methods.chains import dt_fm, full, full_matched, round_robin
+from bench.studies.methods.method import Method
+from bench.studies.methods.skippipe import skip_blind, skippipe
 
 METHODS: Mapping[str, Method] = {
     "round-robin": round_robin,

@@ -1,7 +1,6 @@
 """Problems drawn at random: unequal workers and links, both layouts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -47,17 +46,3 @@ def drawn_problem(
         slots=np.full(per_stage, num_slots),
         reduction=Reduction(num_bytes=np.full(len(sizes), 5e6), latency_s=latency_s, bytes_per_s=bytes_per_s),
     )
-
-
-def with_busy_links(problem: Problem) -> Problem:
-    """The same with links that carry one tensor at a time."""
-    assert problem.reduction is not None
-    return replace(problem, wire_s=problem.transfer_s - problem.reduction.latency_s)
-
-
-def always() -> bool:
-    return True
-
-
-def never() -> bool:
-    return False

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skein.plan.methods.conflicts import (
+from bench.studies.methods.conflicts import (
     Entry,
     Judge,
     Trips,
@@ -10,9 +10,9 @@ from skein.plan.methods.conflicts import (
     spread_over_stages,
     spread_over_workers,
 )
-from skein.plan.methods.genetic import place, skippipe_scoring
-from skein.plan.methods.method import MayGoOn
-from skein.plan.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
+from bench.studies.methods.genetic import place, skippipe_scoring
+from bench.studies.methods.method import MayGoOn
+from bench.studies.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.kernels.arrays import op_arrays

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.methods.method import MayGoOn
+from bench.studies.methods.method import MayGoOn
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import F64, I64, Problem
 from skein.types import Layout

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import numpy as np
 
-from skein.plan.methods.method import MayGoOn
-from skein.plan.methods.rotation import chain_paths, num_chains, origins_in_turn
+from bench.studies.methods.method import MayGoOn
+from bench.studies.methods.rotation import chain_paths, num_chains, origins_in_turn
 from skein.plan.route.evaluate import ordered, timeline
 from skein.plan.route.problem import F64, I64, Problem
 from skein.types import Layout

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, count, islice
 
-from skein.plan.methods.method import MayGoOn
-from skein.plan.methods.wave import Trip, Visit, Wave, Window, find_trip
+from bench.studies.methods.method import MayGoOn
+from bench.studies.methods.wave import Trip, Visit, Wave, Window, find_trip
 
 NUM_CANDIDATES = 32
 """Ways to spread the wave over the stages, after which workers are looked at."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skein.plan.methods.kernels import bottleneck, breed, score
-from skein.plan.methods.method import MayGoOn
+from bench.studies.methods.kernels import bottleneck, breed, score
+from bench.studies.methods.method import MayGoOn
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import F64, I64, Problem
 from skein.rng import stream
@@ -26,7 +26,7 @@ NUM_POINTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scoring:
-    """What a grouping costs, as arguments of `skein.plan.methods.kernels.score`, and what draws workers together."""
+    """What a grouping costs, as arguments of `bench.studies.methods.kernels.score`, and what draws workers together."""
 
     hop_s: F64
     share_s: F64
