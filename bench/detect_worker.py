@@ -18,7 +18,7 @@ from skein.protocol.worker.ops import Op, TensorKey
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.daemon import WorkerOptions, run_worker
-from worker.process import Setting
+from worker.process import WorkerSetting
 
 _POLL_S = 0.1
 
@@ -42,7 +42,7 @@ class StickyCompute(Compute):
         return super().run(op, operands)
 
 
-def sticky(told: Path, worker: ChaosWorker, setting: Setting) -> Setting:
+def sticky(told: Path, worker: ChaosWorker, setting: WorkerSetting) -> WorkerSetting:
     """`setting` behind wires, with ops that may get stuck."""
     return replace(behind_wires(worker, setting), compute=partial(StickyCompute, stuck=stuck_file(told)))
 

@@ -141,9 +141,9 @@ class Connection:
             except aio.AioRpcError as error:
                 await patience.endure(error)
 
-    def patience(self) -> "Patience":
+    def patience(self) -> "CallPatience":
         """How much of it is left in one call; renewed whenever there is progress."""
-        return Patience(self, self._patience_s if self._version is not None else 0.0)
+        return CallPatience(self, self._patience_s if self._version is not None else 0.0)
 
     async def watch(
         self, job: str, *, since: Key = (0, 0), is_following: bool = True
@@ -221,7 +221,7 @@ class Connection:
                 yield part
 
 
-class Patience:
+class CallPatience:
     """Time that a broken call may take to work again."""
 
     def __init__(self, connection: Connection, seconds: float) -> None:

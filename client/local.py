@@ -33,7 +33,7 @@ class NotStarted(SkeinError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class LocalService:
     """A running program and its log."""
 
     name: str
@@ -70,7 +70,7 @@ class LocalFleet:
         self._data_roots = tuple(data_roots)
         _, usual = split_address("coordinator", DEFAULT_TARGET)
         self.port, self.metrics_port = free_port(usual), free_port(usual + 1)
-        self.services: list[Service] = []
+        self.services: list[LocalService] = []
 
     @property
     def target(self) -> str:
@@ -145,7 +145,7 @@ class LocalFleet:
         process = start_tethered(
             module, arguments, log=log, environment=service_environment(self.num_workers)
         )
-        self.services.append(Service(name=name, process=process, log=log))
+        self.services.append(LocalService(name=name, process=process, log=log))
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
         until = time.monotonic() + READY_S
@@ -191,7 +191,7 @@ def _num_idle(client: Client) -> int:
     return sum(worker.state is WorkerState.IDLE for worker in client.workers())
 
 
-def _signal(service: Service, number: signal.Signals) -> None:
+def _signal(service: LocalService, number: signal.Signals) -> None:
     """To all of its process group, if any of it is left."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(service.process.pid, number)

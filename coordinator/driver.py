@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, assert_never
 
-from coordinator.filing import CheckpointFiles, Filing
+from coordinator.filing import CheckpointFolders, Filing
 from coordinator.records.journal import Journal
 from coordinator.streams import Stream
 from skein.errors import LocalError
@@ -153,7 +153,7 @@ class Driver:
         log: AppendLog,
         *,
         plan: AnswerPlan,
-        checkpoints: CheckpointFiles,
+        checkpoints: CheckpointFolders,
         clock: Callable[[], float],
         journal: Journal,
         meter: Meter,

@@ -17,7 +17,7 @@ from skein.types import Condition, JobId, Step
 _log = logging.getLogger("coordinator")
 
 
-class CheckpointFiles(Protocol):
+class CheckpointFolders(Protocol):
     """Where checkpoints lie. All block, perhaps for ever; they are called one at a time."""
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
@@ -36,7 +36,7 @@ class CheckpointFiles(Protocol):
 class Filing:
     """The files of all jobs' checkpoints. A place that does not answer holds the next question up for so long only."""
 
-    def __init__(self, files: CheckpointFiles) -> None:
+    def __init__(self, files: CheckpointFolders) -> None:
         self._files = files
         self._turn = asyncio.Lock()
         self._outside = Outside()

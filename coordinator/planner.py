@@ -45,7 +45,7 @@ _log = logging.getLogger("coordinator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """What a search has found so far, and what a step costs with its share of moving."""
 
     made: PlanMade
@@ -74,7 +74,7 @@ def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
     return Infeasible(reason=f"the planner made a plan that {wrong[0]}") if wrong else plan
 
 
-def search(asked: MakePlan, seed: int) -> Iterator[Found]:
+def search(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
     """Plans that hold, each better than the one before; nothing if none exists."""
     # Only here: the coordinator's own process starts without numba.
     from skein.plan.searched import make_plan as make_searched_plan
@@ -100,7 +100,7 @@ def search(asked: MakePlan, seed: int) -> Iterator[Found]:
         cost_s = plan.predicted_step_s + move_s / max(1, asked.steps_left)
         if cost_s < least_s:
             least_s = cost_s
-            yield Found(made=_answer(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
+            yield FoundPlan(made=_answer(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
 
 
 def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
@@ -122,7 +122,7 @@ async def plan_in_thread(asked: MakePlan) -> PlanMade:
 class _Searching(Protocol):
     """A Ray task whose results come one by one, as Ray's own types do not know it."""
 
-    def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[Found]]: ...
+    def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[FoundPlan]]: ...
 
 
 # --- as tasks: behind training and the coordinator, which Ray's own setting would put back as well ---
@@ -143,7 +143,7 @@ def _warm_up_behind() -> None:
     warm_up()
 
 
-def _search_behind(asked: MakePlan, seed: int) -> Iterator[Found]:
+def _search_behind(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
     _step_back()
     yield from search(asked, seed)
 
@@ -202,7 +202,7 @@ class RayPlanner:
 
     async def _portfolio(self, asked: MakePlan) -> PlanMade | None:
         """The best of several seeds within the time there is; None if none of them found anything."""
-        best: dict[int, Found] = {}
+        best: dict[int, FoundPlan] = {}
         searches = [self._follow(asked, number, best) for number in range(_num_seeds())]
         try:
             async with asyncio.timeout(asked.job.plan.budget_s + self._limit_s):
@@ -214,7 +214,7 @@ class RayPlanner:
         number = min(best, key=lambda n: (best[n].cost_s, n))
         return best[number].made
 
-    async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:
+    async def _follow(self, asked: MakePlan, number: int, best: dict[int, FoundPlan]) -> None:
         """Keep what search number `number` finds, for as long as it lives."""
         seed = key(asked.job.seed, "portfolio", number) if number else asked.job.seed
         stream = _search_task.remote(asked, seed)
@@ -224,7 +224,7 @@ class RayPlanner:
         except RayError as error:
             _log.warning("job=%s search %d was lost: %s", asked.job.name, number, _last_line(error))
         finally:
-            ray.cancel(cast("ray.ObjectRef[Found]", stream))
+            ray.cancel(cast("ray.ObjectRef[FoundPlan]", stream))
 
     # --- the compiler ---
 

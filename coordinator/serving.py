@@ -25,7 +25,7 @@ from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
 from coordinator.service.server import Service, listen
 from coordinator.telling.exposition import Exposition
 from coordinator.telling.joblines import FOLDER, JobLines
-from coordinator.telling.metrics import Metrics
+from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator.coordinator import Coordinator
@@ -84,12 +84,12 @@ class Serves:
     epoch: Epoch
 
 
-class Memory:
+class ReplayedLog:
     """What the run log says, as far as it has been replayed, and the driver that goes on from there."""
 
     def __init__(self, lease_s: float, state_dir: Path) -> None:
         self.machine = Coordinator(lease_s=lease_s, key=os.urandom(32))
-        self.metrics = Metrics()
+        self.metrics = CoordinatorMetrics()
         # A watcher that wants what is no longer kept reads it by way of the driver.
         self.lines = JobLines(state_dir / FOLDER)
         self.journal = Journal(lambda: self.driver.read_records(), lines=self.lines)
@@ -128,7 +128,7 @@ class Doors:
     exposition: Exposition | None
 
     @classmethod
-    async def open(cls, options: ServingOptions, metrics: Metrics) -> "Doors":
+    async def open(cls, options: ServingOptions, metrics: CoordinatorMetrics) -> "Doors":
         """Listen, standing by.
 
         Raises:
@@ -158,7 +158,7 @@ class Serving:
     """A coordinator that leads. Made by `start`, or by a standby's `lead`."""
 
     def __init__(
-        self, log: RunLog, patient: PatientLog, lead: Lead, memory: Memory, roster: Roster, doors: Doors
+        self, log: RunLog, patient: PatientLog, lead: Lead, memory: ReplayedLog, roster: Roster, doors: Doors
     ) -> None:
         self.driver = memory.driver
         self.metrics = memory.metrics
@@ -180,7 +180,7 @@ class Serving:
             UserError: the directory or an address cannot be had; the line says why.
             LocalError: the run log does not fit this release, or it was opened too often.
         """
-        clock, memory = wall_clock(), Memory(options.lease_s, options.state_dir)
+        clock, memory = wall_clock(), ReplayedLog(options.lease_s, options.state_dir)
         log = await _open_log(options, clock)
         with ExitStack() as undo:
             undo.callback(log.close)
@@ -194,7 +194,7 @@ class Serving:
         log: RunLog,
         options: ServingOptions,
         plan: AnswerPlan,
-        memory: Memory,
+        memory: ReplayedLog,
         doors: Doors,
         *,
         wrap: WrapLog,

@@ -8,11 +8,11 @@ import torch
 
 from skein.errors import LocalError
 from skein.wire.extra import DType, Refusal, TensorMeta
-from worker.transport.memory import Pool
+from worker.transport.memory import BufferPool
 
 _TORCH_BY_DTYPE = {dtype: getattr(torch, dtype) for dtype in DType}
 _DTYPE_BY_TORCH: dict[torch.dtype, DType] = {value: dtype for dtype, value in _TORCH_BY_DTYPE.items()}
-_POOL = Pool()
+_POOL = BufferPool()
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
 # --- values ---
@@ -68,33 +68,33 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class BundleFault:
     """Why something is not taken."""
 
     reason: Refusal
     text: str
 
 
-def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> Fault | None:
+def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> BundleFault | None:
     """What is wrong with an announcement of `tensors` in `num_bytes` bytes; None: it may be allocated."""
     metas = tuple(tensors)
     if len(metas) > limits.max_tensors:
-        return Fault(
+        return BundleFault(
             reason=Refusal.TOO_LARGE, text=f"{len(metas)} tensors, the limit is {limits.max_tensors}"
         )
     for meta in metas:
         if _NAME.fullmatch(meta.name) is None:
-            return Fault(reason=Refusal.CORRUPT, text=f"{meta.name[:256]!r} is no name of a tensor")
+            return BundleFault(reason=Refusal.CORRUPT, text=f"{meta.name[:256]!r} is no name of a tensor")
         if len(meta.shape) > limits.max_dims:
             text = f"{meta.name} has {len(meta.shape)} dims, the limit is {limits.max_dims}"
-            return Fault(reason=Refusal.TOO_LARGE, text=text)
+            return BundleFault(reason=Refusal.TOO_LARGE, text=text)
     if num_bytes > limits.max_bundle_bytes:
         text = f"{num_bytes} bytes, the limit is {limits.max_bundle_bytes}"
-        return Fault(reason=Refusal.TOO_LARGE, text=text)
+        return BundleFault(reason=Refusal.TOO_LARGE, text=text)
     expected = sum(meta.num_bytes for meta in metas)
     if expected != num_bytes:
         text = f"{num_bytes} bytes announced, dtypes and shapes need {expected}"
-        return Fault(reason=Refusal.CORRUPT, text=text)
+        return BundleFault(reason=Refusal.CORRUPT, text=text)
     return None
 
 

@@ -34,7 +34,9 @@ from worker.telling.logs import LogTail, begin_logging
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
-    from worker.process import Setting
+    from worker.process import WorkerSetting
+
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +88,9 @@ def main(options: WorkerOptions) -> int:
     return asyncio.run(run_worker(options))
 
 
-async def run_worker(options: WorkerOptions, *, adapt: "Callable[[Setting], Setting] | None" = None) -> int:
+async def run_worker(
+    options: WorkerOptions, *, adapt: "Callable[[WorkerSetting], WorkerSetting] | None" = None
+) -> int:
     """Be a worker until the coordinator or a signal ends it; the exit code: 0 done, 1 failed, 2 wrong options.
 
     The first SIGTERM or SIGINT asks the coordinator to take the work away, the second ends the process at once.
@@ -112,7 +116,7 @@ async def run_worker(options: WorkerOptions, *, adapt: "Callable[[Setting], Sett
         return await _be(replace(setting, secret=taken.secret))
 
 
-async def _be(setting: "Setting") -> int:
+async def _be(setting: "WorkerSetting") -> int:
     """Be the worker of this setting until the end; the exit code."""
     from worker.process import work
 
@@ -167,7 +171,7 @@ def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
 # --- options ---
 
 
-def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
+def _setting(options: WorkerOptions, log_lines: LogTail) -> "WorkerSetting":
     """What the options mean here.
 
     Raises:
@@ -187,14 +191,14 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "Setting":
         raise UserError("torch", "not installed", f"install it with: {install_hint('worker')}")
     import torch
 
-    from worker.process import Setting
+    from worker.process import WorkerSetting
 
     has_cuda = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
         hint = "torch finds no GPU that it can use; give cpu, or install torch for CUDA"
         raise UserError("device", options.device, hint)
     incarnation = Incarnation(secrets.token_hex(8))
-    return Setting(
+    return WorkerSetting(
         worker=WorkerId(options.name or _default_name(incarnation)),
         incarnation=incarnation,
         site=SiteId(options.site),

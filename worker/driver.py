@@ -55,20 +55,20 @@ from skein.wire.extra import LogLine, LogLines
 from worker.boundary import BoundaryLog, is_logged
 from worker.bundle import Bundle
 from worker.chunks.build import Builder, Files
-from worker.chunks.copies import Copies
-from worker.chunks.saving import Moves, Saver
+from worker.chunks.copies import ChunkCopies
+from worker.chunks.saving import MovingBytes, Saver
 from worker.compute.ops import Saved, operand_keys
 from worker.compute.payload import Payload, key_of, pack
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
-from worker.telling.metrics import Metrics
+from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import named, op_named, tell_report, unwatched
 from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)
 
 
-class Control(Protocol):
+class Uplink(Protocol):
     """The stream to the coordinator; `worker.transport.coordinator.ControlStream` is one."""
 
     def send(self, report: Upward) -> None: ...
@@ -84,7 +84,7 @@ class PeerLinks(Protocol):
     async def look_at(self, member: Member) -> Sight: ...
 
 
-class Driver:
+class WorkerDriver:
     """Drives one Worker machine from its inbox. Children live in `group`, which is left after `run` has returned.
 
     Args:
@@ -102,13 +102,13 @@ class Driver:
         inbox: WorkerInbox,
         *,
         group: asyncio.TaskGroup,
-        control: Control,
+        control: Uplink,
         peers: PeerLinks,
         executor: Executor,
         builder: Builder,
-        copies: Copies,
+        copies: ChunkCopies,
         files: Files,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         measure: Callable[[], Profile],
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
@@ -131,7 +131,7 @@ class Driver:
         self._is_measuring = False
         self._take_log_lines = take_log_lines
         self._on_generation = on_generation
-        self._moves = Moves(inbox.post, num_moved)
+        self._moves = MovingBytes(inbox.post, num_moved)
         asked = Outside() if outside is None else outside
         self._saver = Saver(files, asked, self._moves, metrics, places=builder.places)
         self._watch = watch

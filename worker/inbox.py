@@ -19,7 +19,7 @@ from skein.types import Generation, WorkerId
 from skein.wire.extra import Refusal
 from worker.bundle import Bundle
 from worker.compute.payload import PayloadStore, key_of
-from worker.telling.metrics import Metrics
+from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import tell_directive
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class WorkerInbox:
         memory_bytes: of payloads that came early, above which senders are asked to wait.
     """
 
-    def __init__(self, machine: Worker, *, metrics: Metrics, memory_bytes: int) -> None:
+    def __init__(self, machine: Worker, *, metrics: WorkerMetrics, memory_bytes: int) -> None:
         self.store = PayloadStore()
         self._machine = machine
         self._metrics = metrics

@@ -25,15 +25,15 @@ from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog
 from worker.bundle import WireTensor
 from worker.chunks.build import Builder
-from worker.chunks.copies import Copies
+from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Compute
 from worker.data.opening import Datasets
-from worker.driver import Driver
+from worker.driver import WorkerDriver
 from worker.executor import Executor
 from worker.inbox import WorkerInbox
 from worker.probe import measure_device
 from worker.service import PeerService
-from worker.telling.metrics import Metrics
+from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import unwatched
 from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
 from worker.transport.outbox import Dial
@@ -47,14 +47,14 @@ _FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class WorkerSetting:
     """Who a worker is and where; all that is needed to be one.
 
     `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
     `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
-    `watch` is told of moments as `worker.driver.Driver` says, and "before Give ..." to a peer that asks for state.
+    `watch` is told of moments as `WorkerDriver` says, and "before Give ..." to a peer that asks for state.
     `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept.
     """
 
@@ -82,7 +82,7 @@ class Setting:
     cache: Path | None = None
 
 
-async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
+async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
     """Be a worker until nothing depends on it; why it ended.
 
     Args:
@@ -93,7 +93,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
     """
     statistics = Statistics()
     compute = setting.compute(setting.device)
-    metrics = Metrics(statistics, compute.gauges)
+    metrics = WorkerMetrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         raise_open_files()
         server = open_server(token=setting.token)
@@ -109,7 +109,7 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
         # A half of its own for what is kept of this worker's chunks, and one for what is fetched.
         half_bytes = machine.identity.profile.memory_bytes // 2
         executor.compute.snapshots.memory_bytes = half_bytes
-        copies = Copies(executor, post=inbox.post, memory_bytes=half_bytes)
+        copies = ChunkCopies(executor, post=inbox.post, memory_bytes=half_bytes)
         service = PeerService(
             accepts=inbox.accepts,
             on_tensor=inbox.on_tensor,
@@ -136,14 +136,14 @@ async def work(setting: Setting, on_ready: Callable[[WorkerInbox], None]) -> Exi
 class _Parts:
     """What is there before the driver is."""
 
-    setting: Setting
+    setting: WorkerSetting
     machine: Worker
     inbox: WorkerInbox
     executor: Executor
-    copies: Copies
+    copies: ChunkCopies
     service: PeerService
 
-    async def drive(self, metrics: Metrics, statistics: Statistics) -> Exit:
+    async def drive(self, metrics: WorkerMetrics, statistics: Statistics) -> Exit:
         """Join the coordinator, and let the driver run to its end."""
         setting = self.setting
         dial: Dial = partial(open_channel, token=setting.token)
@@ -175,7 +175,7 @@ class _Parts:
                 outside=outside,
                 datasets=datasets,
             )
-            driver = Driver(
+            driver = WorkerDriver(
                 self.machine,
                 self.inbox,
                 group=group,
@@ -208,7 +208,7 @@ class _Parts:
 
 
 async def _give(
-    copies: Copies, watch: Callable[[str], None], request: FetchStateRequest
+    copies: ChunkCopies, watch: Callable[[str], None], request: FetchStateRequest
 ) -> Mapping[str, WireTensor] | None:
     watch(f"before Give {request.kind}")
     return await copies.give(request)
@@ -221,7 +221,7 @@ async def _settle() -> None:
         await asyncio.wait(others, timeout=_SETTLE_S)
 
 
-async def _identity(setting: Setting, executor: Executor, port: int) -> Identity:
+async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Identity:
     profile = await asyncio.wrap_future(executor.call(partial(setting.measure, setting.device)))
     if setting.memory_bytes is not None:
         profile = replace(profile, memory_bytes=min(setting.memory_bytes, profile.memory_bytes))

@@ -10,10 +10,10 @@ from bench.chaosing.wires import ChaosWorker
 from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST
 from worker.daemon import WorkerOptions, run_worker
-from worker.process import Setting
+from worker.process import WorkerSetting
 
 
-def behind_wires(worker: ChaosWorker, setting: Setting) -> Setting:
+def behind_wires(worker: ChaosWorker, setting: WorkerSetting) -> WorkerSetting:
     """`setting` with peers dialled through wires that can be cut."""
     return replace(setting, way_to=lambda address: worker.ways[address])
 

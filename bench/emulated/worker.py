@@ -23,7 +23,7 @@ from skein.topology.fleet import Profile
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.daemon import WorkerOptions, run_worker
-from worker.process import Setting
+from worker.process import WorkerSetting
 
 _log = logging.getLogger("worker.emulated")
 
@@ -73,7 +73,7 @@ class EmulatedCompute(Compute):
         self._num_late, self._late_s = 0, 0.0
 
 
-def adapted(worker: EmulatedWorker, setting: Setting) -> Setting:
+def adapted(worker: EmulatedWorker, setting: WorkerSetting) -> WorkerSetting:
     """`setting` with an emulated device behind emulated links."""
     profile = Profile(
         device="cpu",

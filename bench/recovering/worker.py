@@ -19,7 +19,7 @@ from skein.types import Step
 from worker.boundary import MEMORY_BYTES, BoundaryLog
 from worker.bundle import Bundle
 from worker.daemon import WorkerOptions, run_worker
-from worker.process import Setting
+from worker.process import WorkerSetting
 
 MODE_FILE = "mode"
 SPILLING_BYTES = 1 << 20
@@ -78,7 +78,7 @@ class Diary:
             self._last = name
 
 
-def told(folder: Path, name: str, setting: Setting) -> Setting:
+def told(folder: Path, name: str, setting: WorkerSetting) -> WorkerSetting:
     """`setting` of a worker that is told things by files."""
     fate, diary = Fate(folder / f"{name}.orders"), Diary(folder / f"{name}.moments")
 

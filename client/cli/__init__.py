@@ -12,23 +12,23 @@ from typing import NoReturn
 import click
 
 import skein
-from client.cli.verbs import Group, Program, Verb
+from client.cli.verbs import ProgramVerb, Verb, VerbGroup
 from skein.errors import SkeinError, UserError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 
-_COORDINATOR = Group(
+_COORDINATOR = VerbGroup(
     "coordinator",
     help="The service that decides.",
-    verbs={"up": Program(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")},
+    verbs={"up": ProgramVerb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")},
 )
-_WORKER = Group(
+_WORKER = VerbGroup(
     "worker",
     help="The daemon that trains.",
-    verbs={"up": Program(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")},
+    verbs={"up": ProgramVerb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")},
 )
-_CHECKPOINTS = Group(
+_CHECKPOINTS = VerbGroup(
     "checkpoints",
     help="List a job's checkpoints, or read them to see whether they are whole.",
     verbs={
@@ -44,7 +44,7 @@ _CHECKPOINTS = Group(
         ),
     },
 )
-_JOB = Group(
+_JOB = VerbGroup(
     "job",
     help="Job files.",
     verbs={
@@ -56,7 +56,7 @@ _JOB = Group(
         ),
     },
 )
-_LAB = Group(
+_LAB = VerbGroup(
     "lab",
     help="An emulated WAN on this machine.",
     verbs={
@@ -72,7 +72,7 @@ _LAB = Group(
         }.items()
     },
 )
-_VERBS: Mapping[str, Verb | Program | Group] = {
+_VERBS: Mapping[str, Verb | ProgramVerb | VerbGroup] = {
     "demo": Verb(
         help="Train, export and sample a small model, all on this machine.",
         module="client.cli.demo",
@@ -122,8 +122,8 @@ _VERBS: Mapping[str, Verb | Program | Group] = {
         module="client.cli.completion",
         attribute="completion",
     ),
-    "sim": Program(help="Simulate a job on a made-up fleet.", module="skein.sim"),
-    "bench": Program(help="Run a comparison (source checkout).", module="bench"),
+    "sim": ProgramVerb(help="Simulate a job on a made-up fleet.", module="skein.sim"),
+    "bench": ProgramVerb(help="Run a comparison (source checkout).", module="bench"),
 }
 
 
@@ -133,7 +133,7 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, is_asked: obj
         ctx.exit(DONE)
 
 
-root = Group(
+root = VerbGroup(
     "skein",
     help="Train large models on machines that come and go.",
     verbs=_VERBS,

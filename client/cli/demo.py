@@ -21,7 +21,7 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.files import outline
-from client.cli.job.follow import Progressed, follow, view
+from client.cli.job.follow import JobProgress, follow, view
 from client.cli.job.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
@@ -39,7 +39,7 @@ _SAMPLE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DemoOutcome:
     """What a demo leaves behind. Losses are in nats per byte, the first before any training."""
 
     seconds: float
@@ -94,7 +94,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
         say.print("interrupted; everything is stopped")
         return INTERRUPTED
     written = _sample(done.out)
-    outcome = Outcome(
+    outcome = DemoOutcome(
         seconds=round(time.monotonic() - began, 1),
         validation_losses=tuple(losses),
         directory=folder,
@@ -133,7 +133,7 @@ def _roots(spec: JobSpec) -> list[Path]:
     return [path if path.is_dir() else path.parent for path in paths]
 
 
-def _watch(job: Job, total_steps: int, say: Console, losses: list[float]) -> Progressed:
+def _watch(job: Job, total_steps: int, say: Console, losses: list[float]) -> JobProgress:
     """Shows the job until it ends; validation losses are added to `losses`."""
 
     def note(event: JobEvent) -> None:
@@ -160,7 +160,7 @@ def _sample(export: Path) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)
 
 
-def _tell(outcome: Outcome, say: Console) -> None:
+def _tell(outcome: DemoOutcome, say: Console) -> None:
     say.rule("sample, opened with transformers")
     say.print(outcome.sample, markup=False)
     say.rule()

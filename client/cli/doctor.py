@@ -55,7 +55,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at: what was found, and what to do about it unless it is fine."""
 
     check: str
@@ -85,13 +85,13 @@ def doctor(*, state_dir: Path | None, metrics_port: int | None, is_json: bool) -
     return FAILED if any(finding.verdict is Verdict.FAILED for finding in findings) else DONE
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: DoctorFinding) -> str:
     cure = f": {finding.cure}" if finding.cure else ""
     return f"{finding.verdict:<8} {finding.check:<12} {finding.found}{cure}"
 
 
-def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
-    yield Finding(
+def _look(state_dir: Path, metrics_port: int | None) -> Iterator[DoctorFinding]:
+    yield DoctorFinding(
         check="skein",
         verdict=Verdict.OK,
         found=f"release {skein.__version__}, protocol {skein.PROTOCOL_VERSION}",
@@ -108,7 +108,7 @@ def _look(state_dir: Path, metrics_port: int | None) -> Iterator[Finding]:
     yield from _coordinator(metrics_port)
 
 
-def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
     """Whether the packages that Skein imports are its own, and whether others use their names.
 
     Args:
@@ -117,78 +117,82 @@ def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> 
     """
     whole = list(found)
     for stranger in whole:
-        yield Finding(check=stranger.name, verdict=Verdict.FAILED, found=stranger.found, cure=stranger.cure)
+        yield DoctorFinding(
+            check=stranger.name, verdict=Verdict.FAILED, found=stranger.found, cure=stranger.cure
+        )
     others = {name: sorted({*owners.get(name, ())} - {_DISTRIBUTION}) for name in NAMES}
     for name, rivals in others.items():
         if rivals:
             cure = "whichever is installed last writes over the other: give Skein an environment of its own (pipx)"
-            yield Finding(
+            yield DoctorFinding(
                 check=name, verdict=Verdict.WARNING, found=f"{', '.join(rivals)} has one too", cure=cure
             )
     if not whole and not any(others.values()):
-        yield Finding(check="packages", verdict=Verdict.OK, found=f"{', '.join(NAMES)} are Skein's own")
+        yield DoctorFinding(check="packages", verdict=Verdict.OK, found=f"{', '.join(NAMES)} are Skein's own")
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     found = f"{'.'.join(map(str, sys.version_info[:3]))}, {os.cpu_count()} cores"
-    return Finding(check="python", verdict=Verdict.OK, found=found)
+    return DoctorFinding(check="python", verdict=Verdict.OK, found=found)
 
 
-def _ray() -> Finding:
+def _ray() -> DoctorFinding:
     if importlib.util.find_spec("ray") is None:
         cure = f"fine on workers and clients; a coordinator needs: {install_hint('coordinator')}"
-        return Finding(check="ray", verdict=Verdict.WARNING, found="not installed", cure=cure)
-    return Finding(check="ray", verdict=Verdict.OK, found="installed")
+        return DoctorFinding(check="ray", verdict=Verdict.WARNING, found="not installed", cure=cure)
+    return DoctorFinding(check="ray", verdict=Verdict.OK, found="installed")
 
 
-def _torch() -> Finding:
+def _torch() -> DoctorFinding:
     """What torch finds, asked in a process of its own: a client does without it."""
     if importlib.util.find_spec("torch") is None:
         cure = f"fine on coordinators and clients; a worker needs: {install_hint('worker')}"
-        return Finding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
+        return DoctorFinding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, check=True, timeout=_TORCH_S
         )
     except subprocess.SubprocessError as error:
         cure = "install it anew, for this machine's device"
-        return Finding(check="torch", verdict=Verdict.FAILED, found=f"does not load ({error})", cure=cure)
+        return DoctorFinding(
+            check="torch", verdict=Verdict.FAILED, found=f"does not load ({error})", cure=cure
+        )
     version, num_threads, devices = json.loads(done.stdout)
     found = f"{version}, {', '.join(devices) or f'CPU with {num_threads} threads'}"
-    return Finding(check="torch", verdict=Verdict.OK, found=found)
+    return DoctorFinding(check="torch", verdict=Verdict.OK, found=found)
 
 
-def open_files(limit: int) -> Finding:
+def open_files(limit: int) -> DoctorFinding:
     """Whether so many open files are enough; each worker and client is several connections."""
     if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
-        return Finding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
+        return DoctorFinding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
     cure = f"raise it before a coordinator for many workers: ulimit -Hn {MIN_FILES}, as root"
-    return Finding(check="open files", verdict=Verdict.WARNING, found=f"up to {limit}", cure=cure)
+    return DoctorFinding(check="open files", verdict=Verdict.WARNING, found=f"up to {limit}", cure=cure)
 
 
-def free_space(check: str, path: Path, least_bytes: int, cure: str) -> Finding:
+def free_space(check: str, path: Path, least_bytes: int, cure: str) -> DoctorFinding:
     """Whether a file system has room."""
     place = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
     free_bytes = shutil.disk_usage(place).free
     found = f"{format_bytes(free_bytes)} free in {place}"
     if free_bytes >= least_bytes:
-        return Finding(check=check, verdict=Verdict.OK, found=found)
+        return DoctorFinding(check=check, verdict=Verdict.OK, found=found)
     cure = f"{cure} ({format_bytes(least_bytes)} or more)"
-    return Finding(check=check, verdict=Verdict.WARNING, found=found, cure=cure)
+    return DoctorFinding(check=check, verdict=Verdict.WARNING, found=found, cure=cure)
 
 
-def _token() -> Finding:
+def _token() -> DoctorFinding:
     if target().token_file is None:
         cure = "fine on one machine; beyond it give coordinator, workers and clients a token file"
-        return Finding(check="token", verdict=Verdict.WARNING, found="no token file", cure=cure)
+        return DoctorFinding(check="token", verdict=Verdict.WARNING, found="no token file", cure=cure)
     try:
         _ = target().token()
     except UserError as error:
-        return Finding(check="token", verdict=Verdict.FAILED, found=str(error.value), cure=error.hint)
-    return Finding(check="token", verdict=Verdict.OK, found=str(target().token_file))
+        return DoctorFinding(check="token", verdict=Verdict.FAILED, found=str(error.value), cure=error.hint)
+    return DoctorFinding(check="token", verdict=Verdict.OK, found=str(target().token_file))
 
 
-def _coordinator(metrics_port: int | None) -> Iterator[Finding]:
+def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
     """What is at the coordinator's address; where nothing is, whether one could be started."""
     name = target().coordinator
     try:
@@ -196,19 +200,21 @@ def _coordinator(metrics_port: int | None) -> Iterator[Finding]:
         with connect() as client:
             version = client.version()
             found = f"{name} runs release {version.release}, epoch {version.epoch}"
-            yield Finding(check="coordinator", verdict=Verdict.OK, found=found)
+            yield DoctorFinding(check="coordinator", verdict=Verdict.OK, found=found)
             yield from _peers(client)
             yield _clock(host, metrics_port or port + 1)
     except SkeinError as error:
         if name != DEFAULT_TARGET:
-            yield Finding(check="coordinator", verdict=Verdict.FAILED, found="no answer", cure=str(error))
+            yield DoctorFinding(
+                check="coordinator", verdict=Verdict.FAILED, found="no answer", cure=str(error)
+            )
             return
-        yield Finding(check="coordinator", verdict=Verdict.WARNING, found="none here", cure=str(error))
+        yield DoctorFinding(check="coordinator", verdict=Verdict.WARNING, found="none here", cure=str(error))
         for number in (port, metrics_port or port + 1):
             yield _free_port(host, number)
 
 
-def _free_port(host: str, port: int) -> Finding:
+def _free_port(host: str, port: int) -> DoctorFinding:
     check = f"port {port}"
     try:
         with socket.socket() as probe:
@@ -216,24 +222,24 @@ def _free_port(host: str, port: int) -> Finding:
             probe.bind((host, port))
     except OSError as error:
         cure = "end what listens there, or start the coordinator with another --port and --metrics-port"
-        return Finding(check=check, verdict=Verdict.FAILED, found=str(error.strerror), cure=cure)
-    return Finding(check=check, verdict=Verdict.OK, found="free")
+        return DoctorFinding(check=check, verdict=Verdict.FAILED, found=str(error.strerror), cure=cure)
+    return DoctorFinding(check=check, verdict=Verdict.OK, found="free")
 
 
-def _peers(client: Client) -> Iterator[Finding]:
+def _peers(client: Client) -> Iterator[DoctorFinding]:
     """Whether this machine can reach the address of every worker, as a worker here would have to."""
     workers = [worker for worker in client.workers() if worker.state is not WorkerState.LOST]
     if not workers:
         cure = f"start some: skein worker up --join {client.target}"
-        yield Finding(check="workers", verdict=Verdict.WARNING, found="none", cure=cure)
+        yield DoctorFinding(check="workers", verdict=Verdict.WARNING, found="none", cure=cure)
         return
     silent = [worker for worker in workers if not _listens(worker.address)]
     for worker in silent:
         cure = "open its port, or start it with --advertise and an address that its peers reach"
         found = f"{worker.worker} cannot be reached at {worker.address} from here"
-        yield Finding(check="workers", verdict=Verdict.FAILED, found=found, cure=cure)
+        yield DoctorFinding(check="workers", verdict=Verdict.FAILED, found=found, cure=cure)
     found = f"{len(workers) - len(silent)} of {len(workers)} can be reached from here"
-    yield Finding(check="workers", verdict=Verdict.FAILED if silent else Verdict.OK, found=found)
+    yield DoctorFinding(check="workers", verdict=Verdict.FAILED if silent else Verdict.OK, found=found)
 
 
 def _listens(address: str) -> bool:
@@ -244,7 +250,7 @@ def _listens(address: str) -> bool:
         return False
 
 
-def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> Finding:
+def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> DoctorFinding:
     """How far this clock is from the coordinator's, by the date its metrics port gives; good to a second."""
     url = f"http://{join_address(host, port)}/metrics"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -254,15 +260,15 @@ def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> Findin
             their_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
     except (OSError, TypeError, ValueError):
         cure = f"{url} does not answer: give the coordinator's --metrics-port to compare clocks"
-        return Finding(check="clock", verdict=Verdict.WARNING, found="not compared", cure=cure)
+        return DoctorFinding(check="clock", verdict=Verdict.WARNING, found="not compared", cure=cure)
     return clock_skew(began, their_s, now())
 
 
-def clock_skew(began_s: float, their_s: float, ended_s: float) -> Finding:
+def clock_skew(began_s: float, their_s: float, ended_s: float) -> DoctorFinding:
     """What a time that is cut to whole seconds, read between two of ours, says about the difference."""
     skew_s = max(0.0, began_s - (their_s + 1), their_s - ended_s)
     found = f"at most {skew_s + 1:.0f} s from the coordinator's" if skew_s < 1 else f"{skew_s:.0f} s off"
     if skew_s <= MAX_SKEW_S:
-        return Finding(check="clock", verdict=Verdict.OK, found=found)
+        return DoctorFinding(check="clock", verdict=Verdict.OK, found=found)
     cure = "set both clocks, for instance with NTP: times in logs and metrics will not fit together"
-    return Finding(check="clock", verdict=Verdict.WARNING, found=found, cure=cure)
+    return DoctorFinding(check="clock", verdict=Verdict.WARNING, found=found, cure=cure)

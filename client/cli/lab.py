@@ -14,7 +14,7 @@ from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Req
 from client.lab.measure import measure as measure_link
 from client.lab.preset import PRESETS, parse_rate
 from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
-from client.lab.state import Folder, Mode, default_folder
+from client.lab.state import LabFolder, Mode, default_folder
 from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
 from skein.wire.process.options import data_root_option
@@ -76,7 +76,7 @@ def up(
         has_closed_homes=closed_homes,
         data_roots=data_roots,
     )
-    folder = Folder(directory)
+    folder = LabFolder(directory)
     lab = start_lab(folder, options)
     click.echo(f"mode: {lab.status.mode} ({lab.status.reason})", err=is_json)
     with ExitStack() as undo:
@@ -101,7 +101,7 @@ def up(
 @json_option
 def status(*, directory: Path, is_json: bool) -> int:
     """Show a lab: what runs where, and links that are not as the preset says."""
-    found = ask(Folder(directory).path, Ask()).status
+    found = ask(LabFolder(directory).path, Ask()).status
     assert found is not None
     if is_json:
         print_json(found.model_dump())
@@ -177,7 +177,7 @@ def heal(a: str, b: str, *, directory: Path) -> int:
 @json_option
 def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -> int:
     """Measure what TCP gets from endpoint A to endpoint B, beside what the link is set to."""
-    status = ask(Folder(directory).path, Ask()).status
+    status = ask(LabFolder(directory).path, Ask()).status
     assert status is not None
     found = measure_link(status, a, b, seconds=seconds)
     if is_json:
@@ -195,7 +195,7 @@ def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -
 @_directory_option
 def down(*, directory: Path) -> int:
     """End a lab and remove all of it but logs and state, also after it was killed."""
-    folder = Folder(directory)
+    folder = LabFolder(directory)
     if not folder.has_remains():
         raise NoLab(f"no lab runs in {folder.path}, and none left anything behind")
     num_left = stop_lab(folder)
@@ -206,7 +206,7 @@ def down(*, directory: Path) -> int:
 
 
 def _change(directory: Path, request: Request, done: str) -> int:
-    num_links = ask(Folder(directory).path, request).num_links
+    num_links = ask(LabFolder(directory).path, request).num_links
     click.echo(f"{done}: {num_links} directed links")
     return DONE
 

@@ -14,11 +14,11 @@ from client.cli import DONE, INTERRUPTED
 from client.planning.errand import SEARCH, NoPlan, Objective
 from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
 from client.planning.messages import PlanFound
-from client.planning.portfolio import Standing
+from client.planning.portfolio import PortfolioStanding
 from skein.errors import UserError
 
 if TYPE_CHECKING:
-    from client.planning.case import Case
+    from client.planning.case import KnownProblem
     from client.planning.report import Report
 
 _LINE_S = 10.0
@@ -92,7 +92,7 @@ def plan(
     progress = _Progress(order.began_s, is_quiet=is_json)
     saved: list[PlanFound] = []
 
-    def on_news(case: "Case", standing: Standing, has_changed: bool) -> None:
+    def on_news(case: "KnownProblem", standing: PortfolioStanding, has_changed: bool) -> None:
         progress.show(standing, has_changed=has_changed)
         if standing.best is None or [standing.best] == saved[-1:]:
             return
@@ -130,11 +130,11 @@ def _tell(
         click.echo("\n".join(report_lines(told, all_paths=all_paths)))
 
 
-def _reported(case: "Case", standing: Standing, order: Order) -> "Report":
-    from client.planning.report import Effort, report
+def _reported(case: "KnownProblem", standing: PortfolioStanding, order: Order) -> "Report":
+    from client.planning.report import SearchEffort, report
 
     spent_s = time.monotonic() - order.began_s
-    effort = Effort(
+    effort = SearchEffort(
         seconds=spent_s,
         first_plan_s=standing.first_plan_s,
         num_moves=standing.num_moves,
@@ -144,7 +144,7 @@ def _reported(case: "Case", standing: Standing, order: Order) -> "Report":
     return report(case, standing, best_of(standing), effort)
 
 
-def best_of(standing: Standing) -> PlanFound:
+def best_of(standing: PortfolioStanding) -> PlanFound:
     """The best plan.
 
     Raises:
@@ -156,14 +156,14 @@ def best_of(standing: Standing) -> PlanFound:
     raise NoPlan(reasons[0] if reasons else "no plan was found in time: raise --budget-s")
 
 
-def _drawn(case: "Case", best: PlanFound) -> str:
+def _drawn(case: "KnownProblem", best: PlanFound) -> str:
     from client.planning.gantt import gantt_svg
     from skein.plan.route.evaluate import timeline
 
     return gantt_svg(case.problem, best.routing, timeline(case.problem, best.routing), case.names)
 
 
-def _save(out: Path, case: "Case", standing: Standing, best: PlanFound) -> None:
+def _save(out: Path, case: "KnownProblem", standing: PortfolioStanding, best: PlanFound) -> None:
     from client.planning.files.document import plan_document
 
     bound_s = None if standing.bound is None else min(standing.bound.seconds, best.step_s)
@@ -216,7 +216,7 @@ class _Progress:
         self._has_explained = False
         self._width = 0
 
-    def show(self, standing: Standing, *, has_changed: bool) -> None:
+    def show(self, standing: PortfolioStanding, *, has_changed: bool) -> None:
         """Told now and then."""
         if standing.is_compiling and not self._has_explained:
             self._has_explained = True
@@ -241,7 +241,7 @@ class _Progress:
         if self._width:
             print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
 
-    def _words(self, standing: Standing) -> str:
+    def _words(self, standing: PortfolioStanding) -> str:
         assert standing.best is not None
         spent_s = self._now() - self._began_s
         words = f"after {spent_s:.1f} s: best {standing.best.jittered_s:.4g} s"

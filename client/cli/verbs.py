@@ -29,14 +29,14 @@ class Verb:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ProgramVerb:
     """A module that is run instead of this program, with the same options."""
 
     help: str
     module: str
 
 
-class Group(click.Group):
+class VerbGroup(click.Group):
     """Commands by name, loaded when called; an unknown one is answered with the nearest."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Group(click.Group):
         name: str,
         *,
         help: str,
-        verbs: "Mapping[str, Verb | Program | Group]",
+        verbs: "Mapping[str, Verb | ProgramVerb | VerbGroup]",
         params: Sequence[click.Parameter] = (),
     ) -> None:
         settings = {"help_option_names": ["-h", "--help"]}  # of all commands below too
@@ -61,9 +61,9 @@ class Group(click.Group):
                 found: object = getattr(importlib.import_module(verb.module), verb.attribute)
                 assert isinstance(found, click.Command)
                 return found
-            case Program() as program:
+            case ProgramVerb() as program:
                 return _Launch(cmd_name, program)
-            case Group() as group:
+            case VerbGroup() as group:
                 return group
             case None:
                 return None
@@ -95,7 +95,7 @@ class Group(click.Group):
 class _Launch(click.Command):
     """Becomes another program. All arguments are that program's, `--help` included."""
 
-    def __init__(self, name: str, program: Program) -> None:
+    def __init__(self, name: str, program: ProgramVerb) -> None:
         super().__init__(
             name,
             params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],

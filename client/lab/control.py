@@ -66,13 +66,13 @@ class Ask(_Message):
     do: Literal["status"] = "status"
 
 
-class Stop(_Message):
+class StopLab(_Message):
     """End everything and clear up; answered before that begins."""
 
     do: Literal["stop"] = "stop"
 
 
-Request = Cut | Slow | Heal | Ask | Stop
+Request = Cut | Slow | Heal | Ask | StopLab
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
 
 

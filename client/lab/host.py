@@ -3,7 +3,7 @@
 Rules of this file
 - Everything on one event loop. What blocks it (making namespaces, starting services) happens before there is traffic;
   stopping services waits on a thread.
-- What this process leaves behind, if it is killed, `Folder.clear` finds: namespaces by their names, processes by the
+- What this process leaves behind, if it is killed, `LabFolder.clear` finds: namespaces by their names, processes by the
   folder's list. Services are tied to this process and are told to end when it does.
 """
 
@@ -30,16 +30,16 @@ from client.lab.control import (
     LinkStatus,
     Request,
     Slow,
-    Stop,
+    StopLab,
 )
 from client.lab.network import namespaces
-from client.lab.network.doors import Doors
-from client.lab.network.links import Network
+from client.lab.network.doors import NamespaceDoors
+from client.lab.network.links import LabNetwork
 from client.lab.network.proxies import Proxies
 from client.lab.network.wan import Wan
 from client.lab.preset import accesses, link_specs, pairs_between
 from client.lab.services import METRICS_PORT, Services, programs, write_token
-from client.lab.state import Folder, LabFile, coordinator_of
+from client.lab.state import LabFile, LabFolder, coordinator_of
 from client.local import HOST
 from skein.errors import SkeinError, UserError
 
@@ -63,18 +63,18 @@ class _Carrier(Protocol):
 class Lab:
     """A network, what carries it, and the services on it."""
 
-    def __init__(self, folder: Folder, lab: LabFile) -> None:
+    def __init__(self, folder: LabFolder, lab: LabFile) -> None:
         self._folder = folder
         self._lab = lab
         self._endpoints = lab.endpoints
-        self._network = Network(
+        self._network = LabNetwork(
             [x.name for x in lab.endpoints],
             link_specs(lab.preset, lab.endpoints),
             accesses=accesses(lab.preset, lab.endpoints),
             seed=lab.seed,
         )
         self._services = Services(folder)
-        self._doors: Doors | None = None
+        self._doors: NamespaceDoors | None = None
         self._carrier: _Carrier | None = None
         self._stopped = asyncio.Event()
 
@@ -118,7 +118,7 @@ class Lab:
         write_token(self._folder.token)
         if self._lab.mode == "namespaces":
             coordinator = coordinator_of(self._lab)
-            self._doors = Doors(self._folder.namespace(coordinator))
+            self._doors = NamespaceDoors(self._folder.namespace(coordinator))
             await self._doors.open(self._lab.door, coordinator.listen, coordinator.port)
             await self._doors.open(self._lab.metrics_door, HOST, METRICS_PORT)
         self._services.start(programs(self._folder, self._lab))
@@ -146,7 +146,7 @@ class Lab:
                 return self._change(self._network.heal, self._pairs(a, b, is_one_way=False))
             case Ask():
                 return Answer(status=self._status())
-            case Stop():
+            case StopLab():
                 asyncio.get_running_loop().call_soon(self._stopped.set)
                 return Answer()
             case _:
@@ -240,7 +240,7 @@ class _Change(Protocol):
 def main() -> int:
     """Run the lab of the folder that is named; the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    folder = Folder(Path(sys.argv[1]))
+    folder = LabFolder(Path(sys.argv[1]))
     lab = folder.read()
     if lab is None:
         print(f"error: no lab is described in {folder.path}", file=sys.stderr)

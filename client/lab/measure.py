@@ -25,7 +25,7 @@ class NotMeasured(SkeinError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredDirection:
     """One direction, as the preset has it or it was changed to, and as TCP finds it.
 
     Args:
@@ -42,7 +42,7 @@ class Measured:
     measured_bytes_per_s: float
 
 
-def measure(status: LabStatus, sender: str, receiver: str, *, seconds: float) -> Measured:
+def measure(status: LabStatus, sender: str, receiver: str, *, seconds: float) -> MeasuredDirection:
     """Measure the link from one endpoint to another; takes `seconds` and a bit.
 
     Raises:
@@ -57,7 +57,7 @@ def measure(status: LabStatus, sender: str, receiver: str, *, seconds: float) ->
             bytes_per_s = _rate(near_end, far_end, seconds)
     except OSError as error:
         raise NotMeasured(f"{sender} to {receiver}: {error}") from error
-    return Measured(
+    return MeasuredDirection(
         sender=sender,
         receiver=receiver,
         round_trip_s=there.latency_s + back.latency_s,

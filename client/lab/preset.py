@@ -10,7 +10,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from client.lab.network.links import Access, LinkSpec
+from client.lab.network.links import Access, DirectionSpec
 from skein.errors import UserError
 from skein.types import WORKER_NAME_PATTERN
 from skein.units import parse_bytes, parse_seconds
@@ -61,9 +61,9 @@ class LinkValues(_File):
     jitter: Seconds = 0.0
     loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
-    def spec(self) -> LinkSpec:
+    def spec(self) -> DirectionSpec:
         """The same as a value of ours."""
-        return LinkSpec(
+        return DirectionSpec(
             latency_s=self.latency, bytes_per_s=self.bandwidth, jitter_s=self.jitter, loss=self.loss
         )
 
@@ -132,7 +132,7 @@ class Preset(_File):
         back = {(x.between[1], x.between[0]): x for x in self.links if not x.one_way}
         return back | there
 
-    def spec(self, sender: str, receiver: str) -> LinkSpec:
+    def spec(self, sender: str, receiver: str) -> DirectionSpec:
         """The link from an endpoint of one site to another endpoint, of the same or another site."""
         if sender == receiver:
             return self.same_site.spec()
@@ -214,7 +214,7 @@ def lay_out(preset: Preset, num_workers: int | None) -> tuple[Endpoint, ...]:
     )
 
 
-def link_specs(preset: Preset, endpoints: tuple[Endpoint, ...]) -> dict[tuple[int, int], LinkSpec]:
+def link_specs(preset: Preset, endpoints: tuple[Endpoint, ...]) -> dict[tuple[int, int], DirectionSpec]:
     """Each link by (sender, receiver), as places among `endpoints`."""
     return {
         (i, j): preset.spec(a.site, b.site)

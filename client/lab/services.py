@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.lab.preset import COORDINATOR, Endpoint
-from client.lab.state import Folder, LabFile, coordinator_of
+from client.lab.state import LabFile, LabFolder, coordinator_of
 from client.local import HOST, service_environment
 from client.tether import start_tethered
 from skein.wire.channel import join_address, split_address
@@ -19,7 +19,7 @@ METRICS_PORT = 7412
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ServiceProgram:
     """A service as it is started."""
 
     name: str
@@ -27,7 +27,7 @@ class Program:
     arguments: tuple[str, ...]
 
 
-def programs(folder: Folder, lab: LabFile) -> tuple[Program, ...]:
+def programs(folder: LabFolder, lab: LabFile) -> tuple[ServiceProgram, ...]:
     """What runs at the lab's endpoints, the coordinator first."""
     return tuple(
         _coordinator(folder, lab, endpoint)
@@ -37,7 +37,7 @@ def programs(folder: Folder, lab: LabFile) -> tuple[Program, ...]:
     )
 
 
-def _coordinator(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
+def _coordinator(folder: LabFolder, lab: LabFile, endpoint: Endpoint) -> ServiceProgram:
     in_proxy = lab.mode == "proxy"
     metrics_port = split_address("metrics", lab.metrics_door)[1] if in_proxy else METRICS_PORT
     arguments = (
@@ -49,7 +49,7 @@ def _coordinator(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
     return _placed(folder, lab, endpoint, "coordinator", arguments)
 
 
-def _worker(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
+def _worker(folder: LabFolder, lab: LabFile, endpoint: Endpoint) -> ServiceProgram:
     coordinator = coordinator_of(lab)
     arguments = (
         *("--join", join_address(coordinator.address, coordinator.port)),
@@ -64,12 +64,12 @@ def _worker(folder: Folder, lab: LabFile, endpoint: Endpoint) -> Program:
 
 
 def _placed(
-    folder: Folder, lab: LabFile, endpoint: Endpoint, module: str, arguments: tuple[str, ...]
-) -> Program:
+    folder: LabFolder, lab: LabFile, endpoint: Endpoint, module: str, arguments: tuple[str, ...]
+) -> ServiceProgram:
     if lab.mode == "proxy":
-        return Program(name=endpoint.name, module=module, arguments=arguments)
+        return ServiceProgram(name=endpoint.name, module=module, arguments=arguments)
     inside = (folder.namespace(endpoint), module, *arguments)
-    return Program(name=endpoint.name, module="client.lab.enter", arguments=inside)
+    return ServiceProgram(name=endpoint.name, module="client.lab.enter", arguments=inside)
 
 
 def write_token(path: Path) -> None:
@@ -83,11 +83,11 @@ def write_token(path: Path) -> None:
 class Services:
     """The processes of a lab, from `start` to `stop`; they end with this process, too, however it ends."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: LabFolder) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, planned: tuple[Program, ...]) -> None:
+    def start(self, planned: tuple[ServiceProgram, ...]) -> None:
         """Start all; workers dial until the coordinator answers."""
         environment = service_environment(len(planned))
         for program in planned:

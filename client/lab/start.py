@@ -1,6 +1,6 @@
 """Starts and ends labs, for the `skein lab` command and for programs.
 
-lab = start_lab(Folder(path), LabOptions(preset="two-sites"))
+lab = start_lab(LabFolder(path), LabOptions(preset="two-sites"))
 ask(lab.folder.path, Cut(a="north", b="south"))
 stop_lab(lab.folder)
 """
@@ -17,11 +17,11 @@ from socket import socket
 from client.api import Client
 from client.connection import DEFAULT_TARGET
 from client.errors import NotReachable
-from client.lab.control import Ask, LabStatus, NoLab, Stop, ask
+from client.lab.control import Ask, LabStatus, NoLab, StopLab, ask
 from client.lab.network import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, lay_out, load_preset
-from client.lab.state import Folder, LabFile, Mode, runs
-from client.local import HOST, READY_S, NotStarted, Service, free_port
+from client.lab.state import LabFile, LabFolder, Mode, runs
+from client.local import HOST, READY_S, LocalService, NotStarted, free_port
 from skein.errors import UserError
 from skein.wire.channel import join_address, split_address
 from skein.wire.tokens import read_token
@@ -62,7 +62,7 @@ class LabOptions:
 class RunningLab:
     """A lab that answers."""
 
-    folder: Folder
+    folder: LabFolder
     status: LabStatus
 
     def client(self) -> Client:
@@ -92,7 +92,7 @@ def choose_mode(asked: Mode | None) -> tuple[Mode, str]:
     return "proxy", f"no network namespaces: {problem}"
 
 
-def start_lab(folder: Folder, options: LabOptions) -> RunningLab:
+def start_lab(folder: LabFolder, options: LabOptions) -> RunningLab:
     """Bring a lab up in the background; returns when its network is there and its services are started.
 
     Raises:
@@ -126,14 +126,14 @@ def start_lab(folder: Folder, options: LabOptions) -> RunningLab:
     return RunningLab(folder=folder, status=_begin(folder))
 
 
-def stop_lab(folder: Folder) -> int:
+def stop_lab(folder: LabFolder) -> int:
     """End a lab, also one that was killed; how many processes it had left behind.
 
     Namespaces, devices and processes are gone afterwards; logs and the coordinator's state stay.
     """
     running = [process for process in folder.noted_processes() if _is_host(process.cmdline())]
     with suppress(NoLab):
-        ask(folder.path, Stop())
+        ask(folder.path, StopLab())
         until_s = time.monotonic() + _STOP_S
         while any(map(runs, running)) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
@@ -164,7 +164,7 @@ def wait_for_workers(lab: RunningLab, tell: Callable[[int, int], None]) -> None:
             time.sleep(_POLL_S)
 
 
-def _begin(folder: Folder) -> LabStatus:
+def _begin(folder: LabFolder) -> LabStatus:
     log = folder.logs / "lab.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -175,7 +175,7 @@ def _begin(folder: Folder) -> LabStatus:
             start_new_session=True,
         )
     folder.note_process(process.pid)
-    service = Service(name="the lab", process=process, log=log)
+    service = LocalService(name="the lab", process=process, log=log)
     until_s = time.monotonic() + READY_S
     while True:
         try:
@@ -190,7 +190,7 @@ def _begin(folder: Folder) -> LabStatus:
             return status
 
 
-def _check_host(folder: Folder, service: Service) -> None:
+def _check_host(folder: LabFolder, service: LocalService) -> None:
     try:
         service.check()
     except NotStarted:
@@ -198,7 +198,7 @@ def _check_host(folder: Folder, service: Service) -> None:
         raise
 
 
-def _check(folder: Folder) -> None:
+def _check(folder: LabFolder) -> None:
     """Raises NotStarted if a service has ended."""
     status = ask(folder.path, Ask()).status
     assert status is not None

@@ -50,7 +50,7 @@ class LabFile(BaseModel):
     metrics_door: str
 
 
-class Folder:
+class LabFolder:
     """The folder of a lab."""
 
     def __init__(self, path: Path) -> None:

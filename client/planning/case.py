@@ -12,7 +12,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import Problem, Routing
-from skein.topology.doubts import Doubt, questioned_links
+from skein.topology.doubts import LinkDoubt, questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import StageSpec
 
@@ -37,7 +37,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KnownProblem:
     """A problem and what people know about it.
 
     `problem` has aggregation wherever it is known; `searched` is what a method is given. `names` are unique.
@@ -50,7 +50,7 @@ class Case:
     names: tuple[str, ...]
     boundary_bytes: int | None
     remarks: tuple[str, ...]
-    doubts: tuple[Doubt, ...]
+    doubts: tuple[LinkDoubt, ...]
     memory: Memory | None = None
     start: Routing | None = None
     cost: "Estimate | None" = None
@@ -65,7 +65,7 @@ def without_reduction(problem: Problem) -> Problem:
     return replace(problem, reduction=None)
 
 
-def case_of(text: str, *, origin: str, objective: Objective | None = None) -> Case:
+def case_of(text: str, *, origin: str, objective: Objective | None = None) -> KnownProblem:
     """The case in the text of an instance file, or of a file with a fleet and a job.
 
     Args:
@@ -86,11 +86,11 @@ def case_of(text: str, *, origin: str, objective: Objective | None = None) -> Ca
     return _instance_case(document, objective or Objective.MAKESPAN)
 
 
-def _instance_case(document: Mapping[str, object], objective: Objective) -> Case:
+def _instance_case(document: Mapping[str, object], objective: Objective) -> KnownProblem:
     problem, places = problem_of(document), locations_of(document)
     numbers = [str(worker) for worker in range(problem.num_workers)]
     names = numbers if places is None else [f"{n} {place}" for n, place in zip(numbers, places, strict=True)]
-    return Case(
+    return KnownProblem(
         problem=problem,
         objective=objective,
         names=tuple(names),
@@ -112,7 +112,7 @@ def _json(text: str, origin: str) -> Mapping[str, object]:
     return document
 
 
-def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
+def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
     from client.planning.files.fleetfile import parse_fleet_file
     from skein.plan.agreeing.estimates import estimate_of_plan
@@ -129,7 +129,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> Case:
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
     sites = tuple(str(worker.site) for worker in fleet.workers)
-    return Case(
+    return KnownProblem(
         problem=posed.problem if job.aggregation.walkers.sum_every_step else without_reduction(posed.problem),
         objective=objective,
         names=tuple(str(worker.worker) for worker in fleet.workers),

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from client.planning.errand import Errand, Objective, Role
-from client.planning.portfolio import Portfolio, Standing
+from client.planning.portfolio import Portfolio, PortfolioStanding
 from skein.errors import UserError
 from skein.own import install_hint
 
 if TYPE_CHECKING:
-    from client.planning.case import Case
+    from client.planning.case import KnownProblem
 
 STANDARD_INPUT = Path("-")
 _REPORT_S = 0.3
@@ -57,13 +57,17 @@ class Order:
 class Hunted:
     """How a hunt ended."""
 
-    case: "Case"
-    standing: Standing
+    case: "KnownProblem"
+    standing: PortfolioStanding
     is_interrupted: bool
 
 
 def hunt(
-    text: str, origin: str, order: Order, *, on_news: "Callable[[Case, Standing, bool], None]"
+    text: str,
+    origin: str,
+    order: Order,
+    *,
+    on_news: "Callable[[KnownProblem, PortfolioStanding, bool], None]",
 ) -> Hunted:
     """The best plan that can be had for the case in `text`.
 

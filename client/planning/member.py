@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from client.planning.case import Case, case_of
+from client.planning.case import KnownProblem, case_of
 from client.planning.errand import Errand, Role, errand_of
 from client.planning.messages import (
     Bounded,
     Compiling,
-    Ended,
+    MemberEnded,
     Message,
+    MethodRefused,
     PlanFound,
     Progressed,
-    Refused,
     bounded,
     line_of,
     plan_found,
@@ -45,7 +45,7 @@ _ROUND_MOVES_PER_OP = 200
 
 
 def told(text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic) -> Iterator[Message]:
-    """What a member with this errand tells about the case in `text`, ending with `Ended`."""
+    """What a member with this errand tells about the case in `text`, ending with `MemberEnded`."""
     until_s = now() + errand.budget_s
     case = case_of(text, origin="instance", objective=errand.objective)
     problem = case.searched
@@ -54,7 +54,7 @@ def told(text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
             yield from _bounds(problem, errand.cutoff_s)
         case Role.PLAN:
             yield from _searched(case, errand, until_s, now)
-    yield Ended(cpu_s=time.process_time())
+    yield MemberEnded(cpu_s=time.process_time())
 
 
 def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
@@ -73,7 +73,9 @@ def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
 # --- the search ---
 
 
-def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], float]) -> Iterator[Message]:
+def _searched(
+    case: KnownProblem, errand: Errand, until_s: float, now: Callable[[], float]
+) -> Iterator[Message]:
     """Plans, each better than the one before."""
     from client.planning.first import first_plan
     from skein.plan.route.search import Search
@@ -86,7 +88,7 @@ def _searched(case: Case, errand: Errand, until_s: float, now: Callable[[], floa
     search = Search(problem, seed=errand.seed, start=case.start)
     found = search.begin() if search.best is None else search.best
     if isinstance(found, Infeasible):
-        yield Refused(reason=found.reason)
+        yield MethodRefused(reason=found.reason)
         return
     yield _news(search, errand.seed)
     if errand.num_rounds is None:

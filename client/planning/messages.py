@@ -37,7 +37,7 @@ class PlanFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class MethodRefused:
     """There is no plan."""
 
     reason: str
@@ -65,15 +65,15 @@ class Bounded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class MemberEnded:
     """This member has done what it was asked, in so many CPU seconds of its own."""
 
     cpu_s: float
 
 
-Message: TypeAlias = PlanFound | Refused | Compiling | Progressed | Bounded | Ended
+Message: TypeAlias = PlanFound | MethodRefused | Compiling | Progressed | Bounded | MemberEnded
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (PlanFound, Refused, Compiling, Progressed, Bounded, Ended)
+    kind.__name__: kind for kind in (PlanFound, MethodRefused, Compiling, Progressed, Bounded, MemberEnded)
 }
 
 

@@ -20,11 +20,11 @@ from client.planning.errand import Errand, errand_argument
 from client.planning.messages import (
     Bounded,
     Compiling,
-    Ended,
+    MemberEnded,
     Message,
+    MethodRefused,
     PlanFound,
     Progressed,
-    Refused,
     message_of,
 )
 from client.tether import tethered_arguments
@@ -38,7 +38,7 @@ _INPUT = "instance"
 
 
 @dataclass(slots=True)
-class Standing:
+class PortfolioStanding:
     """All that members have told so far."""
 
     best: PlanFound | None = None
@@ -68,7 +68,7 @@ class Standing:
                     return True
             case Compiling():
                 self.is_compiling = True
-            case Refused(reason=reason):
+            case MethodRefused(reason=reason):
                 self.refused.append(reason)
             case Progressed(num_moves=num_moves):
                 self.num_moves_by_member[member] = num_moves
@@ -76,7 +76,7 @@ class Standing:
                 if self.bound is None or message.seconds > self.bound.seconds:
                     self.bound = message
                     return True
-            case Ended(cpu_s=cpu_s):
+            case MemberEnded(cpu_s=cpu_s):
                 self.cpu_s_by_member[member] = cpu_s
         return False
 
@@ -106,7 +106,7 @@ class Portfolio:
         self._told: queue.SimpleQueue[tuple[_Member, str | None]] = queue.SimpleQueue()
         self._files = contextlib.ExitStack()
         self._folder: Path | None = None
-        self.standing = Standing()
+        self.standing = PortfolioStanding()
 
     def __enter__(self) -> "Portfolio":
         self._folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="skein-plan-")))

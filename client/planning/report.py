@@ -14,14 +14,14 @@ from client.planning.account import (
     reduction_bytes,
     transfer_counts,
 )
-from client.planning.case import Case, without_reduction
+from client.planning.case import KnownProblem, without_reduction
 from client.planning.errand import SEARCH, Objective
 from client.planning.messages import Bounded, PlanFound
-from client.planning.portfolio import Standing
+from client.planning.portfolio import PortfolioStanding
 from skein.plan.agreeing.estimates import Estimate
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
-from skein.topology.doubts import Doubt
+from skein.topology.doubts import LinkDoubt
 
 _MARGIN = 1e-9
 _MUCH = 0.1
@@ -109,7 +109,7 @@ class BoundRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """What finding it took."""
 
     seconds: float
@@ -140,10 +140,10 @@ class Report:
     links: tuple[LinkRow, ...]
     aggregation: Estimate | None
     warnings: tuple[str, ...]
-    effort: Effort
+    effort: SearchEffort
 
 
-def report(case: Case, standing: Standing, plan: PlanFound, effort: Effort) -> Report:
+def report(case: KnownProblem, standing: PortfolioStanding, plan: PlanFound, effort: SearchEffort) -> Report:
     """The report on `plan`."""
     problem = case.problem
     routing = plan.routing
@@ -178,7 +178,7 @@ def report(case: Case, standing: Standing, plan: PlanFound, effort: Effort) -> R
     )
 
 
-def _left_out(case: Case, times: Timeline) -> tuple[str, ...]:
+def _left_out(case: KnownProblem, times: Timeline) -> tuple[str, ...]:
     """Says so where a plan was made for its makespan and aggregation then takes long."""
     exposed_s = times.step_s - times.makespan_s
     if case.objective is Objective.STEP or exposed_s <= _MUCH * times.makespan_s:
@@ -188,7 +188,7 @@ def _left_out(case: Case, times: Timeline) -> tuple[str, ...]:
     )
 
 
-def _named(case: Case, workers: Sequence[int]) -> tuple[str, ...]:
+def _named(case: KnownProblem, workers: Sequence[int]) -> tuple[str, ...]:
     return tuple(case.names[worker] for worker in workers)
 
 
@@ -206,7 +206,7 @@ def _subsets(problem: Problem, routing: Routing) -> tuple[SubsetRow, ...]:
     return tuple(SubsetRow(stages=stages, num_microbatches=count) for stages, count in ranked)
 
 
-def _paths(case: Case, problem: Problem, routing: Routing, times: Timeline) -> tuple[PathRow, ...]:
+def _paths(case: KnownProblem, problem: Problem, routing: Routing, times: Timeline) -> tuple[PathRow, ...]:
     return tuple(
         PathRow(
             microbatch=microbatch,
@@ -218,7 +218,7 @@ def _paths(case: Case, problem: Problem, routing: Routing, times: Timeline) -> t
     )
 
 
-def _parts(case: Case, problem: Problem, plan: PlanFound, times: Timeline) -> StepParts:
+def _parts(case: KnownProblem, problem: Problem, plan: PlanFound, times: Timeline) -> StepParts:
     routing = plan.routing
     is_step = case.objective is Objective.STEP
     judged = problem if is_step else without_reduction(problem)
@@ -240,7 +240,7 @@ def _parts(case: Case, problem: Problem, plan: PlanFound, times: Timeline) -> St
     )
 
 
-def _slot_waits(case: Case, routing: Routing, way: CriticalWay) -> dict[str, int]:
+def _slot_waits(case: KnownProblem, routing: Routing, way: CriticalWay) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for chunk, count in way.num_slot_waits_by_chunk().items():
         counts[case.names[int(routing.worker_of[chunk])]] += count
@@ -261,7 +261,7 @@ def _bound(bound: Bounded, predicted_s: float) -> BoundRow:
     )
 
 
-def _workers(case: Case, problem: Problem, routing: Routing) -> tuple[WorkerRow, ...]:
+def _workers(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[WorkerRow, ...]:
     peak, busy_s = peak_held(problem, routing), _busy_s(problem, routing)
     memory = case.memory
     rows = []
@@ -294,7 +294,7 @@ def _busy_s(problem: Problem, routing: Routing) -> list[float]:
     return [float(x) for x in busy_s]
 
 
-def _links(case: Case, problem: Problem, routing: Routing) -> tuple[LinkRow, ...]:
+def _links(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[LinkRow, ...]:
     """Links that carry something, those longest at tensors first; of equal ones, those with most bytes."""
     counts, reduced = transfer_counts(problem, routing), reduction_bytes(problem, routing)
     tensors_s = counts * problem.transfer_s
@@ -317,10 +317,10 @@ def _links(case: Case, problem: Problem, routing: Routing) -> tuple[LinkRow, ...
     )
 
 
-def _doubts(case: Case, problem: Problem, routing: Routing) -> tuple[str, ...]:
+def _doubts(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[str, ...]:
     """Questioned links, those of one pair of names together, and whether the plan uses any."""
     counts, reduced = transfer_counts(problem, routing), reduction_bytes(problem, routing)
-    pairs: dict[tuple[int, int], list[Doubt]] = {}
+    pairs: dict[tuple[int, int], list[LinkDoubt]] = {}
     for doubt in case.doubts:
         ends = min(doubt.sender, doubt.receiver), max(doubt.sender, doubt.receiver)
         pairs.setdefault(ends, []).append(doubt)

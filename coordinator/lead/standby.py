@@ -10,7 +10,7 @@ from coordinator.driver import AnswerPlan, wall_clock
 from coordinator.lead.lease import AGAIN_S
 from coordinator.records.logfile import Holder, Lease, LogBusy, LogFull
 from coordinator.records.store import Lookout, RunLog
-from coordinator.serving import Doors, Memory, Serving, ServingOptions, WrapLog
+from coordinator.serving import Doors, ReplayedLog, Serving, ServingOptions, WrapLog
 
 POLL_S = 0.2
 """How often a standby looks: a fraction of `takeover_s`."""
@@ -20,7 +20,7 @@ _log = logging.getLogger("coordinator")
 class Standby:
     """A coordinator that stands by. Made by `start`; ends by `lead` or `close`."""
 
-    def __init__(self, options: ServingOptions, memory: Memory, doors: Doors) -> None:
+    def __init__(self, options: ServingOptions, memory: ReplayedLog, doors: Doors) -> None:
         self._options = options
         self._memory = memory
         self._doors = doors
@@ -32,7 +32,7 @@ class Standby:
         Raises:
             UserError: an address cannot be had; the line says why.
         """
-        memory = Memory(options.lease_s, options.state_dir)
+        memory = ReplayedLog(options.lease_s, options.state_dir)
         return cls(options, memory, await Doors.open(options, memory.metrics))
 
     @property

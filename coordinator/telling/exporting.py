@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, Kind, ReExport, bounded
+from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, ReExport, StatisticKind, bounded
 from skein.types import WorkerId
 
 MAX_WORKERS = 256
 """Statistics of workers beyond so many, by id, are not re-exported."""
 
-_FAMILIES: Mapping[Kind, type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
-    Kind.SUMMARY: SummaryMetricFamily,
-    Kind.COUNTER: CounterMetricFamily,
-    Kind.GAUGE: GaugeMetricFamily,
+_FAMILIES: Mapping[StatisticKind, type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
+    StatisticKind.SUMMARY: SummaryMetricFamily,
+    StatisticKind.COUNTER: CounterMetricFamily,
+    StatisticKind.GAUGE: GaugeMetricFamily,
 }
 
 

@@ -113,7 +113,7 @@ class _Incidents:
         self._rerouted.inc(incident.num_rerouted)
 
 
-class Metrics:
+class CoordinatorMetrics:
     """One coordinator's metrics; a `Meter` for the driver."""
 
     def __init__(self) -> None:

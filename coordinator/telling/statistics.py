@@ -18,7 +18,7 @@ _MAX_LABEL_CHARACTERS = 96
 """A worker's name has 64 at most, and a rule's goes before it."""
 
 
-class Kind(StrEnum):
+class StatisticKind(StrEnum):
     """What a statistic is to Prometheus."""
 
     SUMMARY = "summary"
@@ -34,58 +34,58 @@ class ReExport:
     """
 
     name: str
-    kind: Kind
+    kind: StatisticKind
     label: str
     about: str
     shown: str = ""
 
 
 RE_EXPORTED = (
-    ReExport("skein_worker_op_seconds", Kind.SUMMARY, "kind", "Time that ops took"),
-    ReExport("skein_worker_op_failures", Kind.COUNTER, "kind", "Ops that failed"),
-    ReExport("skein_worker_step_seconds", Kind.SUMMARY, "", "From one update to the next"),
-    ReExport("skein_worker_bubble_ratio", Kind.GAUGE, "", "Share of the last step without an op"),
-    ReExport("skein_worker_in_flight_microbatches", Kind.GAUGE, "", "Microbatches that hold a slot"),
-    ReExport("skein_worker_queued_ops", Kind.GAUGE, "kind", "Ops that could run"),
-    ReExport("skein_worker_payload_bytes", Kind.GAUGE, "", "Tensors that are filed"),
-    ReExport("skein_worker_refusals", Kind.COUNTER, "reason", "Tensors that were refused"),
-    ReExport("skein_worker_rpc_errors", Kind.COUNTER, "reason", "Calls that failed"),
-    ReExport("skein_worker_checkpoint_seconds", Kind.SUMMARY, "", "Time that writing a stage took"),
-    ReExport("skein_worker_checkpoint_bytes", Kind.COUNTER, "", "Checkpoint bytes written"),
+    ReExport("skein_worker_op_seconds", StatisticKind.SUMMARY, "kind", "Time that ops took"),
+    ReExport("skein_worker_op_failures", StatisticKind.COUNTER, "kind", "Ops that failed"),
+    ReExport("skein_worker_step_seconds", StatisticKind.SUMMARY, "", "From one update to the next"),
+    ReExport("skein_worker_bubble_ratio", StatisticKind.GAUGE, "", "Share of the last step without an op"),
+    ReExport("skein_worker_in_flight_microbatches", StatisticKind.GAUGE, "", "Microbatches that hold a slot"),
+    ReExport("skein_worker_queued_ops", StatisticKind.GAUGE, "kind", "Ops that could run"),
+    ReExport("skein_worker_payload_bytes", StatisticKind.GAUGE, "", "Tensors that are filed"),
+    ReExport("skein_worker_refusals", StatisticKind.COUNTER, "reason", "Tensors that were refused"),
+    ReExport("skein_worker_rpc_errors", StatisticKind.COUNTER, "reason", "Calls that failed"),
+    ReExport("skein_worker_checkpoint_seconds", StatisticKind.SUMMARY, "", "Time that writing a stage took"),
+    ReExport("skein_worker_checkpoint_bytes", StatisticKind.COUNTER, "", "Checkpoint bytes written"),
     ReExport(
         "skein_worker_consensus_distance",
-        Kind.GAUGE,
+        StatisticKind.GAUGE,
         "stage",
         "Norm of the difference from where the newest exchange draws a walker",
         "skein_consensus_distance",
     ),
     ReExport(
         "skein_worker_error_feedback_norm",
-        Kind.GAUGE,
+        StatisticKind.GAUGE,
         "stage",
         "Norm of what was rounded away and is still to be sent",
         "skein_error_feedback_norm",
     ),
     ReExport(
         "skein_worker_compression_ratio",
-        Kind.GAUGE,
+        StatisticKind.GAUGE,
         "",
         "Bytes of the newest exchange in float32, by those that it took",
         "skein_compression_ratio",
     ),
     ReExport(
         "skein_worker_leader_changes",
-        Kind.COUNTER,
+        StatisticKind.COUNTER,
         "",
         "How often other walkers began to lead",
         "skein_leader_changes",
     ),
 )
 """Those whose label stays as it is; two have labels that are told otherwise."""
-LINK = ReExport("skein_worker_sent_bytes", Kind.COUNTER, "peer", "Tensor bytes by directed link")
+LINK = ReExport("skein_worker_sent_bytes", StatisticKind.COUNTER, "peer", "Tensor bytes by directed link")
 SHARDS = ReExport(
     "skein_worker_aggregation_bytes",
-    Kind.COUNTER,
+    StatisticKind.COUNTER,
     "rule/peer",
     "Of those the bytes of aggregation, by rule",
 )

@@ -28,7 +28,7 @@ from skein.sim.faults import draw_faults, schedule
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
-from skein.sim.shapes import SHAPES, Shape, shape_of
+from skein.sim.shapes import SHAPES, SimShape, shape_of
 from skein.sim.transcript import small_life
 from skein.sim.world import World
 
@@ -133,7 +133,7 @@ class TracedWorld(World):
         super()._handle(worker, event)
 
 
-def shape_for(seed: int, text: str) -> Shape:
+def shape_for(seed: int, text: str) -> SimShape:
     """The shape that a seed is judged on; `any` has seeds walk over the known ones."""
     return SHAPES[seed % len(SHAPES)] if text == "any" else shape_of(text)
 

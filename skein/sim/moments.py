@@ -28,7 +28,7 @@ from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.rules import RULES
 from skein.sim.scenario import LIMIT_S, Outcome, make_world, run_to_end, small_fleet
-from skein.sim.shapes import Shape, shape_of
+from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
 from skein.types import JobState, SiteId, WorkerId
@@ -171,7 +171,7 @@ def finely_cut(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> 
 # --- strikes ---
 
 
-def shape_for(rule: str, seed: int) -> Shape:
+def shape_for(rule: str, seed: int) -> SimShape:
     """The shape that a seed is judged on."""
     bases = WHOLE_BASES if rule == "lsgd_eager" else BASES
     return shape_of(f"{bases[seed % len(bases)]} by {rule}")
@@ -242,7 +242,7 @@ def _is_uneven(rule: str, seed: int) -> bool:
     return rule in UNEVEN and seed % 2 == 1
 
 
-def _world(shape: Shape, *, is_fine: bool, is_uneven: bool) -> WatchedWorld:
+def _world(shape: SimShape, *, is_fine: bool, is_uneven: bool) -> WatchedWorld:
     job = shape.job(steps=STEPS, every=4)
     new_world = partial(WatchedWorld, model=AggregatingModel(job), is_finely_cut=is_fine)
     world = make_world(job, small_fleet(shape), seed=0, new_world=new_world)
@@ -253,7 +253,7 @@ def _world(shape: Shape, *, is_fine: bool, is_uneven: bool) -> WatchedWorld:
 
 
 @cache
-def _undisturbed(shape: Shape, *, is_fine: bool, is_uneven: bool) -> tuple[tuple[str, int], ...]:
+def _undisturbed(shape: SimShape, *, is_fine: bool, is_uneven: bool) -> tuple[tuple[str, int], ...]:
     """How often a run comes to each moment when nothing happens."""
     world = _world(shape, is_fine=is_fine, is_uneven=is_uneven)
     judge_struck(world)

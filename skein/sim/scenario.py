@@ -13,7 +13,7 @@ from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, R
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule
 from skein.sim.judging.invariants import Violated
-from skein.sim.shapes import Shape
+from skein.sim.shapes import SimShape
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
 
@@ -196,7 +196,7 @@ def curve_of(log: Sequence[Record]) -> tuple[StepRecord, ...]:
 
 
 def disturbed(
-    shape: Shape,
+    shape: SimShape,
     *,
     seed: int,
     num_faults: int,
@@ -214,7 +214,7 @@ def disturbed(
     return world
 
 
-def judge(shape: Shape, world: World, *, steps: int = 8) -> Outcome:
+def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
     """Run a disturbed world to its end; its curve must be that of the undisturbed one, unless somebody lied.
 
     Raises:
@@ -231,14 +231,14 @@ def judge(shape: Shape, world: World, *, steps: int = 8) -> Outcome:
 
 
 @cache
-def undisturbed_curve(shape: Shape, steps: int) -> tuple[StepRecord, ...]:
+def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
     """What a job of this shape comes to when nothing happens."""
     world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0)
     run_to_end(world, limit_s=LIMIT_S)
     return curve_of(world.log)
 
 
-def small_fleet(shape: Shape) -> FleetShape:
+def small_fleet(shape: SimShape) -> FleetShape:
     """As many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
     return FleetShape(
         num_workers=shape.num_workers,

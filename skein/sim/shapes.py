@@ -26,7 +26,7 @@ _HINT = "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and wha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class SimShape:
     """A job of `replicas` x `stages` on `num_workers`; two microbatches for each replica."""
 
     text: str
@@ -67,7 +67,7 @@ class Shape:
         )
 
 
-def shape_of(text: str) -> Shape:
+def shape_of(text: str) -> SimShape:
     """What the words say.
 
     Raises:
@@ -106,7 +106,7 @@ def shape_of(text: str) -> Shape:
                     raise UserError("shape", other, _HINT)
     except (ValueError, IndexError) as error:
         raise UserError("shape", text, _HINT) from error
-    return Shape(
+    return SimShape(
         text=text,
         layout=layout,
         stages=stages,

@@ -50,7 +50,7 @@ from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.streams import Streams
 from skein.sim.lines.transport import Transport
 from skein.sim.processes.builds import Builds
-from skein.sim.processes.coordinator import Service
+from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
 from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
@@ -65,7 +65,7 @@ def _measured(worker: SimWorker) -> DeviceMeasured:
     return DeviceMeasured(flops_per_s=worker.executor.flops_per_s, spread=0.0)
 
 
-class World(Service):
+class World(SimService):
     """Machines, clock and network of one simulated deployment.
 
     Args:

@@ -19,7 +19,7 @@ _LEAST_LIKE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
+class LinkDoubt:
     """A link (positions of workers; `sender` sends) and how far it is off: `seconds` against `usual_s` of `like`."""
 
     sender: int
@@ -33,7 +33,7 @@ class Doubt:
         return self.seconds / self.usual_s
 
 
-def questioned_links(seconds: F64, places: Sequence[str] | None = None) -> tuple[Doubt, ...]:
+def questioned_links(seconds: F64, places: Sequence[str] | None = None) -> tuple[LinkDoubt, ...]:
     """Links slower than `DOUBTED_FROM` times the median of their like, the worst first.
 
     A link's like are the other links, in either direction, between the same two places; and all links inside places, or
@@ -73,7 +73,7 @@ def _between(one: str, other: str) -> str:
     return f"links inside {one}" if one == other else f"links between {one} and {other}"
 
 
-def _doubts(seconds: F64, kind: npt.NDArray[np.int64], names: Sequence[str]) -> list[Doubt]:
+def _doubts(seconds: F64, kind: npt.NDArray[np.int64], names: Sequence[str]) -> list[LinkDoubt]:
     """Doubts within each kind, (num_workers, num_workers) numbers into `names`."""
     is_link = ~np.eye(len(seconds), dtype=np.bool_)
     found = []
@@ -86,7 +86,7 @@ def _doubts(seconds: F64, kind: npt.NDArray[np.int64], names: Sequence[str]) -> 
         # Among links that take no time at all, one that takes some has no factor.
         for i in np.flatnonzero((own > DOUBTED_FROM * usual_s) & (usual_s > 0)):
             found.append(
-                Doubt(
+                LinkDoubt(
                     sender=int(senders[i]),
                     receiver=int(receivers[i]),
                     seconds=float(own[i]),
@@ -97,9 +97,9 @@ def _doubts(seconds: F64, kind: npt.NDArray[np.int64], names: Sequence[str]) -> 
     return found
 
 
-def _worst_first(doubts: Sequence[Doubt]) -> tuple[Doubt, ...]:
+def _worst_first(doubts: Sequence[LinkDoubt]) -> tuple[LinkDoubt, ...]:
     """One doubt for each link, the one with the larger factor."""
-    by_link: dict[tuple[int, int], Doubt] = {}
+    by_link: dict[tuple[int, int], LinkDoubt] = {}
     for doubt in sorted(doubts, key=lambda x: -x.factor):
         by_link.setdefault((doubt.sender, doubt.receiver), doubt)
     return tuple(sorted(by_link.values(), key=lambda x: (-x.factor, x.sender, x.receiver)))

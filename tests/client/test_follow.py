@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from client.cli.job.follow import LINE_S, BarView, LineView, Progressed, follow, view
+from client.cli.job.follow import LINE_S, BarView, JobProgress, LineView, follow, view
 from client.cli.show import event_text, timed
 from skein.protocol.messages.directives import Decision
 from skein.types import Generation, JobState, Step, WorkerId
@@ -35,7 +35,7 @@ def steps(first: int, stop: int) -> list[JobEvent]:
     return [event(number, step_body(number)) for number in range(first, stop)]
 
 
-def progress_after(events: list[JobEvent]) -> Progressed:
+def progress_after(events: list[JobEvent]) -> JobProgress:
     return follow(events, None, total_steps=10)
 
 

@@ -15,8 +15,8 @@ from client.planning.files.document import routing_of
 from client.planning.files.fleetfile import parse_fleet_file
 from client.planning.member import told
 from client.planning.messages import PlanFound
-from client.planning.portfolio import Standing
-from client.planning.report import Effort, Report, report
+from client.planning.portfolio import PortfolioStanding
+from client.planning.report import Report, SearchEffort, report
 from client.planning.text import report_lines
 from skein.errors import UserError
 from skein.plan.balanced import make_plan
@@ -63,8 +63,8 @@ def reported(text: str) -> Report:
     case = case_of(text, origin="x")
     errand = Errand(role=Role.PLAN, objective=None, num_rounds=2)
     best = [message for message in told(text, errand) if isinstance(message, PlanFound)][-1]
-    effort = Effort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
-    return report(case, Standing(best=best), best, effort)
+    effort = SearchEffort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
+    return report(case, PortfolioStanding(best=best), best, effort)
 
 
 # --- the command ---

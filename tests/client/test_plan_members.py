@@ -18,15 +18,15 @@ from client.planning.member import rounds_in_time, told
 from client.planning.messages import (
     Bounded,
     Compiling,
-    Ended,
+    MemberEnded,
     Message,
+    MethodRefused,
     PlanFound,
     Progressed,
-    Refused,
     line_of,
     message_of,
 )
-from client.planning.portfolio import Portfolio, Standing
+from client.planning.portfolio import Portfolio, PortfolioStanding
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.search import Found, Search
 from tests.support.instances import instance
@@ -56,7 +56,7 @@ def plan(*, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0) -> Pla
 
 def found(errand: Errand, now: Callable[[], float]) -> list[Message]:
     """What a member tells of the search itself."""
-    return [x for x in told(TEXT, errand, now=now) if not isinstance(x, Compiling | Ended)]
+    return [x for x in told(TEXT, errand, now=now) if not isinstance(x, Compiling | MemberEnded)]
 
 
 # --- one member ---
@@ -71,7 +71,7 @@ def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
     for found in plans:
         assert violations(problem, found.routing) == ()
         assert timeline(problem, found.routing).step_s == found.step_s
-    assert isinstance(messages[-1], Ended)
+    assert isinstance(messages[-1], MemberEnded)
 
 
 def test_the_plan_at_once_is_legal_and_no_better_under_jitter_than_it_says() -> None:
@@ -113,7 +113,7 @@ def test_counted_rounds_repeat_exactly_whatever_the_clock() -> None:
 def test_a_search_ends_when_its_time_is_up_and_has_a_plan_even_then() -> None:
     late = list(told(TEXT, Errand(role=Role.PLAN, objective=None, budget_s=0.0), now=clock(1.0)))
     assert [type(x) for x in late[:1]] == [PlanFound]
-    assert isinstance(late[-1], Ended)
+    assert isinstance(late[-1], MemberEnded)
     assert sum(isinstance(x, Progressed) for x in late) <= 1
 
 
@@ -167,11 +167,11 @@ def test_bounds_rise_and_never_pass_a_plan() -> None:
     "message",
     [
         plan(jittered_s=0.1 + 0.2),
-        Refused(reason="“no”\nway"),
+        MethodRefused(reason="“no”\nway"),
         Compiling(),
         Progressed(num_moves=3),
         Bounded(seconds=1e-17, binding="trip", parts=(("trip", 1e-17), ("slots", 0.0))),
-        Ended(cpu_s=0.5),
+        MemberEnded(cpu_s=0.5),
     ],
 )
 def test_a_message_survives_its_line(message: Message) -> None:
@@ -189,7 +189,7 @@ def test_an_errand_survives_its_argument() -> None:
 
 
 def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -> None:
-    standing = Standing()
+    standing = PortfolioStanding()
     steps = [
         (plan(seed=2, step_s=8.0, jittered_s=12.0), True),
         (plan(seed=3, step_s=9.0, jittered_s=11.0), True),
@@ -202,7 +202,7 @@ def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -
 
 
 def test_a_search_that_compiles_is_waited_for_until_it_gets_somewhere() -> None:
-    standing, held_up = Standing(), []
+    standing, held_up = PortfolioStanding(), []
     for message in (plan(), Compiling(), Progressed(num_moves=1)):
         standing.take(0, message)
         held_up.append(standing.is_held_up)
@@ -210,7 +210,7 @@ def test_a_search_that_compiles_is_waited_for_until_it_gets_somewhere() -> None:
 
 
 def test_a_bound_is_never_replaced_by_a_lower_one() -> None:
-    standing = Standing()
+    standing = PortfolioStanding()
     for seconds in (3.0, 5.0, 4.0):
         standing.take(0, Bounded(seconds=seconds, binding="x", parts=()))
     assert standing.bound is not None
@@ -251,7 +251,7 @@ def test_leaving_ends_whoever_is_still_at_work() -> None:
 
 
 def test_an_interrupted_hunt_keeps_the_best_plan_so_far() -> None:
-    def interrupt(_case: object, standing: Standing, _has_changed: bool) -> None:
+    def interrupt(_case: object, standing: PortfolioStanding, _has_changed: bool) -> None:
         if standing.best is not None:
             raise KeyboardInterrupt
 

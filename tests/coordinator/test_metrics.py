@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.telling.exporting import MAX_WORKERS
 from coordinator.telling.exposition import Exposition, targets
-from coordinator.telling.metrics import MAX_JOBS, Metrics
+from coordinator.telling.metrics import MAX_JOBS, CoordinatorMetrics
 from coordinator.telling.statistics import MAX_LABELS
 from coordinator.telling.status import Roster
 from skein.plan.plan import Infeasible
@@ -34,7 +34,7 @@ LOG: tuple[Record, ...] = (
 )
 
 
-def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+def samples(metrics: CoordinatorMetrics) -> dict[tuple[str, tuple[str, ...]], float]:
     """Samples by name and labels' values, parsed as Prometheus would; worker comes before kind, src before dst."""
     families = text_string_to_metric_families(metrics.render().decode())
     return {
@@ -55,17 +55,17 @@ def with_workers(*names: str) -> Coordinator:
     return machine
 
 
-def sampled(metrics: Metrics, machine: Coordinator, *, now: float = 101.0) -> None:
+def sampled(metrics: CoordinatorMetrics, machine: Coordinator, *, now: float = 101.0) -> None:
     workers = Roster(machine).workers(now=now)
     metrics.sample(machine, workers, num_streams=len(workers), lag_s=0.0, now=now)
 
 
-def beat(metrics: Metrics, worker: str, counts: Sequence[Count]) -> None:
+def beat(metrics: CoordinatorMetrics, worker: str, counts: Sequence[Count]) -> None:
     metrics.heard(WorkerId(worker), Beat(progress=1, running_s=0.0, statistics=tuple(counts)))
 
 
 def test_numbers_of_a_job_follow_from_its_records() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.appended(LOG, 0.002)
     found = samples(metrics)
     assert found["skein_committed_steps_total", (JOB,)] == 5
@@ -79,7 +79,7 @@ def test_numbers_of_a_job_follow_from_its_records() -> None:
 
 
 def test_replay_gives_the_numbers_that_were_before() -> None:
-    live, replayed = Metrics(), Metrics()
+    live, replayed = CoordinatorMetrics(), CoordinatorMetrics()
     for record in LOG:
         live.appended([record], 0.001)
     replayed.recorded(LOG)
@@ -89,7 +89,7 @@ def test_replay_gives_the_numbers_that_were_before() -> None:
 
 
 def test_steps_that_are_rolled_back_are_counted_as_lost() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.recorded(LOG)
     back = RolledBack(job=JobId(JOB), from_version=Step(5), to_version=Step(2), reason="", wall_s=60.0)
     metrics.recorded([back])
@@ -100,7 +100,7 @@ def test_steps_that_are_rolled_back_are_counted_as_lost() -> None:
 
 
 def test_divergences_are_counted_from_none_on() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.recorded(LOG)
     assert samples(metrics)["skein_divergences_total", (JOB,)] == 0
     diverged = Diverged(
@@ -111,7 +111,7 @@ def test_divergences_are_counted_from_none_on() -> None:
 
 
 def test_incidents_are_counted_with_what_they_cost() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.recorded(
         [
             *LOG,
@@ -136,7 +136,7 @@ def test_incidents_are_counted_with_what_they_cost() -> None:
 
 
 def test_no_incident_is_a_number_for_every_kind_and_remedy() -> None:
-    found = samples(Metrics())
+    found = samples(CoordinatorMetrics())
     counts = {labels: value for (name, labels), value in found.items() if name == "skein_incidents_total"}
     assert counts == {(remedy.value, kind.value): 0 for kind in IncidentKind for remedy in Remedy}
     numbers = [value for (name, _), value in found.items() if name == "skein_incident_seconds_count"]
@@ -145,7 +145,7 @@ def test_no_incident_is_a_number_for_every_kind_and_remedy() -> None:
 
 
 def test_only_the_newest_jobs_have_series() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     for number in range(MAX_JOBS + 5):
         metrics.recorded([submitted(f"job-{number}"), committed(f"job-{number}", 0, wall_s=1.0)])
     jobs = {labels[0] for name, labels in samples(metrics) if name == "skein_trained_tokens_total"}
@@ -153,7 +153,7 @@ def test_only_the_newest_jobs_have_series() -> None:
 
 
 def test_workers_leases_and_checkpoint_age_are_sampled() -> None:
-    metrics, machine = Metrics(), with_workers("w1", "w2")
+    metrics, machine = CoordinatorMetrics(), with_workers("w1", "w2")
     metrics.recorded(LOG)
     sampled(metrics, machine)
     found = samples(metrics)
@@ -165,7 +165,7 @@ def test_workers_leases_and_checkpoint_age_are_sampled() -> None:
 
 
 def test_workers_that_are_gone_leave_no_series() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     beat(metrics, "w1", [Count(name="skein_worker_bubble_ratio", label="", value=0.5)])
     sampled(metrics, with_workers("w1"))
     assert ("skein_worker_bubble_ratio", ("w1",)) in samples(metrics)
@@ -174,7 +174,7 @@ def test_workers_that_are_gone_leave_no_series() -> None:
 
 
 def test_statistics_of_workers_are_re_exported_under_their_names() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     beat(
         metrics,
         "w1",
@@ -198,7 +198,7 @@ def test_statistics_of_workers_are_re_exported_under_their_names() -> None:
 
 
 def test_what_workers_tell_of_aggregation_has_names_of_its_own() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     long = "w" * 64
     beat(
         metrics,
@@ -235,7 +235,7 @@ def test_scores_of_walkers_are_those_of_the_newest_probe_while_they_live() -> No
             phase=phase,
         )
 
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     for worker, loss_sum in (("w1", 30.0), ("w2", 25.0), ("w1", 20.0), ("gone", 1.0)):
         metrics.heard(WorkerId(worker), done(loss_sum))
     metrics.heard(WorkerId("w2"), done(90.0, phase=Phase.EVALUATE))
@@ -246,7 +246,7 @@ def test_scores_of_walkers_are_those_of_the_newest_probe_while_they_live() -> No
 
 
 def test_rules_and_peers_beyond_the_bound_are_summed() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     counts = [
         Count(name="skein_worker_aggregation_bytes_total", label=f"lsgd/p{n:04d}", value=1)
         for n in range(MAX_LABELS + 9)
@@ -259,7 +259,7 @@ def test_rules_and_peers_beyond_the_bound_are_summed() -> None:
 
 
 def test_what_a_worker_makes_up_is_not_re_exported() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     beat(
         metrics,
         "w1",
@@ -279,7 +279,7 @@ def test_what_a_worker_makes_up_is_not_re_exported() -> None:
 
 
 def test_labels_of_a_worker_are_bounded_and_none_of_their_values_is_lost() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     peers = [
         Count(name="skein_worker_sent_bytes_total", label=f"p{n:04d}", value=1) for n in range(MAX_LABELS + 9)
     ]
@@ -296,7 +296,7 @@ def test_labels_of_a_worker_are_bounded_and_none_of_their_values_is_lost() -> No
 
 
 def test_workers_with_statistics_are_bounded() -> None:
-    metrics, names = Metrics(), [f"w{number:04d}" for number in range(MAX_WORKERS + 7)]
+    metrics, names = CoordinatorMetrics(), [f"w{number:04d}" for number in range(MAX_WORKERS + 7)]
     for name in names:
         beat(metrics, name, [Count(name="skein_worker_bubble_ratio", label="", value=0.5)])
     sampled(metrics, with_workers(*names))
@@ -305,7 +305,7 @@ def test_workers_with_statistics_are_bounded() -> None:
 
 
 def test_answers_of_the_planner_and_refusals_are_counted() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.planned(Infeasible(reason="no"), 0.1)
     metrics.refused("Submit", "invalid_argument")
     found = samples(metrics)
@@ -314,7 +314,7 @@ def test_answers_of_the_planner_and_refusals_are_counted() -> None:
 
 
 def test_every_name_has_the_prefix_and_counters_end_in_total() -> None:
-    metrics = Metrics()
+    metrics = CoordinatorMetrics()
     metrics.recorded(LOG)
     for family in text_string_to_metric_families(metrics.render().decode()):
         assert family.name.startswith("skein_")

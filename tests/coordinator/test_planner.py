@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayTaskError, WorkerCrashedError
 
 from coordinator import planner
-from coordinator.planner import NUM_TRIES, Found, RayPlanner, plan_here, search
+from coordinator.planner import NUM_TRIES, FoundPlan, RayPlanner, plan_here, search
 from skein.config.job import PlanSpec
 from skein.plan import searched
 from skein.plan.balanced import make_plan
@@ -135,24 +135,24 @@ class Searches:
         self.seeds: list[int] = []
         self.num_cancelled = 0
 
-    def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[Found]]:
+    def remote(self, asked: MakePlan, seed: int) -> AsyncIterator[Awaitable[FoundPlan]]:
         self.seeds.append(seed)
         return self._run(self._courses[len(self.seeds) - 1])
 
     def cancel(self, asked: object) -> None:
         self.num_cancelled += 1
 
-    async def _run(self, course: Course) -> AsyncIterator[Awaitable[Found]]:
+    async def _run(self, course: Course) -> AsyncIterator[Awaitable[FoundPlan]]:
         for event in course:
             yield self._next(event)
 
-    async def _next(self, event: float | Exception | None) -> Found:
+    async def _next(self, event: float | Exception | None) -> FoundPlan:
         if isinstance(event, Exception):
             raise event
         if event is None:
             await asyncio.get_running_loop().create_future()
         assert isinstance(event, float)
-        return Found(made=PlanMade(request=7, result=plan_of(event), current_s=2.0), cost_s=event)
+        return FoundPlan(made=PlanMade(request=7, result=plan_of(event), current_s=2.0), cost_s=event)
 
 
 def plan_of(step_s: float) -> Plan:

@@ -17,7 +17,7 @@ from coordinator.records.logfile import Holder, LogFull
 from coordinator.records.mirror import KEY_FILE
 from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
-from coordinator.telling.metrics import Metrics
+from coordinator.telling.metrics import CoordinatorMetrics
 from skein import PROTOCOL_VERSION
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
@@ -353,10 +353,10 @@ async def test_a_failure_beside_the_driver_ends_the_coordinator(
 ) -> None:
     monkeypatch.setattr(serving, "SAMPLE_S", 0.0)
 
-    def sample(self: Metrics, *args: object, num_streams: int, lag_s: float, now: float) -> None:
+    def sample(self: CoordinatorMetrics, *args: object, num_streams: int, lag_s: float, now: float) -> None:
         raise ArithmeticError("no such number")
 
-    monkeypatch.setattr(Metrics, "sample", sample)
+    monkeypatch.setattr(CoordinatorMetrics, "sample", sample)
     async with coordinator(tmp_path) as running:
         with pytest.raises(ArithmeticError, match="no such number"):
             await running.ended()

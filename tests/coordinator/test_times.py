@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from coordinator.records.journal import Journal
-from coordinator.telling.metrics import Metrics
+from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief, job_status
 from skein.config.job import PlanSpec
 from skein.protocol.coordinator.coordinator import Coordinator
@@ -103,7 +103,7 @@ def test_after_the_end_the_times_can_still_be_seen() -> None:
 def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and_the_metrics() -> None:
     made = make_world(small_job(steps=STEPS, microbatches=8), fleet_of(3), seed=0)
     run_until(made, lambda made: version_of(made) == 1)
-    now, metrics = made.coordinator, Metrics()
+    now, metrics = made.coordinator, CoordinatorMetrics()
     assert now is not None
     [short] = job_status(now, Journal(nothing_kept), JOB).shortfalls
     assert short.words == "stage 1 has 1 holder of 2 asked: a death costs up to 20 steps"
@@ -122,7 +122,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
 
 
 def test_metrics_have_the_step_and_the_ops_of_each_stage_in_both_kinds() -> None:
-    now, metrics = machine(version=12), Metrics()
+    now, metrics = machine(version=12), CoordinatorMetrics()
     metrics.recorded(world(version=12).log)
     metrics.sample(now, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
     found = samples(metrics)

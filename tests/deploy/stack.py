@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import yaml
 
-from coordinator.telling.metrics import Metrics
+from coordinator.telling.metrics import CoordinatorMetrics
 from tests.contract.source import ROOT
 
 Value: TypeAlias = "str | int | float | bool | list[Value] | dict[str, Value] | None"
@@ -45,7 +45,7 @@ def alerts() -> list[dict[str, Value]]:
 
 def exposed_families() -> Mapping[str, str]:
     """Metrics of the coordinator's page, by name, with their kinds; those without a sample included."""
-    page = Metrics().render().decode()
+    page = CoordinatorMetrics().render().decode()
     return dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE))
 
 

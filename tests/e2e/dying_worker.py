@@ -26,7 +26,7 @@ from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.compute.snapshots import Snapshots
 from worker.daemon import WorkerOptions, run_worker
-from worker.process import Setting
+from worker.process import WorkerSetting
 from worker.telling.moments import op_named
 
 
@@ -76,7 +76,7 @@ class MortalCompute(Compute):
             self._fate.moment("inside Backward")
 
 
-def mortal(fate: Fate, setting: Setting) -> Setting:
+def mortal(fate: Fate, setting: WorkerSetting) -> WorkerSetting:
     """`setting` of a worker with a fate."""
     return replace(setting, compute=partial(MortalCompute, fate=fate), watch=fate.moment)
 

@@ -12,7 +12,7 @@ from client.api import Client
 from client.lab.control import Cut, Heal, ask
 from client.lab.network import namespaces
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
-from client.lab.state import Folder, Mode
+from client.lab.state import LabFolder, Mode
 from client.local import NotStarted
 from skein.topology.fleet import Link
 from skein.types import JobState
@@ -27,7 +27,7 @@ LATENCY_S = 0.020
 
 @contextmanager
 def two_sites(path: Path, mode: Mode) -> Iterator[RunningLab]:
-    folder = Folder(path / mode)
+    folder = LabFolder(path / mode)
     try:
         lab = start_lab(folder, LabOptions(preset="two-sites", mode=mode, data_roots=(path,)))
         wait_for_workers(lab, lambda _joined, _of: None)
@@ -95,7 +95,7 @@ def test_a_job_trains_the_same_over_namespaces_and_a_site_that_is_cut_off_comes_
 
 
 def test_a_service_that_ends_is_told_of_with_its_last_words(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "lab")
+    folder = LabFolder(tmp_path / "lab")
     folder.path.mkdir()
     folder.coordinator_state.write_text("a file where a folder should be")
     try:

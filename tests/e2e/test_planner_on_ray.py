@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from coordinator.planner import Found, RayPlanner
+from coordinator.planner import FoundPlan, RayPlanner
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.check import violations
 from skein.plan.plan import Plan
@@ -63,9 +63,9 @@ def _words(process: psutil.Process) -> list[str]:
 class Watched(RayPlanner):
     """Lets a test see what searches have found so far."""
 
-    found: dict[int, Found]
+    found: dict[int, FoundPlan]
 
-    async def _follow(self, asked: MakePlan, number: int, best: dict[int, Found]) -> None:
+    async def _follow(self, asked: MakePlan, number: int, best: dict[int, FoundPlan]) -> None:
         self.found = best
         await super()._follow(asked, number, best)
 

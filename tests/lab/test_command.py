@@ -8,7 +8,7 @@ import pytest
 from client.cli import DONE, FAILED, USAGE, run
 from client.lab.preset import Endpoint, lay_out, load_preset
 from client.lab.services import programs, write_token
-from client.lab.state import Folder, LabFile, Mode
+from client.lab.state import LabFile, LabFolder, Mode
 from skein.wire.tokens import read_token
 
 
@@ -105,7 +105,7 @@ def test_homes_behind_proxies_are_said_to_be_open(tmp_path: Path, capsys: pytest
 
 def test_workers_behind_nat_listen_there_and_advertise_their_home(tmp_path: Path) -> None:
     endpoints = lay_out(load_preset("home-uplinks"), 1)
-    folder = Folder(tmp_path)
+    folder = LabFolder(tmp_path)
     coordinator, worker = programs(folder, make_lab("home-uplinks", mode="namespaces", endpoints=endpoints))
     assert coordinator.arguments[:2] == (folder.namespace(endpoints[0]), "coordinator")
     assert worker.arguments[:2] == (folder.namespace(endpoints[1]), "worker")
@@ -120,7 +120,9 @@ def test_workers_behind_proxies_advertise_them(tmp_path: Path) -> None:
         Endpoint(name="coordinator", site="north", address="127.0.0.2", listen="127.0.0.1", port=7411),
         Endpoint(name="south-1", site="south", address="127.0.0.2", listen="127.0.0.3", port=9000),
     )
-    coordinator, worker = programs(Folder(tmp_path), make_lab("two-sites", mode="proxy", endpoints=endpoints))
+    coordinator, worker = programs(
+        LabFolder(tmp_path), make_lab("two-sites", mode="proxy", endpoints=endpoints)
+    )
     assert (coordinator.module, worker.module) == ("coordinator", "worker")
     assert options_of(coordinator.arguments)["--metrics-port"] == "7500"
     assert options_of(worker.arguments) == {
@@ -143,10 +145,10 @@ def test_tokens_are_our_own_and_stay(tmp_path: Path) -> None:
 
 
 def test_folders_have_namespaces_of_their_own(tmp_path: Path) -> None:
-    assert Folder(tmp_path / "a").prefix != Folder(tmp_path / "b").prefix
-    assert Folder(tmp_path / "a").prefix == Folder(tmp_path / "a").prefix
+    assert LabFolder(tmp_path / "a").prefix != LabFolder(tmp_path / "b").prefix
+    assert LabFolder(tmp_path / "a").prefix == LabFolder(tmp_path / "a").prefix
 
 
 def test_a_number_that_another_process_got_since_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "processes").write_text("[1, 12.5]\n")
-    assert Folder(tmp_path).noted_processes() == []
+    assert LabFolder(tmp_path).noted_processes() == []

@@ -6,15 +6,15 @@ from heapq import heappop, heappush
 from math import inf
 
 from bench.emulated.lines import Lines
-from client.lab.network.halves import Half, Timing
-from client.lab.network.links import Access, LinkSpec
+from client.lab.network.halves import ArrivalTiming, Half
+from client.lab.network.links import Access, DirectionSpec
 from client.lab.network.proxies import StreamTimes
 from tests.support.wan import make_network
 
 BULK = 4000
 """Bytes that take 4 s on a link of 1,000 bytes/s."""
 LINES = Lines([[1.0, 1.0]] * 2, [[1000.0, 1000.0]] * 2)
-LINK = LinkSpec(latency_s=1.0, bytes_per_s=1000.0)
+LINK = DirectionSpec(latency_s=1.0, bytes_per_s=1000.0)
 
 
 class VirtualClock:
@@ -66,7 +66,7 @@ class Wire(asyncio.Transport):
 class Relayed:
     """Both halves of a connection over `timing`, and their sockets."""
 
-    def __init__(self, timing: Timing, *, window_bytes: float = inf) -> None:
+    def __init__(self, timing: ArrivalTiming, *, window_bytes: float = inf) -> None:
         self.clock = VirtualClock()
         self.here = Half(timing, 0, 1, clock=self.clock, window_bytes=window_bytes)
         self.there = Half(timing, 1, 0, clock=self.clock)
@@ -166,7 +166,7 @@ def test_a_cut_leaves_the_other_direction_alone() -> None:
 
 
 def test_streams_share_uplinks_and_downlinks() -> None:
-    quick = LinkSpec(latency_s=1.0, bytes_per_s=1e9)
+    quick = DirectionSpec(latency_s=1.0, bytes_per_s=1e9)
     slow = [Access(up_bytes_per_s=1000.0), Access(), Access(down_bytes_per_s=500.0)]
     times = StreamTimes(make_network(quick, 3, accesses=slow))
     assert [round(times.arrival_s(0, to, 500, now=0.0), 3) for to in (1, 2)] == [1.5, 2.5]

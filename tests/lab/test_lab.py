@@ -18,7 +18,7 @@ import pytest
 from client.lab.control import Ask, Cut, Heal, LabStatus, NoLab, Slow, ask
 from client.lab.network import namespaces
 from client.lab.start import LabOptions, RunningLab, choose_mode, start_lab, stop_lab
-from client.lab.state import Folder, Mode
+from client.lab.state import LabFolder, Mode
 from client.local import NotStarted
 from skein.errors import UserError
 
@@ -32,7 +32,7 @@ def network(
     path: Path, preset: str, *, num_workers: int, has_closed_homes: bool = False
 ) -> Iterator[RunningLab]:
     """A lab without services, in namespaces."""
-    folder = Folder(path / "lab")
+    folder = LabFolder(path / "lab")
     options = LabOptions(
         preset=preset,
         num_workers=num_workers,
@@ -262,7 +262,7 @@ def test_a_lab_that_cannot_begin_says_why_and_leaves_nothing(
     monkeypatch.setattr("client.lab.start.BEHIND_PROXY_HOST", "127.0.0.1")
     with socket.create_server(("127.0.0.2", 0)) as taken:
         monkeypatch.setattr("client.lab.start.free_port", lambda _=0: taken.getsockname()[1])
-        folder = Folder(tmp_path / "lab")
+        folder = LabFolder(tmp_path / "lab")
         with pytest.raises(NotStarted, match="in use"):
             start_lab(folder, LabOptions(preset="two-sites", mode="proxy", has_services=False))
     assert not folder.has_remains()

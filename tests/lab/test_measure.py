@@ -8,18 +8,18 @@ from client.lab.control import Ask, LabStatus, Slow, ask
 from client.lab.measure import measure
 from client.lab.network import namespaces
 from client.lab.start import LabOptions, start_lab, stop_lab
-from client.lab.state import Folder
+from client.lab.state import LabFolder
 from skein.errors import UserError
 
 
-def status_of(folder: Folder) -> LabStatus:
+def status_of(folder: LabFolder) -> LabStatus:
     found = ask(folder.path, Ask()).status
     assert found is not None
     return found
 
 
 def test_what_is_measured_is_never_better_than_the_link(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "lab")
+    folder = LabFolder(tmp_path / "lab")
     is_possible = namespaces.why_not() is None
     try:
         lab = start_lab(folder, LabOptions(preset="two-sites", num_workers=2, has_services=False))
@@ -38,7 +38,7 @@ def test_what_is_measured_is_never_better_than_the_link(tmp_path: Path) -> None:
 
 
 def test_measuring_names_what_is_no_link(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "lab")
+    folder = LabFolder(tmp_path / "lab")
     try:
         lab = start_lab(folder, LabOptions(preset="two-sites", num_workers=1, has_services=False))
         with pytest.raises(UserError, match=r"endpoint|mode"):

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from client.lab.network.links import LinkSpec, Network
+from client.lab.network.links import DirectionSpec, LabNetwork
 from client.lab.network.proxies import Proxies, holds, socket_of
 from client.lab.preset import Endpoint
 from client.lab.start import BEHIND_PROXY_HOST, PROXY_HOST
 from tests.support.wan import make_network
 
 PATIENCE_S = 30.0
-QUICK = LinkSpec(latency_s=0.0, bytes_per_s=1e9)
-AGES = LinkSpec(latency_s=3600.0, bytes_per_s=1e9)
+QUICK = DirectionSpec(latency_s=0.0, bytes_per_s=1e9)
+AGES = DirectionSpec(latency_s=3600.0, bytes_per_s=1e9)
 
 
 def nobody(_name: str) -> None:
@@ -36,7 +36,7 @@ async def _shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @asynccontextmanager
 async def echoing(
-    network: Network, process_of: Callable[[str], int | None]
+    network: LabNetwork, process_of: Callable[[str], int | None]
 ) -> AsyncIterator[tuple[Proxies, int]]:
     """Proxies in front of e0, where nobody listens, and e1, which answers in capitals at the port that is given."""
     server = await asyncio.start_server(_shout, BEHIND_PROXY_HOST, 0)
@@ -71,7 +71,7 @@ async def ask(port: int, text: bytes, *, host: str = PROXY_HOST) -> bytes:
 
 async def test_an_endpoint_waits_for_its_link() -> None:
     """A way of 0.1 s there and back, once to open the connection and once to ask."""
-    network = make_network(LinkSpec(latency_s=0.1, bytes_per_s=1e9))
+    network = make_network(DirectionSpec(latency_s=0.1, bytes_per_s=1e9))
     async with echoing(network, this_is("e0")) as (proxies, port):
         began_s = asyncio.get_running_loop().time()
         assert await ask(port, b"hello\n") == b"HELLO\n"
@@ -85,7 +85,7 @@ async def test_whoever_is_no_endpoint_is_let_through_at_once() -> None:
 
 
 async def test_much_arrives_whole() -> None:
-    network = make_network(LinkSpec(latency_s=0.001, bytes_per_s=1e9, jitter_s=0.002, loss=0.01))
+    network = make_network(DirectionSpec(latency_s=0.001, bytes_per_s=1e9, jitter_s=0.002, loss=0.01))
     async with echoing(network, this_is("e0")) as (_, port):
         reader, writer = await asyncio.open_connection(PROXY_HOST, port)
         lines = b"".join(b"%d bottles\n" % i for i in range(100_000))

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from client.lab.network.links import Access, Drop, LinkSpec, Network
+from client.lab.network.links import Access, DirectionSpec, Drop, LabNetwork
 from client.lab.network.router import HEADER_BYTES, Router, destination, wire_bytes
 from tests.support.wan import ADDRESSES, make_frame, make_network
 
-LINK = LinkSpec(latency_s=1.0, bytes_per_s=1000.0)
-QUICK = LinkSpec(latency_s=1.0, bytes_per_s=math.inf)
+LINK = DirectionSpec(latency_s=1.0, bytes_per_s=1000.0)
+QUICK = DirectionSpec(latency_s=1.0, bytes_per_s=math.inf)
 
 
-def make_router(network: Network) -> Router:
+def make_router(network: LabNetwork) -> Router:
     return Router(network, {address: i for i, address in enumerate(ADDRESSES[: len(network.names)])})
 
 
@@ -36,8 +36,8 @@ def test_a_frame_comes_out_unchanged_at_its_address_when_it_is_due() -> None:
 
 def test_frames_of_several_senders_come_out_in_the_order_of_their_times() -> None:
     links = {(a, b): LINK for a in range(3) for b in range(3) if a != b}
-    links[0, 2] = LinkSpec(latency_s=5.0, bytes_per_s=1000.0)
-    router = make_router(Network(("a", "b", "c"), links))
+    links[0, 2] = DirectionSpec(latency_s=5.0, bytes_per_s=1000.0)
+    router = make_router(LabNetwork(("a", "b", "c"), links))
     router.push(0, make_frame(2, mark=1), now=0.0)
     router.push(1, make_frame(2, mark=2), now=1.0)
     assert [(at, frame[-1]) for at, _, frame in drain(router)] == [
@@ -80,9 +80,9 @@ def test_an_uplink_is_shared_by_all_receivers() -> None:
 
 def test_a_downlink_is_shared_by_all_senders_who_comes_first_first() -> None:
     links = {(a, b): QUICK for a in range(3) for b in range(3) if a != b}
-    links[0, 2] = LinkSpec(latency_s=1.05, bytes_per_s=math.inf)
+    links[0, 2] = DirectionSpec(latency_s=1.05, bytes_per_s=math.inf)
     accesses = [Access(), Access(), Access(down_bytes_per_s=1000.0)]
-    router = make_router(Network(("a", "b", "c"), links, accesses=accesses))
+    router = make_router(LabNetwork(("a", "b", "c"), links, accesses=accesses))
     router.push(0, make_frame(2, 100, mark=1), now=0.0)
     router.push(1, make_frame(2, 100, mark=2), now=0.0)
     assert [(at, frame[-1]) for at, _, frame in drain(router)] == [
@@ -103,7 +103,7 @@ def test_full_uplinks_and_downlinks_drop() -> None:
 
 def test_throughput_is_the_bandwidth() -> None:
     """A sender who offers twice what the link carries gets what it carries."""
-    router = make_router(make_network(LinkSpec(latency_s=0.5, bytes_per_s=10_000.0)))
+    router = make_router(make_network(DirectionSpec(latency_s=0.5, bytes_per_s=10_000.0)))
     arrived: list[float] = []
     for i in range(2000):
         now = i * 0.005
@@ -143,7 +143,9 @@ def test_each_packet_of_a_batch_has_headers_on_the_wire() -> None:
 
 def test_the_same_seed_gives_the_same_fate_to_every_packet() -> None:
     def fate(seed: int) -> list[tuple[float, int, bytes]]:
-        network = make_network(LinkSpec(latency_s=0.1, bytes_per_s=1e6, jitter_s=0.05, loss=0.2), seed=seed)
+        network = make_network(
+            DirectionSpec(latency_s=0.1, bytes_per_s=1e6, jitter_s=0.05, loss=0.2), seed=seed
+        )
         router = make_router(network)
         for i in range(200):
             router.push(i % 2, make_frame(1 - i % 2, mark=i), now=0.001 * i)

@@ -11,11 +11,11 @@ from skein.config.optimizer import AdamWSpec
 from skein.plan.agreeing.rounds import is_exchange
 from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.compute.aggregating import AggregatingModel, Held
+from skein.sim.compute.aggregating import AggregatingModel, HeldStage
 from skein.sim.compute.numeric import NumericModel
 from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, make_world, run_to_end, small_fleet
-from skein.sim.shapes import Shape, shape_of
+from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.types import StageIndex, StageSpec
 from tests.support.worlds import kill_everything, of_kind, run_until, version_of, worker
@@ -25,7 +25,7 @@ ONE = ("bf16", "int8", "robust", "one_bit_adam", "one_bit_lamb")
 MANY = ("diloco", "overlapped", "decentlam", "qg_dmsgd", "lsgd")
 
 
-def run(shape: Shape, *, seed: int = 0, num_faults: int = 0) -> tuple[World, AggregatingModel]:
+def run(shape: SimShape, *, seed: int = 0, num_faults: int = 0) -> tuple[World, AggregatingModel]:
     """A world of a shape by a rule, at its end."""
     model = AggregatingModel(shape.job(steps=STEPS))
     new_world = partial(World, new_executor=model.executor)
@@ -182,7 +182,7 @@ def model_of(rule: str) -> AggregatingModel:
     return AggregatingModel(shape_of(f"line 2x3 by {rule}").job(steps=STEPS))
 
 
-def nudged(held: Held, slot: str) -> Held:
+def nudged(held: HeldStage, slot: str) -> HeldStage:
     """With one element moved by a rounding, in the parameters or in a slot."""
     copy = held.copy()
     tensors = copy.walker.params if slot == "params" else copy.walker.state[slot]

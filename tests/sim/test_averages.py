@@ -7,7 +7,7 @@ import pytest
 from skein.config.job import BackupSpec, JobSpec
 from skein.protocol.log.records import Averaged, Incident, Remedy
 from skein.sim.scenario import disturbed, judge, make_world
-from skein.sim.shapes import Shape, shape_of
+from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.types import StageIndex, WorkerId
 from tests.support.jobs import small_job
@@ -95,12 +95,12 @@ def test_a_job_that_does_not_ask_for_it_goes_back() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lenient(Shape):
+class Lenient(SimShape):
     """A shape whose jobs would rather have an average than go back."""
 
     def job(self, *, steps: int, every: int = 3) -> JobSpec:
         backup = BackupSpec(every_steps=2, neighbour_average=True)
-        return Shape.job(self, steps=steps, every=every).model_copy(update={"backup": backup})
+        return SimShape.job(self, steps=steps, every=every).model_copy(update={"backup": backup})
 
 
 KINDS = (

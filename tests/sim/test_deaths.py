@@ -10,7 +10,7 @@ import pytest
 from skein.protocol.log.records import Incident, Remedy
 from skein.sim.faults import FAILING
 from skein.sim.scenario import make_world
-from skein.sim.shapes import Shape, shape_of
+from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.types import MicrobatchId, StageIndex, WorkerId
 from tests.support.jobs import small_job
@@ -129,7 +129,7 @@ class Struck:
             assert again <= self.owned, (self.about, incident)
 
 
-def struck(shape: Shape, strike: Strike, num_events: int) -> Struck:
+def struck(shape: SimShape, strike: Strike, num_events: int) -> Struck:
     world = make_world(shape.job(steps=STEPS, every=EVERY), fleet_of(shape.num_workers), seed=0)
     run_events(world, num_events)
     run = None if world.coordinator is None else world.coordinator.run
@@ -142,7 +142,7 @@ def struck(shape: Shape, strike: Strike, num_events: int) -> Struck:
 
 @pytest.mark.parametrize("strike", STRIKES.values(), ids=STRIKES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_moment_is_a_wrong_one(shape: Shape, strike: Strike) -> None:
+def test_no_moment_is_a_wrong_one(shape: SimShape, strike: Strike) -> None:
     expected = undisturbed(shape.job(steps=STEPS, every=EVERY), shape.num_workers)
     num_events = expected.outcome.num_events
     for moment in range(POINTS):

@@ -35,8 +35,8 @@ from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor, stage_times
-from skein.sim.judging.invariants import INITIAL, Found, Invariants, Violated, lineage_after, visits_of
-from skein.sim.lines.reach import ASKED_S, Reach
+from skein.sim.judging.invariants import INITIAL, FoundStage, Invariants, Violated, lineage_after, visits_of
+from skein.sim.lines.reach import ASKED_S, ReachTimes
 from skein.types import (
     Epoch,
     Generation,
@@ -117,7 +117,7 @@ def test_a_roll_back_from_what_is_held_is_caught_and_so_is_a_pause_without_savin
     adopted = PlanAdopted(job=JOB, generation=Generation(1), plan=plan)
     invariants = followed(adopted, committed(FIRST), committed(SECOND))
     found = [
-        Found(worker=WorkerId(name), stage=stage, version=Step(1), lineage=AFTER_FIRST)
+        FoundStage(worker=WorkerId(name), stage=stage, version=Step(1), lineage=AFTER_FIRST)
         for name, stage in zip(("a", "b"), plan.stages, strict=True)
     ]
     invariants.gives_up(rolled_back(2, 1), found)
@@ -132,7 +132,7 @@ def test_a_roll_back_from_what_is_held_is_caught_and_so_is_a_pause_without_savin
 
 
 def test_who_counts_as_reached_was_asked_or_may_still_come_back() -> None:
-    reach, process = Reach(), Incarnation("i")
+    reach, process = ReachTimes(), Incarnation("i")
     reach.note(process, is_reached=False, now=10.0)
     assert reach.counts(process, now=10.0 + LEAST_S - 1.0)
     assert not reach.counts(process, now=10.0 + LEAST_S)

@@ -13,7 +13,7 @@ from skein.protocol.messages.reports import Beat, Hello, Report, StageDone, Vote
 from skein.sim.lines.lies import mutated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import disturbed, judge, make_world
-from skein.sim.shapes import SHAPES, Shape, shape_of
+from skein.sim.shapes import SHAPES, SimShape, shape_of
 from skein.types import JobState
 from tests.support.jobs import small_job
 from tests.support.reports import hello, ledger, stage_done, vote
@@ -24,7 +24,7 @@ ENDS = (JobState.FINISHED, JobState.FAILED, JobState.PAUSED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
-def test_lies_bring_a_job_to_its_end_or_to_a_reason(shape: Shape) -> None:
+def test_lies_bring_a_job_to_its_end_or_to_a_reason(shape: SimShape) -> None:
     world = disturbed(shape, seed=4, num_faults=4, kinds=("lie",))
     assert judge(shape, world).state in ENDS
 

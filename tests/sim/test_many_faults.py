@@ -5,7 +5,7 @@ import pytest
 from skein.protocol.log.records import RolledBack
 from skein.sim.faults import FAULTS, GENTLE
 from skein.sim.scenario import disturbed, judge
-from skein.sim.shapes import SHAPES, Shape, shape_of
+from skein.sim.shapes import SHAPES, SimShape, shape_of
 from tests.support.worlds import of_kind
 
 NUM_FAULTS = 8
@@ -14,7 +14,7 @@ BY_TEXT = {shape.text: shape for shape in SHAPES}
 
 
 def judged(
-    shape: Shape, seed: int, *, num_faults: int = NUM_FAULTS, kinds: tuple[str, ...] = tuple(FAULTS)
+    shape: SimShape, seed: int, *, num_faults: int = NUM_FAULTS, kinds: tuple[str, ...] = tuple(FAULTS)
 ) -> int:
     """How often committed steps were lost."""
     world = disturbed(shape, seed=seed, num_faults=num_faults, kinds=kinds)
@@ -27,13 +27,13 @@ def judged(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
-def test_no_schedule_of_faults_bends_the_loss_curve(shape: Shape) -> None:
+def test_no_schedule_of_faults_bends_the_loss_curve(shape: SimShape) -> None:
     for seed in SEEDS:
         judged(shape, seed)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
-def test_faults_that_kill_nobody_cost_no_committed_step(shape: Shape) -> None:
+def test_faults_that_kill_nobody_cost_no_committed_step(shape: SimShape) -> None:
     for seed in SEEDS[:8]:
         assert judged(shape, seed, kinds=GENTLE) == 0, f"seed={seed}"
 

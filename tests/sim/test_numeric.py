@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.compute.numeric import NumericModel, State
+from skein.sim.compute.numeric import NumericModel, ParameterState
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
@@ -28,7 +28,7 @@ RTOL = 1e-9
 """Sums of some tens of float64 numbers of like size differ by their order in the last few of 52 bits."""
 
 
-def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...], dict[str, State]]:
+def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...], dict[str, ParameterState]]:
     """The curve, and the parameters at its end."""
     shape = shape_of(text)
     model = NumericModel(shape.job(steps=STEPS))
@@ -49,7 +49,7 @@ def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...
 
 
 @cache
-def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, State]]:
+def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, ParameterState]]:
     return run(text, seed=0, num_faults=0)
 
 

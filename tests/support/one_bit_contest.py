@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
-from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import ERROR, OneBit
-from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, RATIO_WEIGHT, OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, RATIO_WEIGHT, OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
@@ -76,13 +76,13 @@ class Contest:
 def rule_of(contest: Contest) -> OneBit:
     """The rule with the settings that DeepSpeed is given, and without the floor that it lacks."""
     if contest.kind == "adam":
-        return OneBitAdam(
+        return OneBitAdamRule(
             spec=aggregation.OneBitAdam(
                 rule="one_bit_adam", warmup_steps=contest.warmup_steps, variance_floor=contest.floor
             ),
             optimizer=AdamWSpec(betas=BETAS, eps=EPS, weight_decay=DECAY),
         )
-    return OneBitLamb(
+    return OneBitLambRule(
         spec=aggregation.OneBitLamb(rule="one_bit_lamb", warmup_steps=contest.warmup_steps, variance_floor=0),
         optimizer=LambSpec(name="lamb", betas=BETAS, eps=EPS, weight_decay=DECAY),
     )

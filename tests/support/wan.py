@@ -3,23 +3,23 @@
 import struct
 from collections.abc import Sequence
 
-from client.lab.network.links import Access, LinkSpec, Network, Span
+from client.lab.network.links import Access, DirectionSpec, LabNetwork, TimeSpan
 
 ADDRESSES = (bytes([10, 77, 0, 1]), bytes([10, 77, 0, 2]), bytes([10, 77, 0, 3]))
 
 
 def make_network(
-    spec: LinkSpec, num_endpoints: int = 2, *, seed: int = 0, accesses: Sequence[Access] | None = None
-) -> Network:
+    spec: DirectionSpec, num_endpoints: int = 2, *, seed: int = 0, accesses: Sequence[Access] | None = None
+) -> LabNetwork:
     """Endpoints e0, e1, ... with the same link between each two."""
     count = range(num_endpoints)
     links = {(a, b): spec for a in count for b in count if a != b}
-    return Network([f"e{i}" for i in count], links, accesses=accesses, seed=seed)
+    return LabNetwork([f"e{i}" for i in count], links, accesses=accesses, seed=seed)
 
 
-def sent_at(now: float) -> Span:
+def sent_at(now: float) -> TimeSpan:
     """What is sent all at once."""
-    return Span(now, now)
+    return TimeSpan(now, now)
 
 
 def make_frame(receiver: int, num_bytes: int = 100, *, mark: int = 0, segment_bytes: int = 0) -> bytes:

@@ -20,7 +20,7 @@ from skein.types import Epoch, Generation, JobId, Step, WorkerId
 from skein.wire.channel import open_channel
 from tests.worker.lab import CPU, Lab
 from tests.worker.transport.loopback import serving
-from worker.chunks.copies import Copies
+from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Compute
 from worker.executor import Executor
 from worker.service import PeerService
@@ -39,7 +39,7 @@ class Keeper:
     member: Member
     compute: Compute
     executor: Executor
-    copies: Copies
+    copies: ChunkCopies
     peers: Peers
     service: PeerService
     events: asyncio.Queue[WorkerEvent]
@@ -80,7 +80,7 @@ async def keeping(
     executor = Executor(compute)
     executor.start()
     events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
-    copies = Copies(executor, post=events.put_nowait, memory_bytes=memory_bytes, patience_s=patience_s)
+    copies = ChunkCopies(executor, post=events.put_nowait, memory_bytes=memory_bytes, patience_s=patience_s)
     statistics = Statistics()
     service = kind(
         accepts=lambda _: None,

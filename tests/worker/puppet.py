@@ -19,7 +19,7 @@ from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 from worker.inbox import WorkerInbox
-from worker.process import Setting, work
+from worker.process import WorkerSetting, work
 
 Context: TypeAlias = "aio.ServicerContext[object, object]"
 R = TypeVar("R", bound=Report | LogLines)
@@ -139,9 +139,9 @@ def setting(
     token: str | None = None,
     memory_bytes: int | None = None,
     take_log_lines: Callable[[], tuple[LogLine, ...]] = tuple,
-) -> Setting:
+) -> WorkerSetting:
     """A worker on loopback that joins what listens at `port`."""
-    return Setting(
+    return WorkerSetting(
         worker=WorkerId(name),
         incarnation=Incarnation(incarnation),
         site=SiteId("lab"),
@@ -162,7 +162,7 @@ def setting(
 
 
 @asynccontextmanager
-async def running(wanted: Setting) -> AsyncIterator[Running]:
+async def running(wanted: WorkerSetting) -> AsyncIterator[Running]:
     """A worker in this process; cancelled at the end, as if it were killed."""
     ready: asyncio.Future[WorkerInbox] = asyncio.get_running_loop().create_future()
     ended = asyncio.create_task(cast("Coroutine[None, None, Exit]", work(wanted, ready.set_result)))

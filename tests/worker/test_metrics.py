@@ -9,17 +9,17 @@ import pytest
 from skein.errors import UserError
 from skein.types import JobId, WorkerId
 from skein.wire.extra import Refusal
-from worker.telling.aggregating import Gauges, Measure
-from worker.telling.metrics import Metrics
+from worker.telling.aggregating import AggregationMeasure, Gauges
+from worker.telling.metrics import WorkerMetrics
 from worker.transport.statistics import Statistics
 
 
-def values(metrics: Metrics) -> dict[tuple[str, str], float]:
+def values(metrics: WorkerMetrics) -> dict[tuple[str, str], float]:
     return {(count.name, count.label): count.value for count in metrics.counts()}
 
 
 def test_ops_are_counted_by_kind() -> None:
-    metrics = Metrics(Statistics())
+    metrics = WorkerMetrics(Statistics())
     metrics.op_ended("forward", 0.25, is_failed=False)
     metrics.op_ended("forward", 0.5, is_failed=True)
     found = values(metrics)
@@ -29,7 +29,7 @@ def test_ops_are_counted_by_kind() -> None:
 
 
 def test_the_bubble_is_the_share_of_a_step_without_an_op() -> None:
-    metrics = Metrics(Statistics())
+    metrics = WorkerMetrics(Statistics())
     metrics.step_ended(now=10.0)
     metrics.op_ended("forward", 3.0, is_failed=False)
     metrics.step_ended(now=14.0)
@@ -39,7 +39,7 @@ def test_the_bubble_is_the_share_of_a_step_without_an_op() -> None:
 
 
 def test_the_time_of_a_step_that_was_given_up_is_no_steps() -> None:
-    metrics = Metrics(Statistics())
+    metrics = WorkerMetrics(Statistics())
     metrics.step_ended(now=10.0)
     metrics.step_abandoned()
     metrics.step_ended(now=99.0)
@@ -48,7 +48,7 @@ def test_the_time_of_a_step_that_was_given_up_is_no_steps() -> None:
 
 def test_what_the_transport_counts_is_read_when_asked() -> None:
     statistics = Statistics()
-    metrics = Metrics(statistics)
+    metrics = WorkerMetrics(statistics)
     statistics.sent_bytes[WorkerId("w1")] += 5
     statistics.refusals[Refusal.STALE] += 1
     found = values(metrics)
@@ -60,7 +60,7 @@ def test_labels_stay_bounded_however_many_peers_come() -> None:
     statistics = Statistics()
     for number in range(200):
         statistics.sent_bytes[WorkerId(f"w{number}")] += 1
-    found = {key: value for key, value in values(Metrics(statistics)).items() if "sent_bytes" in key[0]}
+    found = {key: value for key, value in values(WorkerMetrics(statistics)).items() if "sent_bytes" in key[0]}
     assert len(found) == 65
     assert found["skein_worker_sent_bytes_total", "other"] == 136
 
@@ -77,7 +77,7 @@ def test_bytes_of_aggregation_are_told_by_the_rule_of_their_job() -> None:
         ("third", "w2", 8),
     ):
         statistics.shard_bytes[JobId(job), WorkerId(peer)] += num_bytes
-    found = values(Metrics(statistics, gauges))
+    found = values(WorkerMetrics(statistics, gauges))
     assert found["skein_worker_aggregation_bytes_total", "lsgd/w1"] == 11
     assert found["skein_worker_aggregation_bytes_total", "diloco/w1"] == 7
     assert found["skein_worker_aggregation_bytes_total", "diloco/w2"] == 8
@@ -85,10 +85,10 @@ def test_bytes_of_aggregation_are_told_by_the_rule_of_their_job() -> None:
 
 def test_what_compute_tells_of_aggregation_is_read_when_asked() -> None:
     gauges = Gauges()
-    metrics = Metrics(Statistics(), gauges)
+    metrics = WorkerMetrics(Statistics(), gauges)
     assert "skein_worker_compression_ratio" not in {name for name, _ in values(metrics)}
-    gauges.set(Measure.CONSENSUS_DISTANCE, 0.25, of=2)
-    gauges.set(Measure.ERROR_FEEDBACK_NORM, 1.5, of=2)
+    gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, 0.25, of=2)
+    gauges.set(AggregationMeasure.ERROR_FEEDBACK_NORM, 1.5, of=2)
     gauges.exchanged(plain_bytes=3200, sent_bytes=100)
     found = values(metrics)
     assert found["skein_worker_consensus_distance", "2"] == 0.25
@@ -101,25 +101,25 @@ def test_a_first_leader_is_no_change_and_each_group_has_its_own() -> None:
     led = (("w0", "all"), ("w1", "oslo"), ("w1", "oslo"), ("w2", "all"), ("w2", "all"), ("w0", "all"))
     for leader, group in led:
         gauges.led(leader, of=group)
-    assert values(Metrics(Statistics(), gauges))["skein_worker_leader_changes_total", ""] == 2
+    assert values(WorkerMetrics(Statistics(), gauges))["skein_worker_leader_changes_total", ""] == 2
 
 
 def test_a_new_job_begins_without_what_the_last_one_told() -> None:
     gauges = Gauges()
     gauges.began(JobId("b"), "lsgd")
-    gauges.set(Measure.CONSENSUS_DISTANCE, 3.0, of=0)
+    gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, 3.0, of=0)
     gauges.began(JobId("b"), "lsgd")
-    assert values(Metrics(Statistics(), gauges))["skein_worker_consensus_distance", "0"] == 3.0
+    assert values(WorkerMetrics(Statistics(), gauges))["skein_worker_consensus_distance", "0"] == 3.0
     gauges.began(JobId("c"), "lsgd")
-    assert ("skein_worker_consensus_distance", "0") not in values(Metrics(Statistics(), gauges))
+    assert ("skein_worker_consensus_distance", "0") not in values(WorkerMetrics(Statistics(), gauges))
 
 
 def test_every_name_begins_as_the_rules_say() -> None:
-    assert all(count.name.startswith("skein_worker_") for count in Metrics(Statistics()).counts())
+    assert all(count.name.startswith("skein_worker_") for count in WorkerMetrics(Statistics()).counts())
 
 
 async def test_metrics_are_served_until_stopped() -> None:
-    pages = await Metrics(Statistics()).serve("127.0.0.1", 0)
+    pages = await WorkerMetrics(Statistics()).serve("127.0.0.1", 0)
     url = f"http://{pages.address}/metrics"
     try:
         assert b"skein_worker_op_seconds" in await asyncio.to_thread(read, url)
@@ -140,5 +140,5 @@ async def test_a_port_in_use_is_named_with_a_cure() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UserError, match="another port") as failure:
-            await Metrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
+            await WorkerMetrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
     assert failure.value.field == "metrics_port"

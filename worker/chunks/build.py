@@ -42,7 +42,7 @@ from skein.units import format_bytes
 from skein.wire.extra import ManifestReply
 from worker.bundle import WireTensor, to_torch
 from worker.chunks.checkpoint import Archive, UrlArchive, check_url, read_state
-from worker.chunks.copies import Copies
+from worker.chunks.copies import ChunkCopies
 from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
@@ -165,7 +165,7 @@ class Builder:
         *,
         executor: Executor,
         donors: Donors,
-        copies: Copies,
+        copies: ChunkCopies,
         files: Files,
         device: torch.device,
         memory_bytes: int,

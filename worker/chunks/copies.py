@@ -31,7 +31,7 @@ from worker.executor import Executor, one_line
 CopyCommand = StartPrefetch | StartOpening | FollowCommit | DropCopies
 
 
-class Copies:
+class ChunkCopies:
     """The copies of one worker. Those that are fetched come from `start` on, and in its group.
 
     Args:

@@ -28,7 +28,7 @@ from worker.compute.snapshots import bring_forward, changes
 from worker.compute.state import state_sizes
 from worker.executor import one_line
 from worker.transport.fetching.fetch import AbsentError
-from worker.transport.fetching.gather import Gathering
+from worker.transport.fetching.gather import StateGathering
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class FetchedCopy:
         self._givers = givers
         self._post = post
         self._patience_s = patience_s
-        self._gathering = Gathering(self._fetch_some, sizes, patience_s=patience_s)
+        self._gathering = StateGathering(self._fetch_some, sizes, patience_s=patience_s)
         self._records: deque[StepRecord] = deque()
         """Committed and not applied here yet, the oldest first."""
         self._working: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from worker.chunks.build import Files, archive_of
 from worker.chunks.checkpoint import write_stage
 from worker.compute.ops import Saved
 from worker.executor import one_line
-from worker.telling.metrics import Metrics
+from worker.telling.metrics import WorkerMetrics
 from worker.transport.coordinator import FullError
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _MOVED_S = 1.0
 """How often it is told that bytes move."""
 
 
-class Moves:
+class MovingBytes:
     """Tells the machine that bytes move, as often as `num_moved` has grown.
 
     Args:
@@ -62,7 +62,7 @@ class Saver:
     """Writes what was copied of chunks to where checkpoints lie, if `places` takes that."""
 
     def __init__(
-        self, files: Files, outside: Outside, moves: Moves, metrics: Metrics, *, places: Places
+        self, files: Files, outside: Outside, moves: MovingBytes, metrics: WorkerMetrics, *, places: Places
     ) -> None:
         self._files = files
         self._places = places

@@ -14,7 +14,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
 from skein.errors import LocalError
-from skein.numeric.aggregate.exchanging.member import Exchanges, digest_of, measured, replicated
+from skein.numeric.aggregate.exchanging.member import StepExchanges, digest_of, measured, replicated
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten
@@ -27,7 +27,7 @@ from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Attempt, GroupId, Step, WorkerId
 from worker.compute.chunk import Chunk
 from worker.compute.telling import is_told, residual_norm, sent_bytes
-from worker.telling.aggregating import Gauges, Measure
+from worker.telling.aggregating import AggregationMeasure, Gauges
 
 _FP32_BYTES = 4
 
@@ -41,7 +41,7 @@ class Exchanging:
         self._job = job
         self._gauges = gauges
         self._worker = worker
-        self._exchanges: Exchanges[_Key] = Exchanges()
+        self._exchanges: StepExchanges[_Key] = StepExchanges()
         self._dues: dict[_Key, int] = {}
         """Which of its step's exchanges each is, in order of their application."""
         self._ends_with: dict[_Key, Step] = {}
@@ -152,7 +152,7 @@ class Exchanging:
         walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
         away = chunk.rule.distance(walker, due, flat)
         if away is not None:
-            self._gauges.set(Measure.CONSENSUS_DISTANCE, away, of=chunk.stage.index)
+            self._gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, away, of=chunk.stage.index)
 
     def is_to_check(self, op: JoinOp) -> bool:
         """Whether this worker is to compute the leader's score again from what it has received."""
@@ -203,7 +203,7 @@ class Exchanging:
         walker = self._exchanges.finish(keys, chunk.rule, terms)
         kept = residual_norm(chunk.rule, walker) if any(key in self._told for key in keys) else None
         if kept is not None:
-            self._gauges.set(Measure.ERROR_FEEDBACK_NORM, kept, of=chunk.stage.index)
+            self._gauges.set(AggregationMeasure.ERROR_FEEDBACK_NORM, kept, of=chunk.stage.index)
         return walker
 
 

@@ -26,7 +26,7 @@ from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
 from worker.data.digits import open_digits
 from worker.data.samples import Integers, Samples
-from worker.data.text import Opening, open_source, open_tokens
+from worker.data.text import SourceOpening, open_source, open_tokens
 from worker.data.tokenizer import load_tokenizer
 
 NO_CACHE = TokenCache(None)
@@ -123,7 +123,7 @@ def open_dataset(
     else:
         if data.has_text:
             tokenizer = load_tokenizer(data.tokenizer, vocab_size=size, separator=data.separator, roots=roots)
-        opening = Opening(
+        opening = SourceOpening(
             sequence_tokens=data.sequence_tokens,
             vocab_size=size,
             roots=roots,
@@ -151,7 +151,7 @@ def open_dataset(
     )
 
 
-def _open_tokens(source: SourceSpec, opening: Opening, field: str) -> Samples:
+def _open_tokens(source: SourceSpec, opening: SourceOpening, field: str) -> Samples:
     match source:
         case TextSource() | JsonlSource() | ParquetSource():
             return open_source(source, opening, field=field)

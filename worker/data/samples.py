@@ -48,7 +48,7 @@ class TokenStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class SampleWindows:
     """Samples of `sequence_tokens` tokens each: inputs and, one token later, labels; both int64."""
 
     stream: TokenStream

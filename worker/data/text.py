@@ -28,8 +28,8 @@ from worker.data.samples import (
     FileReader,
     FileTokens,
     Integers,
+    SampleWindows,
     TokenStream,
-    Windows,
 )
 from worker.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -39,7 +39,7 @@ _LAYOUT = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class SourceOpening:
     """What all sources of a job are opened with."""
 
     sequence_tokens: int
@@ -50,7 +50,9 @@ class Opening:
     """None where no source is text."""
 
 
-def open_source(source: TextSource | JsonlSource | ParquetSource, opening: Opening, *, field: str) -> Windows:
+def open_source(
+    source: TextSource | JsonlSource | ParquetSource, opening: SourceOpening, *, field: str
+) -> SampleWindows:
     """Windows over the texts in a file, or in a folder.
 
     Bytes of text files are read where they lie; all else is made once and kept in the cache.
@@ -75,7 +77,7 @@ def open_source(source: TextSource | JsonlSource | ParquetSource, opening: Openi
         hint = "holds no text: give at least one file that is not empty"
         raise UserError(f"{field}.path", source.path, hint)
     digest = f"{tokenizer.digest} {digest_of(files)}"
-    return Windows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=digest)
+    return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=digest)
 
 
 def _tokens(
@@ -105,7 +107,7 @@ def _key(kind: str, files: Iterable[DataFile], tokenizer: Tokenizer) -> str:
     return total.hexdigest()
 
 
-def open_tokens(source: TokenSource, opening: Opening, *, field: str) -> Windows:
+def open_tokens(source: TokenSource, opening: SourceOpening, *, field: str) -> SampleWindows:
     """Windows over an array of token ids, which is read once to check and to hash it.
 
     Raises:
@@ -131,7 +133,7 @@ def open_tokens(source: TokenSource, opening: Opening, *, field: str) -> Windows
     file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=digest.hexdigest())
     stream = FileTokens(file=file, dtype=dtype, reader=FileReader(f"{field}.path"))
     name = f"{source.dtype} {digest_of([file])}"
-    return Windows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)
+    return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)
 
 
 def _check_size(size: int, dtype: np.dtype[np.integer], source: TokenSource, field: str) -> None:

@@ -25,7 +25,7 @@ class Convolution(nn.Module):
         return functional.conv2d(x, self.weight, padding=1)
 
 
-class Norm(nn.Module):
+class RectifiedNorm(nn.Module):
     """Group normalisation, rectified."""
 
     def __init__(self, num_channels: int, dtype: torch.dtype) -> None:
@@ -37,12 +37,12 @@ class Norm(nn.Module):
         return functional.relu(functional.group_norm(x_BC, num_groups(x_BC.shape[1]), self.weight, self.bias))
 
 
-class Block(nn.Module):
+class ConvolutionBlock(nn.Module):
     """Normalised before its convolution, and added to what came in."""
 
     def __init__(self, num_channels: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = Norm(num_channels, dtype)
+        self.norm = RectifiedNorm(num_channels, dtype)
         self.conv = Convolution(num_channels, num_channels, dtype)
 
     def forward(self, x_BC: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ class DigitsCnnStage(Stage):
         self.stem = Convolution(1, model.channels, self.dtype) if stage.first == 0 else None
         self.blocks = nn.ModuleDict()
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
-            self.blocks[str(layer - 1)] = Block(model.channels, self.dtype)
-        self.norm = Norm(model.channels, self.dtype) if self.has_head else None
+            self.blocks[str(layer - 1)] = ConvolutionBlock(model.channels, self.dtype)
+        self.norm = RectifiedNorm(model.channels, self.dtype) if self.has_head else None
         self.classifier = Classifier(model.channels * DIGITS_PIXELS**2, self.dtype) if self.has_head else None
 
     def body(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from skein.types import JobId
 
 
-class Measure(StrEnum):
+class AggregationMeasure(StrEnum):
     """A number about one walker or one chunk, by what it is called in metrics after `skein_worker_`."""
 
     CONSENSUS_DISTANCE = "consensus_distance"
@@ -23,7 +23,7 @@ class Gauges:
     """The newest numbers of aggregation at this worker."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[Measure, str], float] = {}
+        self._values: dict[tuple[AggregationMeasure, str], float] = {}
         self._rules: dict[JobId, str] = {}
         self._leaders: dict[str, str] = {}
         self._ratio: float | None = None
@@ -35,7 +35,7 @@ class Gauges:
             self._values, self._leaders, self._ratio = {}, {}, None
         self._rules[job] = rule
 
-    def set(self, measure: Measure, value: float, *, of: int) -> None:
+    def set(self, measure: AggregationMeasure, value: float, *, of: int) -> None:
         """The newest value, of a stage by its index."""
         self._values[measure, str(of)] = value
 
@@ -56,7 +56,7 @@ class Gauges:
         """The rule of a job that this worker has held something of; "unknown" otherwise."""
         return self._rules.get(job, "unknown")
 
-    def values(self, measure: Measure) -> dict[str, float]:
+    def values(self, measure: AggregationMeasure) -> dict[str, float]:
         """By stage."""
         return {
             label: value for (kind, label), value in sorted(dict(self._values).items()) if kind is measure

@@ -12,7 +12,7 @@ from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.serving.pages import TEXT, Page, Pages
-from worker.telling.aggregating import Gauges, Measure
+from worker.telling.aggregating import AggregationMeasure, Gauges
 from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -42,8 +42,8 @@ class _Transport(Collector):
 
 
 _ABOUT = {
-    Measure.CONSENSUS_DISTANCE: "Norm of the difference from where the newest exchange draws a walker",
-    Measure.ERROR_FEEDBACK_NORM: "Norm of what was rounded away and is still to be sent",
+    AggregationMeasure.CONSENSUS_DISTANCE: "Norm of the difference from where the newest exchange draws a walker",
+    AggregationMeasure.ERROR_FEEDBACK_NORM: "Norm of what was rounded away and is still to be sent",
 }
 
 
@@ -98,7 +98,7 @@ def _bounded(values: Mapping[WorkerId, int]) -> dict[str, int]:
     return bounded
 
 
-class Metrics:
+class WorkerMetrics:
     """One worker process's metrics. Times are seconds by whatever clock the caller has.
 
     `gauges` is what compute tells of aggregation; None: nothing.

@@ -29,7 +29,7 @@ _MAX_NUMBER, _MAX_OFFSET = RANGES["tensor"].most, RANGES["offset"].most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FramedPart:
     """`TensorData` whose bytes lie in the message it came in."""
 
     tensor: int
@@ -53,7 +53,7 @@ def write_part(*, tensor: int, offset: int, data: memoryview, checksum: int) -> 
     return b"".join((outer, head, data))
 
 
-def read_part(message: bytes) -> TensorPart | Part:
+def read_part(message: bytes) -> TensorPart | FramedPart:
     """What a message on a Deliver stream says.
 
     Raises:
@@ -68,7 +68,7 @@ def read_part(message: bytes) -> TensorPart | Part:
         raise RemoteError(f"TensorPart: not a message: {error}") from error
 
 
-def _read_data(message: bytes) -> Part | None:
+def _read_data(message: bytes) -> FramedPart | None:
     """A part written by `write_part`; None if it is anything else."""
     fields = [0, 0, 0, 0, 0]
     at = 0
@@ -84,7 +84,7 @@ def _read_data(message: bytes) -> Part | None:
     _, tensor, offset, checksum, num_bytes = fields
     if num_bytes != len(message) - at or checksum >= 2**32 or tensor > _MAX_NUMBER or offset > _MAX_OFFSET:
         return None
-    return Part(tensor=tensor, offset=offset, data=memoryview(message)[at:], checksum=checksum)
+    return FramedPart(tensor=tensor, offset=offset, data=memoryview(message)[at:], checksum=checksum)
 
 
 def _put(out: bytearray, value: int) -> None:

@@ -89,13 +89,13 @@ async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
     return Sight.REACHED
 
 
-class Exchanges(Protocol):
+class TimedTransfers(Protocol):
     """What transfers are timed with; `_Prober` is one."""
 
     async def exchange(self, num_parts: int, data: bytes, reply_bytes: int) -> float: ...
 
 
-async def bytes_per_s(prober: Exchanges, round_trip_s: float, *, is_up: bool) -> float:
+async def bytes_per_s(prober: TimedTransfers, round_trip_s: float, *, is_up: bool) -> float:
     """What a link carries in one direction, by transfers of growing size."""
     size, rate = _FIRST_BYTES, 0.0
     while True:

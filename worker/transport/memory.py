@@ -1,7 +1,7 @@
 """Lets the buffers that messages come and go in be kept, instead of returning their pages to the system each time.
 
 Blocks of up to 32 MiB are kept by the C library, if it is told to; it can be told of no larger ones. Those are kept by
-a `Pool`.
+a `BufferPool`.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def keep_message_buffers() -> bool:
 Block: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
-class Pool:
+class BufferPool:
     """Large blocks of memory that are used again once nobody refers to them any more; for any thread.
 
     A step asks for blocks of the same few sizes again and again. Fresh pages cost more than all else that is done with

@@ -29,7 +29,7 @@ from skein.wire.failures import describe_rpc_error
 from skein.wire.v1 import peer_pb2
 from worker.bundle import Bundle, num_bytes_of
 from worker.transport.framing import DELIVER
-from worker.transport.pace import Pace, Patience
+from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.parts import announce, outgoing
 from worker.transport.statistics import Statistics
 
@@ -115,7 +115,7 @@ class _Absence:
         return min(pause_s, max(self.since_s + gone_s - now, _FIRST_PAUSE_S)) if self.since_s else pause_s
 
 
-class Outbox:
+class LaneOutbox:
     """What is on its way to `to` in `lane`. `run` does the sending and is cancelled to end it. Lanes share `pace`."""
 
     def __init__(
@@ -124,8 +124,8 @@ class Outbox:
         lane: Lane,
         *,
         dial: Dial,
-        patience: Patience,
-        pace: Pace,
+        patience: PeerPatience,
+        pace: PeerPace,
         statistics: Statistics,
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,

@@ -19,7 +19,7 @@ _MARGIN = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class PeerPatience:
     """How long a peer may be silent while something is expected of it: three times the longest of late, within bounds.
 
     Raise `least_s` on machines so busy that a process may stand still for longer. `first_s` holds for bulk over a link
@@ -37,7 +37,7 @@ class Patience:
         return min(max(wanted_s, self.least_s), self.most_s)
 
 
-class Pace:
+class PeerPace:
     """What is known of one peer, by all lanes to it together."""
 
     def __init__(self) -> None:

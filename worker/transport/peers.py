@@ -13,8 +13,8 @@ from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetching.fetch import Fetcher
 from worker.transport.links import Sight, look_at, measure_link
-from worker.transport.outbox import Dial, OnFailed, OnTaken, Outbox, ignore_taken
-from worker.transport.pace import Pace, Patience
+from worker.transport.outbox import Dial, LaneOutbox, OnFailed, OnTaken, ignore_taken
+from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.statistics import Statistics
 from worker.transport.watch import Watch
 
@@ -54,7 +54,7 @@ class Peers:
         on_taken: OnTaken = ignore_taken,
         statistics: Statistics,
         limits: Limits | None = None,
-        patience: Patience | None = None,
+        patience: PeerPatience | None = None,
         fetch_patience_s: float = 60.0,
     ) -> None:
         self._me = me
@@ -63,13 +63,13 @@ class Peers:
         self._on_failed = on_failed
         self._on_taken = on_taken
         self._statistics = statistics
-        self._patience = patience or Patience()
+        self._patience = patience or PeerPatience()
         self._fetcher = Fetcher(
             dial=dial, limits=limits or Limits(), statistics=statistics, patience_s=fetch_patience_s
         )
-        self._outboxes: dict[tuple[WorkerId, Lane], tuple[Outbox, asyncio.Task[None]]] = {}
+        self._outboxes: dict[tuple[WorkerId, Lane], tuple[LaneOutbox, asyncio.Task[None]]] = {}
         self._watches: dict[WorkerId, tuple[Member, asyncio.Task[None]]] = {}
-        self._paces: dict[WorkerId, tuple[Member, Pace]] = {}
+        self._paces: dict[WorkerId, tuple[Member, PeerPace]] = {}
         self._generation = Generation(0)
 
     def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None:
@@ -165,11 +165,11 @@ class Peers:
         """Whether `member` answers."""
         return await look_at(member, dial=self._dial, patience_s=_LOOK_S)
 
-    def _pace(self, member: Member) -> Pace:
+    def _pace(self, member: Member) -> PeerPace:
         """What is known of a process; who has taken its name begins anew."""
         known = self._paces.get(member.worker)
         if known is None or known[0] != member:
-            known = self._paces[member.worker] = member, Pace()
+            known = self._paces[member.worker] = member, PeerPace()
         return known[1]
 
     def _watch(self, member: Member) -> None:
@@ -188,7 +188,7 @@ class Peers:
         )
         self._watches[member.worker] = member, self._group.create_task(watch.run())
 
-    def _outbox(self, to: Member, lane: Lane) -> Outbox:
+    def _outbox(self, to: Member, lane: Lane) -> LaneOutbox:
         known = self._outboxes.get((to.worker, lane))
         if known is not None:
             outbox, sending = known
@@ -196,7 +196,7 @@ class Peers:
                 return outbox
             sending.cancel()
         self._watch(to)
-        outbox = Outbox(
+        outbox = LaneOutbox(
             to,
             lane,
             dial=self._dial,

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane
 from worker.transport.outbox import Dial
-from worker.transport.pace import Pace, Patience
+from worker.transport.pace import PeerPace, PeerPatience
 
 _SILENCE = ("ping timeout", "keepalive", "timed out")
 """What gRPC and the system say of connections on which nothing was answered."""
@@ -35,7 +35,13 @@ class Watch:
     """
 
     def __init__(
-        self, peer: Member, *, dial: Dial, patience: Patience, pace: Pace, on_silent: Callable[[str], None]
+        self,
+        peer: Member,
+        *,
+        dial: Dial,
+        patience: PeerPatience,
+        pace: PeerPace,
+        on_silent: Callable[[str], None],
     ) -> None:
         self._peer = peer
         self._dial = dial

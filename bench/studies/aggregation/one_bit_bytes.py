@@ -13,9 +13,9 @@ from bench.report import Row
 from bench.studies.aggregation.counted import exchanged
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import OneBit
-from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.compress.choose import compressor_of
 from skein.numeric.walker import Tensors, Walker
@@ -66,8 +66,8 @@ def _rules() -> tuple[tuple[str, OneBit], ...]:
     adam = aggregation.OneBitAdam(rule="one_bit_adam", warmup_steps=2)
     lamb = aggregation.OneBitLamb(rule="one_bit_lamb", warmup_steps=2)
     return (
-        ("1-bit LAMB", OneBitLamb(spec=lamb, optimizer=LambSpec(name="lamb"))),
-        ("1-bit Adam", OneBitAdam(spec=adam, optimizer=AdamWSpec())),
+        ("1-bit LAMB", OneBitLambRule(spec=lamb, optimizer=LambSpec(name="lamb"))),
+        ("1-bit Adam", OneBitAdamRule(spec=adam, optimizer=AdamWSpec())),
     )
 
 

@@ -19,7 +19,7 @@ from bench.studies.plot import Chart
 from skein.config import aggregation
 from skein.config.optimizer import LambSpec
 from skein.numeric.aggregate.exchanging.overlapped import bytes_of
-from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Tensors, Walker
 
@@ -76,7 +76,7 @@ def train(method: str, *, num_peers: int, seed: int, num_steps: int) -> Trained:
     spec = aggregation.OneBitLamb(
         rule="one_bit_lamb", warmup_steps=warmup_steps, error_feedback=method != WITHOUT
     )
-    rule, data, params = OneBitLamb(spec=spec, optimizer=_OPTIMIZER), split(seed), initial(seed)
+    rule, data, params = OneBitLambRule(spec=spec, optimizer=_OPTIMIZER), split(seed), initial(seed)
     walkers = [Walker(params=params, state=rule.init(params)).copy() for _ in range(num_peers)]
     curve, num_bytes = [], 0.0
     for step in range(num_steps):
@@ -97,7 +97,7 @@ def _gradient(walker: Walker, data: Split, seed: int, peer: int, step: int) -> T
     return grads
 
 
-def _reduce(rule: OneBitLamb, walkers: Sequence[Walker], grads: Sequence[Tensors], terms: Terms) -> float:
+def _reduce(rule: OneBitLambRule, walkers: Sequence[Walker], grads: Sequence[Tensors], terms: Terms) -> float:
     """A step of the warm-up; bytes that a peer sends in a ring."""
     mean = {name: torch.stack([grad[name] for grad in grads]).mean(dim=0) for name in grads[0]}
     for walker in walkers:

@@ -21,7 +21,7 @@ from bench.cluster import ANY_ROOT
 from client.lab.control import Ask, LabStatus, LinkStatus, ask
 from client.lab.preset import COORDINATOR
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
-from client.lab.state import Folder
+from client.lab.state import LabFolder
 from client.local import NotStarted
 from skein.config.aggregation import AggregationSpec
 from skein.config.job import (
@@ -102,14 +102,14 @@ def shaped(preset: str, num_workers: int) -> Iterator[RunningLab]:
         UserError: it does not come up on this machine.
     """
     with TemporaryDirectory() as path:
-        folder = Folder(Path(path) / "lab")
+        folder = LabFolder(Path(path) / "lab")
         try:
             yield _started(folder, LabOptions(preset=preset, num_workers=num_workers, data_roots=(ANY_ROOT,)))
         finally:
             stop_lab(folder)
 
 
-def _started(folder: Folder, options: LabOptions) -> RunningLab:
+def _started(folder: LabFolder, options: LabOptions) -> RunningLab:
     try:
         lab = start_lab(folder, options)
         wait_for_workers(lab, lambda _joined, _of: None)

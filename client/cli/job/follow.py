@@ -37,7 +37,7 @@ NUM_REMEMBERED = 64
 
 
 @dataclass(slots=True)
-class Progressed:
+class JobProgress:
     """How far a job is, as its events tell."""
 
     total_steps: int
@@ -102,7 +102,7 @@ class View(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def show(self, progress: Progressed, event: JobEvent) -> None:
+    def show(self, progress: JobProgress, event: JobEvent) -> None:
         """`event` has just been taken into `progress`."""
 
 
@@ -145,7 +145,7 @@ class LineView:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def show(self, progress: Progressed, event: JobEvent) -> None:
+    def show(self, progress: JobProgress, event: JobEvent) -> None:
         if isinstance(event.body, StepFinished):
             now, is_last = self._now(), progress.step >= progress.total_steps
             if is_last or now - self._told_at >= LINE_S:
@@ -182,7 +182,7 @@ class BarView:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, progress: Progressed, event: JobEvent) -> None:
+    def show(self, progress: JobProgress, event: JobEvent) -> None:
         if self._bar is None:
             self._bar = self._progress.add_task(progress.state, total=progress.total_steps, figures="")
         self._progress.update(
@@ -210,7 +210,7 @@ def follow(
     total_steps: int,
     told: Iterable[JobEvent] = (),
     on_event: Callable[[JobEvent], None] | None = None,
-) -> Progressed:
+) -> JobProgress:
     """Takes events until they end, shows how far they are, and gives that.
 
     Args:
@@ -220,7 +220,7 @@ def follow(
         told: what happened before `events`, and is not shown.
         on_event: told each event too.
     """
-    progress = Progressed(total_steps=total_steps)
+    progress = JobProgress(total_steps=total_steps)
     for event in told:
         progress.take(event)
     # What epochs were told to be may be another budget since.

@@ -10,7 +10,7 @@ from skein.wire.channel import split_address
 _READ_BYTES = 1 << 16
 
 
-class Doors:
+class NamespaceDoors:
     """Carries connections from here into one namespace, unchanged and at once, from `open` to `close`."""
 
     def __init__(self, namespace: str) -> None:

@@ -1,8 +1,8 @@
 """The two sockets of a relayed TCP connection. Bytes go from one to the other as late as a link would carry them.
 
 Rules of this file
-- A `Timing` says when bytes arrive; infinity is never, until `resume` asks it again. What TCP promises stays: nothing
-  is lost or reordered, and the end of a connection travels like a byte.
+- An `ArrivalTiming` says when bytes arrive; infinity is never, until `resume` asks it again. What TCP promises stays:
+  nothing is lost or reordered, and the end of a connection travels like a byte.
 - Who sends more than the window, or to one who does not read, is not read from.
 """
 
@@ -13,7 +13,7 @@ from math import inf
 from typing import Protocol
 
 
-class Clock(Protocol):
+class EventLoop(Protocol):
     """An event loop, as far as halves need one."""
 
     def time(self) -> float: ...
@@ -21,7 +21,7 @@ class Clock(Protocol):
     def call_at(self, when: float, callback: Callable[[], None]) -> object: ...
 
 
-class Timing(Protocol):
+class ArrivalTiming(Protocol):
     """Says when bytes arrive."""
 
     def arrival_s(self, sender: int, receiver: int, num_bytes: int, *, now: float) -> float:
@@ -38,7 +38,13 @@ class Half(asyncio.Protocol):
     """
 
     def __init__(
-        self, timing: Timing, sender: int, receiver: int, *, clock: Clock, window_bytes: float = inf
+        self,
+        timing: ArrivalTiming,
+        sender: int,
+        receiver: int,
+        *,
+        clock: EventLoop,
+        window_bytes: float = inf,
     ) -> None:
         self.other: Half | None = None
         self.is_over = False

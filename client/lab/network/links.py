@@ -29,7 +29,7 @@ _BATCH_BYTES_PER_S = 5e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpec:
+class DirectionSpec:
     """What one direction between two endpoints is like.
 
     Args:
@@ -62,15 +62,15 @@ class Drop(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """When the first and the last byte of something pass a point, in seconds."""
 
     first_s: float
     last_s: float
 
-    def later(self, seconds: float) -> "Span":
+    def later(self, seconds: float) -> "TimeSpan":
         """The same at a point so many seconds further on."""
-        return Span(self.first_s + seconds, self.last_s + seconds)
+        return TimeSpan(self.first_s + seconds, self.last_s + seconds)
 
 
 class Pipe:
@@ -87,22 +87,22 @@ class Pipe:
         """What came now would have to wait too long."""
         return self._free_s - now > self.queue_s
 
-    def carry(self, span: Span, num_bytes: int) -> Span:
+    def carry(self, span: TimeSpan, num_bytes: int) -> TimeSpan:
         """What reaches the pipe as `span` leaves it as this, after all that came before.
 
         >>> pipe = Pipe(1000.0)
-        >>> pipe.carry(Span(0.0, 0.0), 500), pipe.carry(Span(0.0, 0.0), 500)
-        (Span(first_s=0.0, last_s=0.5), Span(first_s=0.5, last_s=1.0))
+        >>> pipe.carry(TimeSpan(0.0, 0.0), 500), pipe.carry(TimeSpan(0.0, 0.0), 500)
+        (TimeSpan(first_s=0.0, last_s=0.5), TimeSpan(first_s=0.5, last_s=1.0))
         """
         first_s = max(span.first_s, self._free_s)
         self._free_s = max(span.last_s, first_s + num_bytes / self.bytes_per_s)
-        return Span(first_s, self._free_s)
+        return TimeSpan(first_s, self._free_s)
 
 
 class Line:
     """One direction between two endpoints: its link as it is now, and what is on it."""
 
-    def __init__(self, spec: LinkSpec, luck: Generator) -> None:
+    def __init__(self, spec: DirectionSpec, luck: Generator) -> None:
         self.spec = spec
         self.is_cut = False
         self._luck = luck
@@ -110,7 +110,7 @@ class Line:
         self._newest_s = -inf
         self.change(spec)
 
-    def change(self, spec: LinkSpec) -> None:
+    def change(self, spec: DirectionSpec) -> None:
         """From now on be like this; what is under way arrives as it would have."""
         self.spec = spec
         self._pipe.bytes_per_s = spec.bytes_per_s
@@ -121,7 +121,7 @@ class Line:
         """Whether big batches of packets may pass for one packet: none is lost by itself, and each takes little."""
         return self.spec.loss == 0 and self.spec.bytes_per_s >= _BATCH_BYTES_PER_S
 
-    def send(self, span: Span, num_bytes: int) -> Span | Drop:
+    def send(self, span: TimeSpan, num_bytes: int) -> TimeSpan | Drop:
         """When a packet that leaves the sender's uplink as `span` reaches the receiver's downlink."""
         if self.is_cut:
             return Drop.CUT
@@ -132,7 +132,7 @@ class Line:
             return Drop.LOSS  # lost behind the pipe, so it took its time there
         return self._arrival(sent, 0.0)
 
-    def send_reliably(self, span: Span, num_bytes: int) -> Span:
+    def send_reliably(self, span: TimeSpan, num_bytes: int) -> TimeSpan:
         """As `send`, for bytes of a stream: what is lost is sent again, so it comes a round trip later."""
         sent = self._pipe.carry(span, num_bytes)
         num_segments = -(-num_bytes // SEGMENT_BYTES)
@@ -141,11 +141,11 @@ class Line:
             again_s = 2 * self.spec.latency_s
         return self._arrival(sent, again_s)
 
-    def _arrival(self, sent: Span, again_s: float) -> Span:
+    def _arrival(self, sent: TimeSpan, again_s: float) -> TimeSpan:
         jitter_s = self._luck.random() * self.spec.jitter_s if self.spec.jitter_s else 0.0
         arrival = sent.later(self.spec.latency_s + jitter_s + again_s)
         self._newest_s = max(arrival.last_s, self._newest_s)
-        return Span(min(arrival.first_s, self._newest_s), self._newest_s)
+        return TimeSpan(min(arrival.first_s, self._newest_s), self._newest_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class Access:
     down_bytes_per_s: float = inf
 
 
-class Network:
+class LabNetwork:
     """Endpoints, by number, and the lines between them.
 
     Args:
@@ -169,7 +169,7 @@ class Network:
     def __init__(
         self,
         names: Sequence[str],
-        links: Mapping[tuple[int, int], LinkSpec],
+        links: Mapping[tuple[int, int], DirectionSpec],
         *,
         accesses: Sequence[Access] | None = None,
         seed: int = 0,
@@ -184,7 +184,7 @@ class Network:
         self.ups = tuple(Pipe(access.up_bytes_per_s, queue_s=_ACCESS_QUEUE_S) for access in self.accesses)
         self.downs = tuple(Pipe(access.down_bytes_per_s, queue_s=_ACCESS_QUEUE_S) for access in self.accesses)
 
-    def preset(self, pair: tuple[int, int]) -> LinkSpec:
+    def preset(self, pair: tuple[int, int]) -> DirectionSpec:
         """What the link from pair[0] to pair[1] was at first."""
         return self._presets[pair]
 

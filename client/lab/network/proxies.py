@@ -18,7 +18,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from client.lab.network.halves import Half
-from client.lab.network.links import Network, Span
+from client.lab.network.links import LabNetwork, TimeSpan
 from client.lab.preset import Endpoint
 
 _WINDOW_BYTES = 8 << 20
@@ -28,9 +28,9 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class StreamTimes:
-    """When bytes of streams arrive; see `client.lab.network.halves.Timing`."""
+    """When bytes of streams arrive; see `client.lab.network.halves.ArrivalTiming`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: LabNetwork) -> None:
         self.bytes_by_pair: dict[tuple[int, int], int] = {}
         self._network = network
 
@@ -43,7 +43,7 @@ class StreamTimes:
             return inf
         pair = sender, receiver
         self.bytes_by_pair[pair] = self.bytes_by_pair.get(pair, 0) + num_bytes
-        sent = self._network.ups[sender].carry(Span(now, now), num_bytes)
+        sent = self._network.ups[sender].carry(TimeSpan(now, now), num_bytes)
         passed = line.send_reliably(sent, num_bytes)
         return self._network.downs[receiver].carry(passed, num_bytes).last_s
 
@@ -58,7 +58,7 @@ class Proxies:
     """
 
     def __init__(
-        self, network: Network, endpoints: Sequence[Endpoint], process_of: Callable[[str], int | None]
+        self, network: LabNetwork, endpoints: Sequence[Endpoint], process_of: Callable[[str], int | None]
     ) -> None:
         self._network = network
         self.endpoints = tuple(endpoints)

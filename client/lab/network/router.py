@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from client.lab.network.links import Drop, Network, Span
+from client.lab.network.links import Drop, LabNetwork, TimeSpan
 
 HEADER_BYTES = 10
 _SEGMENT_BYTES = struct.Struct(
@@ -47,7 +47,7 @@ def wire_bytes(frame: bytes) -> int:
 
 
 @dataclass(slots=True)
-class Traffic:
+class DirectionTraffic:
     """What went from one endpoint towards another."""
 
     num_frames: int = 0
@@ -61,7 +61,7 @@ class _UnderWay(NamedTuple):
     pair: tuple[int, int]
     frame: bytes
     num_bytes: int
-    span: Span
+    span: TimeSpan
     is_through: bool
     """The receiver's downlink included."""
 
@@ -74,8 +74,8 @@ class Router:
         endpoint_by_address: IPv4 addresses, 4 bytes each.
     """
 
-    def __init__(self, network: Network, endpoint_by_address: Mapping[bytes, int]) -> None:
-        self.traffic = {pair: Traffic() for pair in network.lines}
+    def __init__(self, network: LabNetwork, endpoint_by_address: Mapping[bytes, int]) -> None:
+        self.traffic = {pair: DirectionTraffic() for pair in network.lines}
         self.num_unroutable = 0
         self._network = network
         self._endpoint_by_address = dict(endpoint_by_address)
@@ -96,7 +96,7 @@ class Router:
         if up.is_full(now):
             traffic.num_dropped[Drop.QUEUE] += 1
             return
-        sent = line.send(up.carry(Span(now, now), num_bytes), num_bytes)
+        sent = line.send(up.carry(TimeSpan(now, now), num_bytes), num_bytes)
         if isinstance(sent, Drop):
             traffic.num_dropped[sent] += 1
             return
@@ -128,7 +128,7 @@ class Router:
         return arrived
 
     def _put(
-        self, pair: tuple[int, int], frame: bytes, num_bytes: int, span: Span, *, is_through: bool
+        self, pair: tuple[int, int], frame: bytes, num_bytes: int, span: TimeSpan, *, is_through: bool
     ) -> None:
         self._num_taken += 1
         # The downlink serves by who comes first, which is known when the last byte is there.

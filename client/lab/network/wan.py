@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ipaddress import IPv4Address
 
 from client.lab.network import namespaces
-from client.lab.network.links import Network
+from client.lab.network.links import LabNetwork
 from client.lab.network.router import Router
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Wan:
         addresses: of the endpoints.
     """
 
-    def __init__(self, network: Network, names: tuple[str, ...], addresses: tuple[str, ...]) -> None:
+    def __init__(self, network: LabNetwork, names: tuple[str, ...], addresses: tuple[str, ...]) -> None:
         self.router = Router(network, {IPv4Address(x).packed: i for i, x in enumerate(addresses)})
         self._network = network
         self._names = names

@@ -9,8 +9,8 @@ from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule
-from skein.numeric.aggregate.one_bit.adam import OneBitAdam
-from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
+from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.optim.choose import optimizer_of
 
@@ -27,11 +27,11 @@ def rule_of(spec: aggregation.AggregationSpec, optimizer: OptimizerSpec) -> Rule
         case aggregation.OneBitAdam():
             if not isinstance(optimizer, AdamWSpec):
                 raise UserError("optimizer.name", optimizer.name, "one_bit_adam wants adamw")
-            return OneBitAdam(spec=spec, optimizer=optimizer)
+            return OneBitAdamRule(spec=spec, optimizer=optimizer)
         case aggregation.OneBitLamb():
             if not isinstance(optimizer, LambSpec):
                 raise UserError("optimizer.name", optimizer.name, "one_bit_lamb wants lamb")
-            return OneBitLamb(spec=spec, optimizer=optimizer)
+            return OneBitLambRule(spec=spec, optimizer=optimizer)
         case aggregation.Lsgd():
             return LsgdRule(spec=spec, optimizer=optimizer_of(optimizer))
         case aggregation.Gossip():

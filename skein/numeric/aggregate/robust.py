@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class RefusedPart:
     """Which part does not count (its place among the parts), and why."""
 
     part: int
@@ -57,7 +57,7 @@ class Combined:
     """A rule's result, whose part has no share in it, and how many parts the rule would have wanted besides."""
 
     values: Tensor
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[RefusedPart, ...] = ()
     num_lacking: int = 0
 
 
@@ -74,7 +74,7 @@ def part_of(vector: Tensor, weight: float) -> Part:
 
 def gates(
     parts: Sequence[Part], *, limit: float = NORM_LIMIT, usual: float | None = None
-) -> tuple[Refusal, ...]:
+) -> tuple[RefusedPart, ...]:
     """Which parts are refused: not finite, longer than they say, or longer than `limit` times the `usual` norm.
 
     Usual is the median of the finite norms above zero, so that idle members make nobody unusual, unless given: whoever
@@ -91,7 +91,7 @@ def gates(
     for index, part in enumerate(parts):
         if not reasons[index] and part.norm > limit * usual > 0:
             reasons[index] = f"norm {part.norm:.3g} is more than {limit:g} times the usual {usual:.3g}"
-    return tuple(Refusal(part=index, reason=reason) for index, reason in enumerate(reasons) if reason)
+    return tuple(RefusedPart(part=index, reason=reason) for index, reason in enumerate(reasons) if reason)
 
 
 def _usual(parts: Sequence[Part]) -> float:
@@ -116,11 +116,11 @@ def _reason_alone(part: Part) -> str:
 
 
 def row_without(
-    row: Sequence[tuple[int, float]], refused: Sequence[Refusal], *, me: int
+    row: Sequence[tuple[int, float]], refused: Sequence[RefusedPart], *, me: int
 ) -> tuple[tuple[int, float], ...]:
     """A row of neighbours' weights with those of refused parts put on oneself, so that it still sums to what it did.
 
-    >>> row_without([(0, 0.5), (1, 0.25), (2, 0.25)], [Refusal(part=2, reason="not finite")], me=0)
+    >>> row_without([(0, 0.5), (1, 0.25), (2, 0.25)], [RefusedPart(part=2, reason="not finite")], me=0)
     ((0, 0.75), (1, 0.25))
     """
     out = {refusal.part for refusal in refused}

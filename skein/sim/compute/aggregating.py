@@ -12,7 +12,7 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.choose import rule_of
-from skein.numeric.aggregate.exchanging.member import Exchanges, measured, newcomer, replicated
+from skein.numeric.aggregate.exchanging.member import StepExchanges, measured, newcomer, replicated
 from skein.numeric.aggregate.rule import Offer, Talk, Terms
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
@@ -30,7 +30,7 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.sim.compute.executor import Payload
-from skein.sim.compute.numeric import NumericExecutor, NumericModel, State
+from skein.sim.compute.numeric import NumericExecutor, NumericModel, ParameterState
 from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
 from skein.types import Attempt, ChunkRef, Generation, GroupId, StageIndex, StageSpec, Step, WorkerId
 
@@ -45,15 +45,15 @@ class TensorPayload(Payload):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStage:
     """A stage as a worker has it, and the trajectory that it is of."""
 
     walker: Walker
     trajectory: str
 
-    def copy(self) -> "Held":
+    def copy(self) -> "HeldStage":
         """The same in other memory."""
-        return Held(self.walker.copy(), self.trajectory)
+        return HeldStage(self.walker.copy(), self.trajectory)
 
 
 class AggregatingModel(NumericModel):
@@ -66,8 +66,8 @@ class AggregatingModel(NumericModel):
         self.walkers = job.aggregation.walkers
         self.checked: set[_Key] = set()
         """Exchanges that all members have the result of, and that have lost nothing."""
-        self._held: dict[tuple[str, WorkerId], dict[StageSpec, Held]] = {}
-        self._disk: dict[str, tuple[StageSpec, Held]] = {}
+        self._held: dict[tuple[str, WorkerId], dict[StageSpec, HeldStage]] = {}
+        self._disk: dict[str, tuple[StageSpec, HeldStage]] = {}
         self._trajectories: dict[tuple[str, int], str] = {}
         self._offers: dict[tuple[_Key, str], dict[int, Offer]] = {}
 
@@ -75,12 +75,12 @@ class AggregatingModel(NumericModel):
         """What a worker process computes with."""
         return AggregatingExecutor(self, worker, flops_per_s)
 
-    def fresh(self, stage: StageSpec) -> Held:
+    def fresh(self, stage: StageSpec) -> HeldStage:
         """A stage as the seed draws it."""
         params = tensors_of({name: self.state(INITIAL, name).theta for name in self.names(stage)})
-        return Held(Walker(params=params, state=self.rule.init(params)), INITIAL)
+        return HeldStage(Walker(params=params, state=self.rule.init(params)), INITIAL)
 
-    def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, held: Held) -> None:
+    def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, held: HeldStage) -> None:
         """A worker has this now, and may go on to change it.
 
         Raises:
@@ -110,7 +110,7 @@ class AggregatingModel(NumericModel):
             raise Violated(f"walker {walker} is of {known} and of {trajectory} before {lineage}")
         return f"{lineage} {walker}"
 
-    def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> Held:
+    def held(self, lineage: str, worker: WorkerId | None, stage: StageSpec) -> HeldStage:
         """A worker's walker; of one walker whoever's, if that one has it in a backup only."""
         by_stage = {} if worker is None else self._held.get((lineage, worker), {})
         if stage in by_stage:
@@ -123,11 +123,11 @@ class AggregatingModel(NumericModel):
 
     # --- checkpoints ---
 
-    def write(self, file: str, stage: StageSpec, held: Held) -> None:
+    def write(self, file: str, stage: StageSpec, held: HeldStage) -> None:
         """A file of a checkpoint."""
         self._disk[file] = stage, held.copy()
 
-    def read(self, files: Iterable[str], stage: StageSpec) -> Held:
+    def read(self, files: Iterable[str], stage: StageSpec) -> HeldStage:
         """A stage from the files that hold its parameters."""
         for saved, held in (self._disk[file] for file in files):
             if saved == stage:
@@ -155,11 +155,11 @@ class AggregatingExecutor(NumericExecutor):
     def __init__(self, model: AggregatingModel, worker: WorkerId, flops_per_s: float) -> None:
         super().__init__(model, worker, flops_per_s)
         self._rule = model.rule
-        self._walkers: dict[StageIndex, Held] = {}
+        self._walkers: dict[StageIndex, HeldStage] = {}
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
         self._files: dict[StageIndex, tuple[tuple[str, ...], int]] = {}
         self._tensors: dict[ShardTensor, Tensors] = {}
-        self._exchanges: Exchanges[_Key] = Exchanges()
+        self._exchanges: StepExchanges[_Key] = StepExchanges()
         self._dues: dict[_Key, int] = {}
         self._ends_with: dict[_Key, Step] = {}
         """Of exchanges that go on beside steps, the step whose record ends them."""
@@ -177,7 +177,7 @@ class AggregatingExecutor(NumericExecutor):
         chunk = self.held(stage)
         self._model.write(file, chunk.stage, self._model.held(chunk.lineage, self.worker, chunk.stage))
 
-    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
         stage = chunk.stage
         self._drop_exchanges()
         members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
@@ -191,7 +191,7 @@ class AggregatingExecutor(NumericExecutor):
         self._model.hold(lineage, self.worker, stage, held)
         return _states(held)
 
-    def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> Held:
+    def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> HeldStage:
         """The walker's part that a chunk begins with; never another's own memory."""
         stage, source, model = chunk.stage, chunk.source, self._model
         if lineage == INITIAL:
@@ -204,15 +204,15 @@ class AggregatingExecutor(NumericExecutor):
             case _:
                 given = model.held(lineage, source.peer, stage)
         walker = newcomer(self._rule, given.walker, before=before, after=after)
-        return Held(walker, given.trajectory)
+        return HeldStage(walker, given.trajectory)
 
-    def _restored(self, chunk: ChunkAssignment, before: int, after: int) -> Held:
+    def _restored(self, chunk: ChunkAssignment, before: int, after: int) -> HeldStage:
         """From files of its own walker; one that they lack is a newcomer, and of one walker all are."""
         files, num_saved = self._files[chunk.stage.index]
         given = self._model.read(files, chunk.stage)
         if not self._model.walkers.are_lines or chunk.walker >= num_saved:
             walker = newcomer(self._rule, given.walker, before=before, after=after, only_saved=True)
-            return Held(walker, given.trajectory)
+            return HeldStage(walker, given.trajectory)
         walker = given.walker.copy()
         fresh = self._rule.init(walker.params)
         for slot, kind in self._rule.slots.items():
@@ -221,7 +221,7 @@ class AggregatingExecutor(NumericExecutor):
                 walker.state |= {slot: fresh[slot]} if slot in fresh else {}
         if num_saved != after:
             self._rule.on_membership(walker, before=num_saved, after=after, me=chunk.walker)
-        return Held(walker, given.trajectory)
+        return HeldStage(walker, given.trajectory)
 
     def _reached(self, stage: StageIndex, lineage: str) -> None:
         self._model.hold(lineage, self.worker, self.chunks[stage].stage, self._walkers[stage])
@@ -343,7 +343,7 @@ class AggregatingExecutor(NumericExecutor):
             is_finite=vote.is_finite,
         )
 
-    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, State]:
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, ParameterState]:
         chunk, held, record = self.chunks[stage], self._walkers[stage], op.record
         me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
         if record.decision is Decision.APPLY and not op.keeps_step:
@@ -356,7 +356,7 @@ class AggregatingExecutor(NumericExecutor):
             self._finished(stage, record, beside=True)
         after_lineage = lineage_after(chunk.lineage, record)
         trajectory = self._model.moved(after_lineage, me, held.trajectory)
-        self._walkers[stage] = Held(held.walker, trajectory)
+        self._walkers[stage] = HeldStage(held.walker, trajectory)
         return _states(self._walkers[stage])
 
     def _finished(self, stage: StageIndex, record: StepRecord, *, beside: bool) -> Walker | None:
@@ -395,7 +395,9 @@ def _shape(walker: Walker) -> tuple[int, ...]:
     return tuple(next(iter(walker.params.values())).shape)
 
 
-def _states(held: Held) -> dict[str, State]:
+def _states(held: HeldStage) -> dict[str, ParameterState]:
     """Parameters as the numeric model takes them; the optimizer's state is the walker's business."""
     nothing = np.zeros(0)
-    return {name: State(theta, nothing, nothing) for name, theta in arrays_of(held.walker.params).items()}
+    return {
+        name: ParameterState(theta, nothing, nothing) for name, theta in arrays_of(held.walker.params).items()
+    }

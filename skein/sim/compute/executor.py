@@ -33,7 +33,15 @@ from skein.protocol.worker.ops import (
     SumOp,
     hop_key,
 )
-from skein.sim.judging.contributions import Contributions, Judge, Kept, SimChunk, is_late, is_ledger, taken_by
+from skein.sim.judging.contributions import (
+    Contributions,
+    Judge,
+    KeptJoin,
+    SimChunk,
+    is_late,
+    is_ledger,
+    taken_by,
+)
 from skein.sim.judging.invariants import Violated, Visits, lineage_after
 from skein.types import (
     Attempt,
@@ -107,7 +115,7 @@ class SimExecutor:
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
         self._shards: dict[ShardTensor, Contributions] = {}
-        self._joined: dict[tuple[GroupId, Attempt], Kept] = {}
+        self._joined: dict[tuple[GroupId, Attempt], KeptJoin] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
@@ -347,7 +355,7 @@ class SimExecutor:
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]
         taken_at = None if op.exchange is None else op.exchange.taken_at
-        kept = Kept(step=op.step, group=group, contributions=result, taken_at=taken_at)
+        kept = KeptJoin(step=op.step, group=group, contributions=result, taken_at=taken_at)
         self._joined[group.group, op.attempt] = kept
         return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
 

@@ -46,7 +46,7 @@ _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ParameterState:
     """One parameter and what AdamW keeps of it, each (D, D)."""
 
     theta: F64
@@ -65,7 +65,7 @@ class NumericModel:
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
         self._seed = job.seed
-        self._states: dict[tuple[str, str], State] = {}
+        self._states: dict[tuple[str, str], ParameterState] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "NumericExecutor":
         """What a worker process computes with."""
@@ -80,14 +80,14 @@ class NumericModel:
         """Parameters of a stage, each once."""
         return tuple(dict.fromkeys(self.name(layer) for layer in range(stage.first, stage.stop)))
 
-    def state(self, lineage: str, name: str) -> State:
+    def state(self, lineage: str, name: str) -> ParameterState:
         """A parameter after a history of commits; drawn from the seed at its beginning."""
         if lineage == INITIAL:
             theta = rng.stream(self._seed, "numeric", name).normal(size=(_D, _D)) / _D
-            return State(theta, np.zeros((_D, _D)), np.zeros((_D, _D)))
+            return ParameterState(theta, np.zeros((_D, _D)), np.zeros((_D, _D)))
         return self._states[lineage, name]
 
-    def keep(self, lineage: str, name: str, state: State) -> None:
+    def keep(self, lineage: str, name: str, state: ParameterState) -> None:
         """A worker has made this.
 
         Raises:
@@ -132,7 +132,7 @@ class NumericModel:
         return dy_BD + inner_BD @ theta.T, x_BD.T @ inner_BD
 
 
-def updated(state: State, gradient: F64, record: StepRecord) -> State:
+def updated(state: ParameterState, gradient: F64, record: StepRecord) -> ParameterState:
     """AdamW, with the numbers of the record. Source: Loshchilov and Hutter 2019, Algorithm 2."""
     first, second = _BETAS
     mean = first * state.mean + (1 - first) * gradient
@@ -140,7 +140,7 @@ def updated(state: State, gradient: F64, record: StepRecord) -> State:
     count = record.step + 1
     direction = (mean / (1 - first**count)) / (np.sqrt(square / (1 - second**count)) + _EPSILON)
     theta = state.theta - record.learning_rate * (direction + _DECAY * state.theta)
-    return State(theta, mean, square)
+    return ParameterState(theta, mean, square)
 
 
 class NumericExecutor(SimExecutor):
@@ -149,7 +149,7 @@ class NumericExecutor(SimExecutor):
     def __init__(self, model: NumericModel, worker: WorkerId, flops_per_s: float) -> None:
         super().__init__(worker, flops_per_s)
         self._model = model
-        self._params: dict[StageIndex, dict[str, State]] = {}
+        self._params: dict[StageIndex, dict[str, ParameterState]] = {}
         self._sums: dict[StageIndex, dict[str, F64]] = {}
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
         """Of forwards whose gradient has not come."""
@@ -183,7 +183,7 @@ class NumericExecutor(SimExecutor):
         self._parts.clear()
         self._results.clear()
 
-    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, State]:
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
         """The parameters that a chunk begins with."""
         return {name: self._model.state(lineage, name) for name in self._model.names(chunk.stage)}
 
@@ -355,7 +355,7 @@ class NumericExecutor(SimExecutor):
         for name, state in self._params[stage].items():
             self._model.keep(lineage, name, state)
 
-    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, State]:
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, ParameterState]:
         before, record = self._params[stage], op.record
         if record.decision is not Decision.APPLY:
             return before

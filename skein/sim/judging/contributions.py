@@ -30,7 +30,7 @@ class SimChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptJoin:
     """What was joined, as the coordinator asked for it, until the record of `step` applies it."""
 
     step: Step
@@ -53,7 +53,7 @@ class Judge:
     visits: Visits
     members: Mapping[GroupId, tuple[ChunkRef, ...]]
     chunks: Mapping[StageIndex, SimChunk]
-    joined: Mapping[tuple[GroupId, Attempt], Kept]
+    joined: Mapping[tuple[GroupId, Attempt], KeptJoin]
     is_resumed: bool
     is_told_true: bool
     """Nobody has lied about tokens, so weights are what they must be."""
@@ -107,12 +107,12 @@ class Judge:
         if is_wrong or set(found.values()) > {1} or not self._are_of(found, step, kept):
             raise Violated(f"{result.group} at step {step} is made of {sorted(found)}, not of {planned}")
 
-    def _given_by(self, maker: ChunkRef, kept: Kept) -> Iterable[tuple[int, StageIndex]]:
+    def _given_by(self, maker: ChunkRef, kept: KeptJoin) -> Iterable[tuple[int, StageIndex]]:
         if kept.taken_at is None:
             return [(microbatch, maker.stage) for microbatch in self.visits.by_chunk[maker]]
         return [(-1 - kept.group.members.index(maker), maker.stage)]
 
-    def _are_of(self, found: Contributions, step: Step, kept: Kept) -> bool:
+    def _are_of(self, found: Contributions, step: Step, kept: KeptJoin) -> bool:
         """Whether contributions are of the step; a leader may have begun its own before others ended some."""
         if isinstance(kept.group.pattern, Broadcast):
             return all(at <= step for at, _, _ in found)

@@ -86,7 +86,7 @@ def visits_of(plan: Plan) -> Visits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundStage:
     """A stage in some process's memory."""
 
     worker: WorkerId
@@ -195,7 +195,7 @@ class Invariants:
         branch.lineages[-1] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         branch.averages[before] = branch.lineages[-1], record.stages
 
-    def gives_up(self, record: RolledBack | JobHeld, within_reach: Iterable[Found]) -> None:
+    def gives_up(self, record: RolledBack | JobHeld, within_reach: Iterable[FoundStage]) -> None:
         """Steps are about to be given up, or left unsaved: who is here, or was not waited for, may not hold them.
 
         Of a job that is held only its newest version could be saved.

@@ -15,7 +15,7 @@ class _Since:
     at_s: float
 
 
-class Reach:
+class ReachTimes:
     """Remembers by process when it was reached, or was not any more. `now` is true time."""
 
     def __init__(self) -> None:

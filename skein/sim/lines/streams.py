@@ -14,12 +14,12 @@ from skein.protocol.coordinator.coordinator_io import ReportArrived, ReportRefus
 from skein.protocol.messages.ranges import check_numbers
 from skein.protocol.messages.reports import Beat, Hello, Report
 from skein.protocol.worker.worker_io import DirectiveArrived, StreamLost, StreamOpened
-from skein.sim.judging.invariants import Found
+from skein.sim.judging.invariants import FoundStage
 from skein.sim.lines.lies import mutated
 from skein.sim.lines.network import COORDINATOR, Network
-from skein.sim.lines.reach import Reach
+from skein.sim.lines.reach import ReachTimes
 from skein.sim.lines.transport import Give
-from skein.sim.processes.coordinator import Service
+from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.types import Incarnation, WorkerId
 
@@ -43,7 +43,7 @@ class Streams:
 
     def __init__(
         self,
-        service: Service,
+        service: SimService,
         network: Network,
         workers: Mapping[WorkerId, SimWorker],
         *,
@@ -56,11 +56,11 @@ class Streams:
         self._workers = workers
         self._take = take
         self._give = give
-        self._reach = Reach()
+        self._reach = ReachTimes()
 
     # --- who hears whom ---
 
-    def within_reach(self) -> Iterator[Found]:
+    def within_reach(self) -> Iterator[FoundStage]:
         """What processes hold that hear the coordinator, or may do so again in time."""
         coordinator = self._service.coordinator
         for name, worker in self._workers.items():
@@ -69,7 +69,7 @@ class Streams:
             if is_refused or not self._reach.counts(incarnation, now=self._clock.now):
                 continue
             for chunk in worker.executor.chunks.values():
-                yield Found(worker=name, stage=chunk.stage, version=chunk.version, lineage=chunk.lineage)
+                yield FoundStage(worker=name, stage=chunk.stage, version=chunk.version, lineage=chunk.lineage)
 
     def note_reach(self, worker: SimWorker) -> None:
         """A process, or its way to the coordinator, has changed."""

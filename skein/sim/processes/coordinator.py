@@ -53,7 +53,7 @@ Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
 """As `skein.plan.balanced.make_plan`."""
 
 
-class Service(ABC):
+class SimService(ABC):
     """Carries out what the Coordinator machine commands; who hears it is the subclass's business.
 
     Plans are `planner`'s. `before_append` and `after_append` are told how many records the log holds: faults may strike

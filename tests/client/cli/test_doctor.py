@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from client.cli import run
-from client.cli.doctor import Finding, Verdict, clock_skew, free_space, open_files
+from client.cli.doctor import DoctorFinding, Verdict, clock_skew, free_space, open_files
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
 from tests.client.scripted import Script, serving, worker
@@ -14,7 +14,7 @@ from tests.client.scripted import Script, serving, worker
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes seconds to load, and is looked at in a test of its own."""
-    finding = Finding(check="torch", verdict=Verdict.OK, found="not looked at")
+    finding = DoctorFinding(check="torch", verdict=Verdict.OK, found="not looked at")
     monkeypatch.setattr("client.cli.doctor._torch", lambda: finding)
 
 

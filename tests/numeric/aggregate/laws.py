@@ -22,8 +22,8 @@ from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.lsgd import LsgdRule, led_by
-from skein.numeric.aggregate.one_bit.adam import OneBitAdam
-from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
+from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule, Talk
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, flatten, squared_norm
@@ -323,12 +323,12 @@ ROWS = (
     all_reduce("krum", Krum(kind="krum", bad=1)),
     Row(
         name="one-bit adam",
-        rule=OneBitAdam(spec=OneBitAdamSpec(rule="one_bit_adam", warmup_steps=4), optimizer=ADAMW),
+        rule=OneBitAdamRule(spec=OneBitAdamSpec(rule="one_bit_adam", warmup_steps=4), optimizer=ADAMW),
         walkers=Walkers.ONE,
     ),
     Row(
         name="one-bit lamb",
-        rule=OneBitLamb(spec=OneBitLambSpec(rule="one_bit_lamb", warmup_steps=4), optimizer=LAMB),
+        rule=OneBitLambRule(spec=OneBitLambSpec(rule="one_bit_lamb", warmup_steps=4), optimizer=LAMB),
         walkers=Walkers.ONE,
     ),
     gossip("decentlam", SGD),

@@ -12,7 +12,7 @@ from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
-from skein.numeric.aggregate.one_bit.adam import OneBitAdam
+from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import (
     ERROR,
     MOMENTUM,
@@ -20,7 +20,7 @@ from skein.numeric.aggregate.one_bit.freezing import (
     SHARD_ERROR,
     OneBit,
 )
-from skein.numeric.aggregate.one_bit.lamb import OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.adamw import MEAN_OF_SQUARES
@@ -34,7 +34,7 @@ Make = Callable[..., OneBit]
 
 
 def one_bit_adam(*, warmup_steps: int = WARMUP, error_feedback: bool = True, eps: float = 1e-6) -> OneBit:
-    return OneBitAdam(
+    return OneBitAdamRule(
         spec=aggregation.OneBitAdam(
             rule="one_bit_adam", warmup_steps=warmup_steps, error_feedback=error_feedback
         ),
@@ -43,7 +43,7 @@ def one_bit_adam(*, warmup_steps: int = WARMUP, error_feedback: bool = True, eps
 
 
 def one_bit_lamb(*, warmup_steps: int = WARMUP, error_feedback: bool = True, eps: float = 1e-6) -> OneBit:
-    return OneBitLamb(
+    return OneBitLambRule(
         spec=aggregation.OneBitLamb(
             rule="one_bit_lamb", warmup_steps=warmup_steps, error_feedback=error_feedback
         ),
@@ -190,7 +190,7 @@ def test_what_members_give_comes_out_or_is_kept_as_error(
 @pytest.mark.parametrize("num_updates", [1, WARMUP])
 def test_the_warm_up_is_the_inner_optimizer_without_bias_correction(make: Make, num_updates: int) -> None:
     rule = make()
-    is_lamb = isinstance(rule, OneBitLamb)
+    is_lamb = isinstance(rule, OneBitLambRule)
     # Adam without bias correction is LAMB whose ratio can only be 1.
     reference = Lamb(
         betas=rule.optimizer.betas,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from skein.numeric.aggregate.one_bit.freezing import MOMENTUM_SCALE, raise_variances
-from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, OneBitLamb
+from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, OneBitLambRule
 from skein.numeric.optim.adamw import MEAN
 from skein.numeric.walker import Walker
 from tests.numeric.aggregate.test_one_bit import (
@@ -69,7 +69,7 @@ def test_scaled_momenta_are_of_one_size() -> None:
 
 def test_the_factor_keeps_to_its_bounds_and_moves_slowly() -> None:
     rule = one_bit_lamb()
-    assert isinstance(rule, OneBitLamb)
+    assert isinstance(rule, OneBitLambRule)
     walkers = new_walkers(rule, 2)
     last = dict.fromkeys(walkers[0].params, 1.0)
     seen = set()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skein.numeric.aggregate.one_bit.sign_mean import (
-    Layout,
+    SegmentLayout,
     decode_shard,
     encode_all,
     encode_shard,
@@ -13,7 +13,7 @@ from skein.numeric.aggregate.one_bit.sign_mean import (
 )
 
 LAYOUTS = st.builds(
-    Layout,
+    SegmentLayout,
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4).map(tuple),
     num_shards=st.integers(1, 6),
 )
@@ -24,7 +24,7 @@ def normal(num_elements: int, seed: int) -> Tensor:
 
 
 @given(layout=LAYOUTS)
-def test_shards_have_every_element_once_and_begin_where_a_byte_does(layout: Layout) -> None:
+def test_shards_have_every_element_once_and_begin_where_a_byte_does(layout: SegmentLayout) -> None:
     seen: list[int] = []
     for shard in range(layout.num_shards):
         start = 0
@@ -36,7 +36,9 @@ def test_shards_have_every_element_once_and_begin_where_a_byte_does(layout: Layo
 
 
 @given(layout=LAYOUTS, num_members=st.integers(1, 5))
-def test_nothing_is_lost_between_what_is_given_and_what_comes_out(layout: Layout, num_members: int) -> None:
+def test_nothing_is_lost_between_what_is_given_and_what_comes_out(
+    layout: SegmentLayout, num_members: int
+) -> None:
     num_elements = sum(layout.lengths)
     weights = [(member + 1) / sum(range(num_members + 1)) for member in range(num_members)]
     totals = [normal(num_elements, seed) for seed in range(num_members)]
@@ -63,7 +65,7 @@ def test_nothing_is_lost_between_what_is_given_and_what_comes_out(layout: Layout
 
 
 def test_one_member_and_one_shard_give_signs_times_the_root_mean_square() -> None:
-    layout = Layout(lengths=(5,), num_shards=1)
+    layout = SegmentLayout(lengths=(5,), num_shards=1)
     total = torch.tensor([3.0, -4.0, 0.0, 0.0, -0.0], dtype=torch.float64)
     parts, said = encode_all(total, layout)
     assert said.tolist() == [5**0.5, -(5**0.5), 5**0.5, 5**0.5, 5**0.5]
@@ -72,14 +74,14 @@ def test_one_member_and_one_shard_give_signs_times_the_root_mean_square() -> Non
 
 
 def test_segments_have_scales_of_their_own() -> None:
-    layout = Layout(lengths=(8, 8), num_shards=2)
+    layout = SegmentLayout(lengths=(8, 8), num_shards=2)
     total = torch.cat([torch.full((8,), 1e-6), torch.full((8,), -1e6)])
     assert torch.equal(encode_all(total, layout)[1], total)
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_parts_of_another_shard_are_refused(shard: int) -> None:
-    layout = Layout(lengths=(100,), num_shards=3)
+    layout = SegmentLayout(lengths=(100,), num_shards=3)
     parts, _ = encode_all(normal(100, 0), layout)
     with pytest.raises(ValueError, match="fit"):
         decode_shard({**parts[shard], "bits": parts[shard]["bits"][1:]}, layout, shard, dtype=torch.float64)

@@ -31,7 +31,7 @@ from skein.wire.extra import DType, FetchStateRequest, Refusal, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
-from worker.transport.pace import Patience
+from worker.transport.pace import PeerPatience
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
@@ -148,7 +148,7 @@ class Sender:
 
 @asynccontextmanager
 async def sending(
-    *, patience: Patience | None = None, token: str | None = None, limits: Limits | None = None
+    *, patience: PeerPatience | None = None, token: str | None = None, limits: Limits | None = None
 ) -> AsyncIterator[Sender]:
     """Worker "a"'s sending half. A test that waits in vain ends by pytest's own timeout."""
     statistics = Statistics()

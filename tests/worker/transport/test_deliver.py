@@ -29,10 +29,10 @@ from tests.worker.transport.loopback import (
 )
 from worker.bundle import to_torch, to_wire
 from worker.service import PeerService
-from worker.transport.pace import Patience
+from worker.transport.pace import PeerPatience
 
 MIB = 1 << 20
-SHORT = Patience(least_s=0.2, most_s=0.2)
+SHORT = PeerPatience(least_s=0.2, most_s=0.2)
 """For tests that wait for a peer to be given up."""
 
 Context = aio.ServicerContext[object, object]
@@ -312,7 +312,7 @@ async def test_a_peer_where_nothing_listens_is_given_up() -> None:
 async def test_a_peer_whose_machine_refuses_is_given_up_however_long_silence_is_borne() -> None:
     async with serving(Receiver().service()) as member:
         pass
-    patient = Patience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
+    patient = PeerPatience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
     async with sending(patience=patient) as sender:
         sender.peers.send(member, hop_envelope(), (tensor_of(10),))
         worker, _, reason = await sender.failed.get()
@@ -322,7 +322,7 @@ async def test_a_peer_whose_machine_refuses_is_given_up_however_long_silence_is_
 
 async def test_a_peer_that_dies_in_the_midst_of_a_tensor_is_given_up_as_soon() -> None:
     miser = Receiver().service_of(Miser)
-    patient = Patience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
+    patient = PeerPatience(least_s=3600.0, most_s=3600.0, gone_s=0.1)
     async with sending(patience=patient) as sender:
         async with serving(miser) as member:
             miser.grants.put_nowait(MIB)
@@ -339,7 +339,7 @@ async def test_a_slow_link_raises_no_suspicion_while_bytes_move() -> None:
     async with (
         serving(receiver.service()) as member,
         over(member, latency_s=0.1, bytes_per_s=2e6) as far,
-        sending(patience=Patience(least_s=0.4)) as sender,
+        sending(patience=PeerPatience(least_s=0.4)) as sender,
     ):
         for microbatch in range(num_tensors):
             sender.peers.send(far, hop_envelope(microbatch), (tensor_of(num_bytes),))
@@ -371,7 +371,7 @@ async def test_a_peer_given_up_is_tried_again_for_the_next_tensor() -> None:
 
 async def test_a_peer_is_not_blamed_for_a_standstill_of_ones_own() -> None:
     receiver, loop = Receiver(), asyncio.get_running_loop()
-    patient = Patience(least_s=1.0, most_s=1.0)
+    patient = PeerPatience(least_s=1.0, most_s=1.0)
     async with serving(receiver.service_of(SilentAtFirst)) as member, sending(patience=patient) as sender:
         sender.peers.send(member, hop_envelope(), (tensor_of(10),))
         await receiver.arrived.get()
@@ -438,5 +438,5 @@ async def test_closing_leaves_nothing_running() -> None:
         await receiver.arrived.get()
         await sender.peers.close()
         running = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
-        assert not {name for name in running if name.startswith("Outbox")}
+        assert not {name for name in running if name.startswith("LaneOutbox")}
         assert sender.peers.queue_depths() == dict.fromkeys((Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE), 0)

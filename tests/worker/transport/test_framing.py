@@ -9,7 +9,7 @@ from skein.wire.codec import TENSOR_PART
 from skein.wire.extra import TensorData, TensorStart
 from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import hop_envelope
-from worker.transport.framing import Part, read_part, write_part
+from worker.transport.framing import FramedPart, read_part, write_part
 
 NUMBERS = st.integers(0, 2**63 - 1)
 OFFSETS = st.integers(0, 2**60)
@@ -22,7 +22,7 @@ def test_what_is_written_reads_the_same_by_hand_and_by_protobuf(
 ) -> None:
     message = write_part(tensor=tensor, offset=offset, data=memoryview(data), checksum=checksum)
     part = read_part(message)
-    assert part == Part(tensor=tensor, offset=offset, data=memoryview(data), checksum=checksum)
+    assert part == FramedPart(tensor=tensor, offset=offset, data=memoryview(data), checksum=checksum)
     assert TENSOR_PART.decode(peer_pb2.TensorPart.FromString(message)) == TensorData(
         tensor=tensor, offset=offset, data=data, checksum=checksum
     )
@@ -32,7 +32,7 @@ def test_what_is_written_reads_the_same_by_hand_and_by_protobuf(
 def test_what_protobuf_writes_is_read_too(tensor: int, offset: int, data: bytes, checksum: int) -> None:
     sent = TensorData(tensor=tensor, offset=offset, data=data, checksum=checksum)
     part = read_part(TENSOR_PART.encode(sent).SerializeToString())
-    assert isinstance(part, TensorData | Part)
+    assert isinstance(part, TensorData | FramedPart)
     found = (part.tensor, part.offset, bytes(part.data), part.checksum)
     assert found == (tensor, offset, data, checksum)
 
@@ -58,7 +58,7 @@ def test_a_spoilt_head_never_reaches_beyond_the_message(cut: int, spoilt: int, v
         part = read_part(bytes(message[: len(message) - cut % 20]))
     except RemoteError:
         return
-    assert not isinstance(part, Part) or len(part.data) <= 40
+    assert not isinstance(part, FramedPart) or len(part.data) <= 40
 
 
 def test_an_integer_that_others_could_not_hold_is_refused() -> None:

@@ -21,7 +21,7 @@ from worker.transport.fetching.gather import (
     BATCHES_PER_DONOR,
     LEAST_BATCH_BYTES,
     STREAMS_PER_DONOR,
-    Gathering,
+    StateGathering,
 )
 
 STAGE, VERSION = StageIndex(1), Step(7)
@@ -77,14 +77,14 @@ async def donors(*services: Donor) -> AsyncIterator[tuple[Member, ...]]:
         yield tuple(replace(member, worker=WorkerId(f"d{i}")) for i, member in enumerate(members))
 
 
-def gathering(sender: Sender, *, patience_s: float = 10.0) -> Gathering:
+def gathering(sender: Sender, *, patience_s: float = 10.0) -> StateGathering:
     async def fetch(donor: Member, names: frozenset[str]) -> Mapping[str, WireTensor]:
         return await sender.peers.fetch_state(donor, JOB, STAGE, VERSION, names)
 
-    return Gathering(fetch, SIZES, patience_s=patience_s)
+    return StateGathering(fetch, SIZES, patience_s=patience_s)
 
 
-def assert_whole(gathered: Gathering) -> None:
+def assert_whole(gathered: StateGathering) -> None:
     assert not gathered.missing
     assert {name: bytes(tensor.data) for name, tensor in gathered.tensors.items()} == {
         name: bytes(tensor.data) for name, tensor in STATE.items()

@@ -3,7 +3,7 @@ import platform
 
 import torch
 
-from worker.transport.memory import Pool, keep_message_buffers
+from worker.transport.memory import BufferPool, keep_message_buffers
 
 
 def test_message_buffers_are_kept_where_the_c_library_can() -> None:
@@ -15,7 +15,7 @@ def address(data: memoryview) -> int:
 
 
 def test_a_block_is_used_again_once_the_last_view_of_it_is_gone() -> None:
-    pool = Pool(least_bytes=100)
+    pool = BufferPool(least_bytes=100)
     data = pool.allocate(100)
     place, view = address(data), torch.frombuffer(data[8:24], dtype=torch.float32)[1:]
     del data
@@ -33,7 +33,7 @@ def test_a_block_is_used_again_once_the_last_view_of_it_is_gone() -> None:
 
 
 def test_only_a_block_of_the_same_size_serves() -> None:
-    pool = Pool(least_bytes=100)
+    pool = BufferPool(least_bytes=100)
     pool.allocate(200)
     assert len(pool.allocate(101)) == 101
     gc.collect()
@@ -41,7 +41,7 @@ def test_only_a_block_of_the_same_size_serves() -> None:
 
 
 def test_blocks_are_kept_up_to_a_bound_the_oldest_go_first() -> None:
-    pool = Pool(least_bytes=100, most_bytes=450)
+    pool = BufferPool(least_bytes=100, most_bytes=450)
     held = [pool.allocate(size) for size in (100, 200, 300)]
     while held:
         del held[0]
@@ -50,7 +50,7 @@ def test_blocks_are_kept_up_to_a_bound_the_oldest_go_first() -> None:
 
 
 def test_small_blocks_are_left_to_the_c_library() -> None:
-    pool = Pool(least_bytes=100)
+    pool = BufferPool(least_bytes=100)
     pool.allocate(99)
     gc.collect()
     assert pool.spare_bytes == 0

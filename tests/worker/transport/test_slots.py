@@ -18,7 +18,7 @@ from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits
 from worker.transport.receiving import slots
-from worker.transport.receiving.slots import CrowdedError, Slot, Slots
+from worker.transport.receiving.slots import CrowdedError, Slots, StreamSlot
 
 WAIT_S = 10.0
 """Far above what anything here takes."""
@@ -166,7 +166,7 @@ async def test_a_stream_that_silence_is_ending_anyway_gives_way_to_who_comes(
         with places.take("b") as slot:
             taken.append((slot.peer, wait.expired()))
 
-    async def read(slot: Slot) -> None:
+    async def read(slot: StreamSlot) -> None:
         with slot.awaited(wait):
             # The timeout, and the newcomer before the wait has ended.
             wait.reschedule(loop.time())

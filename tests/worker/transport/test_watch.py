@@ -13,20 +13,20 @@ from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane, open_channel
 from tests.worker.transport.loopback import Receiver, hop_envelope, sending, serving
 from worker.service import PeerService
-from worker.transport.pace import Pace, Patience
+from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.watch import Watch
 
 
 @asynccontextmanager
 async def watching(
-    member: Member, pace: Pace, *, patience: Patience | None = None
+    member: Member, pace: PeerPace, *, patience: PeerPatience | None = None
 ) -> AsyncIterator[asyncio.Queue[str]]:
     """What a watch of `member` tells."""
     told: asyncio.Queue[str] = asyncio.Queue()
     watch = Watch(
         member,
         dial=partial(open_channel, token=None),
-        patience=patience or Patience(),
+        patience=patience or PeerPatience(),
         pace=pace,
         on_silent=told.put_nowait,
     )
@@ -47,7 +47,7 @@ async def behind_wires(service: PeerService) -> AsyncIterator[tuple[Member, Wire
 
 
 async def test_a_black_hole_is_told_though_nothing_is_sent() -> None:
-    async with behind_wires(Receiver().service()) as (member, wires), watching(member, Pace()) as told:
+    async with behind_wires(Receiver().service()) as (member, wires), watching(member, PeerPace()) as told:
         await connected(member)
         wires.cut("a", "b")
         reason = await told.get()
@@ -58,7 +58,7 @@ async def test_a_black_hole_is_told_though_nothing_is_sent() -> None:
 async def test_a_peer_that_cannot_even_be_dialled_is_told() -> None:
     async with behind_wires(Receiver().service()) as (member, wires):
         wires.cut("a", "b")
-        async with watching(member, Pace(), patience=Patience(first_s=0.2)) as told:
+        async with watching(member, PeerPace(), patience=PeerPatience(first_s=0.2)) as told:
             assert "silent" in await told.get()
             wires.heal("a", "b")
 
@@ -79,7 +79,7 @@ async def test_a_peer_that_died_is_dialled_again_and_not_told_as_silent() -> Non
 
     told: list[str] = []
     async with serving(Receiver().service()) as member:
-        watch = Watch(member, dial=dial, patience=Patience(), pace=Pace(), on_silent=told.append)
+        watch = Watch(member, dial=dial, patience=PeerPatience(), pace=PeerPace(), on_silent=told.append)
         running = asyncio.create_task(watch.run())
         await dials.get()
     for _ in range(2):

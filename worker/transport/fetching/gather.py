@@ -24,7 +24,7 @@ _PAUSE_S = 0.25
 Batch = frozenset[str]
 
 
-class Gathering:
+class StateGathering:
     """The tensors of one state, as far as they are here: `run` may be called again with other donors.
 
     Args:

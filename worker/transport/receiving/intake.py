@@ -26,9 +26,9 @@ from skein.wire.extra import (
     TensorRefused,
     TensorStart,
 )
-from worker.bundle import Bundle, Fault, Limits, allocate, fault_of, split
+from worker.bundle import Bundle, BundleFault, Limits, allocate, fault_of, split
 from worker.transport.checksum import checksum
-from worker.transport.framing import Part
+from worker.transport.framing import FramedPart
 from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
 
@@ -63,11 +63,11 @@ class Intake:
         self._on_tensor = on_tensor
         self._known: OrderedDict[Identity, None] = OrderedDict()
 
-    def fault_of(self, start: TensorStart) -> Fault | None:
+    def fault_of(self, start: TensorStart) -> BundleFault | None:
         """Why the announced tensor is not taken; None if its bytes may come."""
         fault = fault_of(start.tensors, start.num_bytes, self.limits) or self._unwanted(start.envelope)
         if fault is None and self.pending_bytes + start.num_bytes > self.limits.max_pending_bytes:
-            fault = Fault(reason=Refusal.NOT_YET, text="no memory left for tensors that are arriving")
+            fault = BundleFault(reason=Refusal.NOT_YET, text="no memory left for tensors that are arriving")
         return fault
 
     def is_known(self, envelope: Envelope) -> bool:
@@ -76,7 +76,7 @@ class Intake:
         self.statistics.duplicates += is_known
         return is_known
 
-    def deliver(self, envelope: Envelope, bundle: Bundle) -> Fault | None:
+    def deliver(self, envelope: Envelope, bundle: Bundle) -> BundleFault | None:
         """Hand a complete tensor over, unless it is unwanted by now."""
         fault = self._unwanted(envelope)
         if fault is None and not self.is_known(envelope):
@@ -91,9 +91,11 @@ class Intake:
         for known in [known for known in self._known if known[1] < generation]:
             del self._known[known]
 
-    def _unwanted(self, envelope: Envelope) -> Fault | None:
+    def _unwanted(self, envelope: Envelope) -> BundleFault | None:
         reason = self._accepts(envelope)
-        return None if reason is None else Fault(reason=reason, text=f"generation {envelope.generation}")
+        return (
+            None if reason is None else BundleFault(reason=reason, text=f"generation {envelope.generation}")
+        )
 
 
 class Inbox:
@@ -111,7 +113,7 @@ class Inbox:
         """The first reply: credit to begin with."""
         return CreditGranted(num_bytes=self._window.open(now=now))
 
-    def take(self, part: TensorPart | Part, *, now: float) -> list[PartReply]:
+    def take(self, part: TensorPart | FramedPart, *, now: float) -> list[PartReply]:
         """Take the next part.
 
         Raises:
@@ -120,7 +122,7 @@ class Inbox:
         match part:
             case TensorStart():
                 return self._announced(part)
-            case TensorData() | Part():
+            case TensorData() | FramedPart():
                 replies = self._filed(part)
                 granted = self._window.take(len(part.data), now=now)
                 return [*replies, CreditGranted(num_bytes=granted)] if granted else replies
@@ -149,7 +151,7 @@ class Inbox:
         self._filled = 0
         return self._completed() if not start.num_bytes else []
 
-    def _filed(self, part: TensorData | Part) -> list[PartReply]:
+    def _filed(self, part: TensorData | FramedPart) -> list[PartReply]:
         if part.tensor > self._last_number:
             raise RemoteError(f"sent bytes of tensor {part.tensor}, which was not announced")
         if not 0 < len(part.data) <= MAX_PART_BYTES:
@@ -171,7 +173,7 @@ class Inbox:
                 text = f"checksum of bytes {part.offset} to {end} does not fit"
         if text:
             self.close()
-            return [self._refused(part.tensor, Fault(reason=Refusal.CORRUPT, text=text))]
+            return [self._refused(part.tensor, BundleFault(reason=Refusal.CORRUPT, text=text))]
         self._filled = end
         return self._completed() if end == start.num_bytes else []
 
@@ -184,6 +186,6 @@ class Inbox:
             return [self._refused(start.tensor, fault)]
         return [TensorAccepted(tensor=start.tensor)]
 
-    def _refused(self, number: int, fault: Fault) -> PartReply:
+    def _refused(self, number: int, fault: BundleFault) -> PartReply:
         self._intake.statistics.refusals[fault.reason] += 1
         return TensorRefused(tensor=number, reason=fault.reason, text=fault.text)

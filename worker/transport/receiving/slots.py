@@ -27,7 +27,7 @@ class IdleError(Exception):
     """A stream said nothing for too long, or for longest of all where there was no room; the peer may come again."""
 
 
-class Slot:
+class StreamSlot:
     """The place of one stream."""
 
     def __init__(self, peer: str, silent_s: float) -> None:
@@ -92,17 +92,17 @@ class Slots:
         self._most = most
         self._most_of_one = most_of_one
         self._silent_s = silent_s
-        self._taken: list[Slot] = []
+        self._taken: list[StreamSlot] = []
 
     @contextmanager
-    def take(self, peer: str) -> Iterator[Slot]:
+    def take(self, peer: str) -> Iterator[StreamSlot]:
         """A place for a stream of `peer`.
 
         Raises:
             CrowdedError: there is none.
         """
         self._make_room(peer)
-        slot = Slot(peer, self._silent_s)
+        slot = StreamSlot(peer, self._silent_s)
         self._taken.append(slot)
         try:
             yield slot

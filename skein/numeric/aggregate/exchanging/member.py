@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MemberVote:
     """What a member votes of what came back."""
 
     digest: str
@@ -37,10 +37,10 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
 
-def measured(flat: Tensor, known: Iterable[Tensor] = ()) -> Measured:
+def measured(flat: Tensor, known: Iterable[Tensor] = ()) -> MemberVote:
     """The vote on `flat`; its digest covers what is `known` to all before the exchange too, so that drift is found."""
     norm = squared_norm(flat)
-    return Measured(
+    return MemberVote(
         digest=digest_of([flat, *known]),
         squared_norm=norm,
         is_finite=math.isfinite(norm) or is_finite(flat),
@@ -78,7 +78,7 @@ class _Pending:
     joined: Tensor | None = None
 
 
-class Exchanges(Generic[K]):
+class StepExchanges(Generic[K]):
     """Exchanges of one step, by key: one for each try at each exchange of each chunk."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from skein.numeric.walker import Walker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneBitAdam(OneBit):
+class OneBitAdamRule(OneBit):
     """AdamW without bias correction, whose second moments are frozen after the warm-up; every tensor has its own scale.
 
         u = m / (sqrt(v) + eps) + weight_decay * x              the last only for matrices and embeddings

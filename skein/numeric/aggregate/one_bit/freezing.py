@@ -34,7 +34,7 @@ from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
 from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.one_bit.sign_mean import (
-    Layout,
+    SegmentLayout,
     decode_shard,
     encode_all,
     encode_shard,
@@ -195,7 +195,7 @@ class OneBit(Rule, ABC):
         return result
 
     def _admitted(
-        self, parts: Sequence[Tensors], layout: Layout, shard: int, *, dtype: torch.dtype
+        self, parts: Sequence[Tensors], layout: SegmentLayout, shard: int, *, dtype: torch.dtype
     ) -> list[int]:
         """Which parts count, by place: those of this shard whose scales say no unusual length."""
         norms: dict[int, float] = {}
@@ -235,9 +235,9 @@ class OneBit(Rule, ABC):
         if me is None:
             walker.state |= zeros_like(walker.params, {ERROR: SHARED_SLOTS[ERROR]})
 
-    def layout(self, walker: Walker, talk: Talk) -> Layout:
+    def layout(self, walker: Walker, talk: Talk) -> SegmentLayout:
         """How what travels in an exchange is cut."""
-        return Layout(lengths=self._segments(walker.params), num_shards=talk.num_shards)
+        return SegmentLayout(lengths=self._segments(walker.params), num_shards=talk.num_shards)
 
     # --- what it keeps ---
 

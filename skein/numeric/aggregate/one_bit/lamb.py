@@ -33,7 +33,7 @@ _LARGEST_SCALE = 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneBitLamb(OneBit):
+class OneBitLambRule(OneBit):
     """LAMB whose second moments and layer ratios are frozen after the warm-up; one scale for the whole vector.
 
     Warm-up, with m and v the usual moving averages, tensor by tensor:

@@ -30,7 +30,7 @@ from skein.numeric.walker import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SegmentLayout:
     """How a vector is cut: the lengths of its segments, one after another, and into how many shards."""
 
     lengths: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
     def ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
         """Where in the vector each segment's piece in `shard` begins and ends.
 
-        >>> Layout(lengths=(20, 5), num_shards=2).ranges(1)
+        >>> SegmentLayout(lengths=(20, 5), num_shards=2).ranges(1)
         ((16, 20), (25, 25))
         """
         ranges, start = [], 0
@@ -58,7 +58,7 @@ class Layout:
         return f"{shard}of{self.num_shards}x{sum(self.lengths)}"
 
 
-def encode_all(total: Tensor, layout: Layout) -> tuple[dict[int, Tensors], Tensor]:
+def encode_all(total: Tensor, layout: SegmentLayout) -> tuple[dict[int, Tensors], Tensor]:
     """What a member sends of `total`, by shard, and what it says with that, as a vector like `total`.
 
     Raises:
@@ -79,7 +79,7 @@ def encode_all(total: Tensor, layout: Layout) -> tuple[dict[int, Tensors], Tenso
     return parts, torch.cat(said)
 
 
-def encode_shard(total: Tensor, layout: Layout, shard: int) -> tuple[Tensors, Tensor]:
+def encode_shard(total: Tensor, layout: SegmentLayout, shard: int) -> tuple[Tensors, Tensor]:
     """What whoever sums `shard` sends to all, and what it says with that; `total` is that shard alone.
 
     Raises:
@@ -94,7 +94,7 @@ def encode_shard(total: Tensor, layout: Layout, shard: int) -> tuple[Tensors, Te
     return sent, decode_shard(sent, layout, shard, dtype=total.dtype)
 
 
-def decode_shard(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> Tensor:
+def decode_shard(parts: Tensors, layout: SegmentLayout, shard: int, *, dtype: torch.dtype) -> Tensor:
     """What `parts` say about the elements of `shard`, as a vector.
 
     Raises:
@@ -111,7 +111,7 @@ def decode_shard(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dty
     )
 
 
-def said_norm(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> float:
+def said_norm(parts: Tensors, layout: SegmentLayout, shard: int, *, dtype: torch.dtype) -> float:
     """The length of what `parts` say about the elements of `shard`: its scales alone tell.
 
     Raises:
@@ -123,7 +123,7 @@ def said_norm(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype)
     return math.sqrt(math.fsum(length * a * a for a, length in zip(scales, lengths, strict=True)))
 
 
-def shard_form(layout: Layout, shard: int, dtype: torch.dtype) -> Form:
+def shard_form(layout: SegmentLayout, shard: int, dtype: torch.dtype) -> Form:
     """What whoever speaks of `shard` sends, where vectors are of `dtype`."""
     lengths = [stop - start for start, stop in layout.ranges(shard)]
     kind = torch.float64 if dtype is torch.float64 else torch.float32
@@ -131,13 +131,13 @@ def shard_form(layout: Layout, shard: int, dtype: torch.dtype) -> Form:
     return {"bits": (torch.uint8, (num_bytes,)), "scales": (kind, (len(lengths),))}
 
 
-def _check(parts: Tensors, layout: Layout, shard: int, *, dtype: torch.dtype) -> list[int]:
+def _check(parts: Tensors, layout: SegmentLayout, shard: int, *, dtype: torch.dtype) -> list[int]:
     """Lengths of the pieces in `shard`; raises ValueError unless `parts` could be theirs."""
     check_parts(parts, shard_form(layout, shard, dtype))
     return [stop - start for start, stop in layout.ranges(shard)]
 
 
-def join_shards(shards: Sequence[Tensor], layout: Layout) -> Tensor:
+def join_shards(shards: Sequence[Tensor], layout: SegmentLayout) -> Tensor:
     """The vector whose shards these are, in order."""
     whole = shards[0].new_empty(sum(layout.lengths))
     for shard, values in enumerate(shards):
