@@ -7,6 +7,7 @@ import pytest
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
 from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import (
@@ -60,6 +61,15 @@ class Book:
         [found] = self.over(now=now)
         return found
 
+    def goes_on(self, resumed: Resumed) -> None:
+        self.incidents.adopted(Adoption(plan=resumed.plan, resumed=resumed), now=0.0)
+
+    def planned_anew(self, num_begun: int, *, num_steps_lost: int = 0, is_averaged: bool = False) -> None:
+        adoption = Adoption(
+            plan=PLAN, num_begun=num_begun, num_steps_lost=num_steps_lost, is_averaged=is_averaged
+        )
+        self.incidents.adopted(adoption, now=0.0)
+
 
 def resumed(
     *replayed: tuple[int, int],
@@ -89,27 +99,26 @@ def resumed(
 def test_a_stage_that_is_averaged_is_the_remedy_and_the_next_failure_has_its_own() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w1a", "w1b")
-    book.incidents.planned_anew(num_begun=4)
-    book.incidents.gave_up(0, is_averaged=True)
+    book.planned_anew(4, is_averaged=True)
     found = book.only()
     assert (found.remedy, found.num_steps_lost, found.num_retried) == (Remedy.AVERAGED, 0, 4)
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.planned_anew(num_begun=1)
+    book.planned_anew(1)
     assert book.only().remedy is Remedy.RETRIED
 
 
 def test_where_nothing_failed_nothing_is_recorded() -> None:
     book = Book()
-    book.incidents.fenced(now=1.0)
-    book.incidents.resumed(resumed((0, 1)))
+    book.incidents.closed(now=1.0)
+    book.goes_on(resumed((0, 1)))
     assert book.over() == []
 
 
 def test_times_are_taken_from_the_notice() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a", silent_s=0.5)
-    book.incidents.fenced(now=10.25)
-    book.incidents.resumed(resumed())
+    book.incidents.closed(now=10.25)
+    book.goes_on(resumed())
     found = book.only(now=12.0)
     assert (found.wall_s, found.silent_s, found.fenced_s, found.seconds) == (10.0, 0.5, 0.25, 2.0)
 
@@ -117,7 +126,7 @@ def test_times_are_taken_from_the_notice() -> None:
 def test_what_is_replayed_is_told_by_stage_and_each_microbatch_costs_its_samples_once() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.resumed(resumed((1, 0), (0, 0), (1, 3), num_rerouted=4))
+    book.goes_on(resumed((1, 0), (0, 0), (1, 3), num_rerouted=4))
     found = book.only()
     assert found.remedy is Remedy.RESUMED
     assert found.replayed == (
@@ -130,7 +139,7 @@ def test_what_is_replayed_is_told_by_stage_and_each_microbatch_costs_its_samples
 def test_a_step_that_begins_anew_costs_what_had_begun_of_it() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.planned_anew(num_begun=3)
+    book.planned_anew(3)
     found = book.only()
     assert (found.remedy, found.num_retried, found.num_samples_repeated) == (Remedy.RETRIED, 3, 6)
     assert (found.replayed, found.num_rerouted) == ((), 0)
@@ -141,9 +150,9 @@ def test_where_no_step_was_begun_none_was_touched(is_resumed: bool) -> None:
     book = Book()
     book.notice(IncidentKind.LINK_FAILED, "w0a")
     if is_resumed:
-        book.incidents.resumed(resumed(is_begun=False))
+        book.goes_on(resumed(is_begun=False))
     else:
-        book.incidents.planned_anew(num_begun=0)
+        book.planned_anew(0)
     found = book.only()
     assert (found.kind, found.remedy, found.num_samples_repeated) == (
         IncidentKind.LINK_FAILED,
@@ -155,8 +164,7 @@ def test_where_no_step_was_begun_none_was_touched(is_resumed: bool) -> None:
 def test_committed_steps_that_are_lost_are_named_before_all_else() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a", "w0b")
-    book.incidents.planned_anew(num_begun=1)
-    book.incidents.gave_up(2)
+    book.planned_anew(1, num_steps_lost=2)
     found = book.only()
     assert (found.remedy, found.num_steps_lost) == (Remedy.ROLLED_BACK, 2)
     # Two steps of eight samples, and one microbatch of two.
@@ -168,7 +176,7 @@ def test_failures_before_work_goes_on_are_one_record_with_the_reason_of_the_firs
     book.notice(IncidentKind.LINK_FAILED, "w1a", silent_s=0.25)
     book.notice(IncidentKind.WORKER_LOST, "w0a", silent_s=3.0, now=11.0)
     book.notice(IncidentKind.STALLED, silent_s=1.0, now=11.5)
-    book.incidents.resumed(resumed())
+    book.goes_on(resumed())
     found = book.only()
     assert (found.kind, found.workers) == (IncidentKind.LINK_FAILED, ("w0a", "w1a"))
     assert found.reason == "link_failed of ('w1a',)"
@@ -179,9 +187,9 @@ def test_what_each_of_several_failures_cost_is_added_up() -> None:
     """A second worker dies while the plan without the first is built: that plan already replays and reroutes."""
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.resumed(resumed((0, 1), (0, 2), num_rerouted=3))
+    book.goes_on(resumed((0, 1), (0, 2), num_rerouted=3))
     book.notice(IncidentKind.WORKER_LOST, "w1a", now=10.5)
-    book.incidents.resumed(resumed((0, 2), (1, 2), dropped=((0, 3),), num_rerouted=2))
+    book.goes_on(resumed((0, 2), (1, 2), dropped=((0, 3),), num_rerouted=2))
     found = book.only()
     assert found.num_rerouted == 5
     assert found.replayed == (
@@ -195,9 +203,9 @@ def test_what_each_of_several_failures_cost_is_added_up() -> None:
 def test_a_step_that_went_on_and_then_began_anew_replays_nothing() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.resumed(resumed((0, 1), num_rerouted=3))
+    book.goes_on(resumed((0, 1), num_rerouted=3))
     book.notice(IncidentKind.WORKER_LOST, "w0b", now=10.5)
-    book.incidents.planned_anew(num_begun=4)
+    book.planned_anew(4)
     found = book.only()
     assert (found.remedy, found.replayed, found.num_rerouted, found.num_retried) == (Remedy.RETRIED, (), 0, 4)
 
@@ -205,11 +213,10 @@ def test_a_step_that_went_on_and_then_began_anew_replays_nothing() -> None:
 def test_the_next_failure_begins_with_nothing_of_the_last() -> None:
     book = Book()
     book.notice(IncidentKind.WORKER_LOST, "w0a", silent_s=3.0)
-    book.incidents.planned_anew(num_begun=1)
-    book.incidents.gave_up(2)
+    book.planned_anew(1, num_steps_lost=2)
     book.over()
     book.notice(IncidentKind.WORKER_FAILED, "w1a", now=20.0)
-    book.incidents.resumed(resumed((0, 1)))
+    book.goes_on(resumed((0, 1)))
     found = book.only(now=21.0)
     assert (found.kind, found.workers, found.remedy) == (IncidentKind.WORKER_FAILED, ("w1a",), Remedy.RESUMED)
     assert (found.silent_s, found.num_steps_lost, found.num_retried, found.num_samples_repeated) == (
@@ -222,11 +229,11 @@ def test_the_next_failure_begins_with_nothing_of_the_last() -> None:
 
 def test_what_happened_without_a_failure_is_no_part_of_the_next_one() -> None:
     book = Book()
-    book.incidents.resumed(resumed((0, 1), num_rerouted=3))
-    book.incidents.gave_up(2)
+    book.goes_on(resumed((0, 1), num_rerouted=3))
+    book.planned_anew(1, num_steps_lost=2)
     book.over()
     book.notice(IncidentKind.WORKER_LOST, "w0a")
-    book.incidents.resumed(resumed((1, 1), num_rerouted=1))
+    book.goes_on(resumed((1, 1), num_rerouted=1))
     found = book.only()
     assert (found.num_rerouted, found.num_steps_lost, found.num_samples_repeated) == (1, 0, 2)
 

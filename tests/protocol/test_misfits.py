@@ -5,7 +5,7 @@ import re
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.gathering import PARDON_S
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.phase import GatherPhase, StepPhase
 from skein.protocol.log.records import GenerationOpened, JobEnded
 from skein.protocol.messages.directives import Commit, NewGeneration, OpenData
 from skein.protocol.messages.reports import Beat, DataOpened, Leaving, Trouble
@@ -74,7 +74,7 @@ def test_a_job_whose_data_nobody_has_waits_with_the_reason_and_asks_again() -> N
     desk.acknowledge(desk.live)
     desk.plan(plan)
     lacks_data(desk, "w0a")
-    assert phase(desk) is RunPhase.GATHERING
+    assert phase(desk) is GatherPhase
     run = desk.machine.run
     assert run is not None
     assert run.reason == f"nobody can use what the job names: w0a: {ABSENT}"
@@ -85,7 +85,7 @@ def test_a_job_whose_data_nobody_has_waits_with_the_reason_and_asks_again() -> N
     wait(desk, 4)
     assert desk.generation == before + 1
     desk.settle(plan)
-    assert phase(desk) is RunPhase.STEPPING
+    assert phase(desk) is StepPhase
 
 
 def test_a_worker_that_is_started_again_is_asked_again() -> None:
@@ -207,7 +207,7 @@ def test_who_was_set_aside_is_asked_again_when_the_others_have_gone() -> None:
     lacks_data(desk, "w0a")
     desk.acknowledge(desk.live)
     lacks_data(desk, "w0b")
-    assert phase(desk) is RunPhase.GATHERING
+    assert phase(desk) is GatherPhase
     generation = desk.generation
     for worker in ("w1a", "w1b"):
         desk.break_stream(worker)

@@ -16,7 +16,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S
 from skein.protocol.coordinator.runs.gathering import GATHER_S
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.phase import EvaluatePhase, FencePhase, GatherPhase, SavePhase, StepPhase
 from skein.protocol.coordinator.runs.watching.watchdog import STALL_S, STUCK_STALLS
 from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
 from skein.protocol.log.records import (
@@ -119,7 +119,7 @@ def test_a_plan_for_workers_who_all_died_meanwhile_is_ignored() -> None:
     for worker, incarnation in desk.incarnations.items():
         desk.give(StreamBroken(worker=worker, incarnation=incarnation, reason="reset"))
     desk.wait(GRACE_S)
-    assert phase(desk) is RunPhase.GATHERING
+    assert phase(desk) is GatherPhase
     assert desk.give(PlanMade(request=asked.request, result=PLAN)) == []
 
 
@@ -321,13 +321,13 @@ def test_reports_of_another_generation_are_dropped() -> None:
 def test_a_report_at_the_wrong_time_changes_nothing(report: Report) -> None:
     desk = began()
     assert desk.report("w0a", report) == []
-    assert phase(desk) is RunPhase.FENCING
+    assert phase(desk) is FencePhase
 
 
 def test_an_evaluation_that_reports_nothing_is_ignored() -> None:
     desk = stepping(SPEC.model_copy(update={"budget": SPEC.budget.model_copy(update={"steps": 1})}))
     desk.step(PLAN)
-    assert phase(desk) is RunPhase.EVALUATING
+    assert phase(desk) is EvaluatePhase
     empty = EvaluationDone(
         generation=desk.generation, version=Step(1), microbatches=(), loss_sum=1.0, num_tokens=9
     )
@@ -415,7 +415,7 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_training_goes_on() -> No
     [manifest] = desk.found(WriteManifest)
     desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error="disk full"))
     assert desk.lines() == ["job=small-1 checkpoint=2 was not completed: disk full"]
-    assert phase(desk) is RunPhase.STEPPING
+    assert phase(desk) is StepPhase
 
 
 def test_a_checkpoint_that_a_fence_cut_short_is_asked_for_again() -> None:
@@ -434,12 +434,12 @@ def test_a_job_waits_with_its_last_checkpoint_until_there_is_room() -> None:
     desk = stepping(small_job(stages=2, replicas=1, microbatches=2, steps=1))
     desk.step(PLAN)
     desk.evaluate(PLAN, 2)
-    assert phase(desk) is RunPhase.SAVING
+    assert phase(desk) is SavePhase
     for stage, worker in ((0, "w0a"), (1, "w1a")):
         desk.report(worker, written(1, stage))
     [manifest] = desk.found(WriteManifest)
     desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error="no room"))
-    assert phase(desk) is RunPhase.SAVING
+    assert phase(desk) is SavePhase
     assert (
         desk.machine.reason_of(JobId("small-1")) == "waits to save checkpoint 1: was not completed: no room"
     )

@@ -7,7 +7,7 @@ from skein.protocol.coordinator.coordinator_io import (
     Send,
 )
 from skein.protocol.coordinator.runs.gathering import GATHER_S, PARDON_S
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.phase import StepPhase
 from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
 from skein.protocol.log.records import (
     Drained,
@@ -72,7 +72,7 @@ def test_losing_a_worker_without_a_place_is_no_event() -> None:
     desk.submit(SPEC)
     desk.settle(PLAN)
     assert not [c for c in desk.break_stream("spare") if isinstance(c, Send)]
-    assert phase(desk) is RunPhase.STEPPING
+    assert phase(desk) is StepPhase
 
 
 def test_a_broken_stream_that_comes_back_costs_a_generation_for_what_was_said_may_be_lost() -> None:

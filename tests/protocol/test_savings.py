@@ -8,6 +8,7 @@ from skein.config.aggregation import AggregationSpec, AllReduce, Gossip, Lsgd
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox, Send
 from skein.protocol.coordinator.runs.checkpoints.savings import Savings
+from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.placing.sources import assignments
 from skein.protocol.coordinator.runs.placing.walking import walker_sources
 from skein.protocol.coordinator.runs.steps.leading import Leading
@@ -117,7 +118,7 @@ def test_what_is_older_than_the_newest_checkpoint_is_of_no_use() -> None:
 def test_a_roll_back_forgets_what_was_being_written() -> None:
     found = savings(4)
     found.written(written(4, 0), wall_s=1.0)
-    found.rolled_back()
+    found.adopted(Adoption(plan=LED, num_steps_lost=1), now=0.0)
     assert found.written(written(4, 1), wall_s=1.0) is None
 
 
@@ -143,7 +144,7 @@ def test_what_was_asked_for_is_not_due_until_a_fence() -> None:
     found = savings_of(job_of(version=5))
     found.expect(Generation(1), Step(5), (StageIndex(0),))
     assert not found.is_due(now=0.0)
-    found.fenced()
+    found.fenced(now=0.0)
     assert found.is_due(now=0.0)
 
 
@@ -254,7 +255,7 @@ def led_by(*scores: float) -> Leading:
 def test_the_main_walker_is_the_one_that_led_last_wherever_a_plan_has_it() -> None:
     leading = led_by(3.0, 2.0, 1.0)
     assert leading.main(LED) == 2
-    leading.fenced()
+    leading.fenced(now=0.0)
     # Heads go by their workers: without w1a, what was the third walker is the second.
     fewer = plan_of(
         [chunk(0, "w0b"), chunk(0, "w0c"), chunk(1, "w1b"), chunk(1, "w1c")],

@@ -15,7 +15,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S, LATER_S
 from skein.protocol.coordinator.runs.gathering import PARDON_S
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.phase import BuildPhase, GatherPhase, SavePhase, StepPhase
 from skein.protocol.coordinator.runs.watching.watchdog import STALL_S
 from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
 from skein.protocol.log.records import (
@@ -229,7 +229,7 @@ def test_a_checkpoint_without_room_beside_steps_is_told_and_a_newer_version_save
     desk.report("w1a", unwritten(desk, 2, 1))
     assert desk.lines() == [f"job=small-1 checkpoint=2 stage 1 was not written by w1a: {FULL}"]
     desk.step(PLAN)
-    assert phase(desk) is RunPhase.STEPPING
+    assert phase(desk) is StepPhase
     assert not desk.told(Save)
     desk.now += LATER_S
     desk.step(PLAN)
@@ -247,7 +247,7 @@ def test_where_nothing_moves_while_building_or_saving_a_new_generation_is_opened
         desk.acknowledge(desk.live)
         desk.adopt(PLAN)
     before = desk.generation
-    assert phase(desk) is (RunPhase.SAVING if is_saving else RunPhase.BUILDING)
+    assert phase(desk) is (SavePhase if is_saving else BuildPhase)
     beats(desk, int(STALL_S) - 1)
     assert desk.generation == before
     beats(desk, 2)
@@ -311,13 +311,13 @@ def test_while_the_place_does_not_answer_the_job_waits_and_looks_again() -> None
     job = desk.machine.history.jobs[JOB]
     silent = CheckpointVerified(checkpoint=job.checkpoints[-1], condition=Condition.UNKNOWN, reason="silent")
     desk.give(silent)
-    assert (phase(desk), desk.machine.state_of(JOB)) == (RunPhase.GATHERING, JobState.PAUSED)
+    assert (phase(desk), desk.machine.state_of(JOB)) == (GatherPhase, JobState.PAUSED)
     assert desk.machine.reason_of(JOB) == "checkpoint 4 cannot be read: silent"
     before = desk.generation
     for _ in range(3):
         later(desk, PARDON_S)
         look(desk, Condition.UNKNOWN, "silent")
-    assert (phase(desk), desk.generation) == (RunPhase.GATHERING, before)
+    assert (phase(desk), desk.generation) == (GatherPhase, before)
     later(desk, PARDON_S)
     look(desk, Condition.WHOLE)
     assert set(desk.told(NewGeneration)) == set(PLAN.workers)
@@ -329,12 +329,12 @@ def test_with_every_checkpoint_damaged_the_job_waits_until_one_is_put_back() -> 
     look(desk, Condition.DAMAGED, "stage-000 is not there")
     desk.acknowledge(desk.live)
     desk.adopt(PLAN)
-    assert phase(desk) is RunPhase.GATHERING
+    assert phase(desk) is GatherPhase
     assert "no checkpoint is whole" in desk.machine.reason_of(JOB)
     assert "stage-000 is not there" in desk.machine.reason_of(JOB)
     later(desk, PARDON_S)
     look(desk, Condition.DAMAGED, "stage-000 is not there")
-    assert phase(desk) is RunPhase.GATHERING
+    assert phase(desk) is GatherPhase
     later(desk, PARDON_S)
     look(desk, Condition.WHOLE)
     assert desk.recorded(CheckpointChecked)[0].is_whole
@@ -421,4 +421,4 @@ def test_a_build_during_which_bytes_move_is_waited_for() -> None:
         for worker in desk.live:
             desk.report(worker, Beat(progress=progress, running_s=0.0, statistics=()))
         desk.wait(1.0)
-    assert (phase(desk), desk.generation) == (RunPhase.BUILDING, before)
+    assert (phase(desk), desk.generation) == (BuildPhase, before)

@@ -35,7 +35,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.coordinator.remeasuring import Pace, Pacing, Remeasuring
 from skein.protocol.coordinator.runs.checkpoints.storage import judge
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.plausible import implausible
@@ -197,13 +197,7 @@ class Coordinator:
             return final
         if self.run is None or self.run.job.job != job:
             return JobState.PENDING
-        match self.run.phase:
-            case RunPhase.GATHERING:
-                return JobState.PAUSED
-            case RunPhase.FENCING | RunPhase.BUILDING:
-                return JobState.PLANNING
-            case _:
-                return JobState.RUNNING
+        return self.run.phase.state
 
     def reason_of(self, job: JobId) -> str:
         """One line on why the job is in its state."""
@@ -244,7 +238,7 @@ class Coordinator:
 
     def _next_job(self, *, now: float) -> None:
         """Begin the oldest job that has not ended, if none is active."""
-        if self.run is not None and self.run.phase is RunPhase.ENDED:
+        if self.run is not None and self.run.has_ended:
             self.run = None
         while self.run is None:
             pending = self.history.pending()
@@ -254,14 +248,15 @@ class Coordinator:
                 continue
             self.run = self._start(pending[0], now=now)
             self.run.tick(now=now)
-            if self.run.phase is RunPhase.ENDED:
+            if self.run.has_ended:
                 self.run = None
 
     def _start(self, job: JobHistory, *, now: float) -> Run:
         measured = self.measured[job.job] = Measured(job.spec)
         while len(self.measured) > MAX_MEASURED:
             del self.measured[next(iter(self.measured))]
-        run = Run(job, self.membership, self.absence, self._outbox, self.links, measured, now=now)
+        parts = Parts(job, self.membership, self.absence, self._outbox, self.links, measured, now=now)
+        run = Run(parts, now=now)
         for worker in self.membership.live:
             run.met(worker)
         return run

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from skein.plan.changing.silent import busy_workers
 from skein.protocol.coordinator.runs.improving.replanning import Backoff
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.phase import StepPhase
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.types import Generation, JobId, Step, WorkerId
@@ -48,7 +48,7 @@ class Pacing:
         """The pace of `run`, under this generation and as its ops were measured."""
         if run is None:
             return Pace(busy=frozenset(), parted=None)
-        if run.plan is None or run.phase is not RunPhase.STEPPING:
+        if run.plan is None or not isinstance(run.phase, StepPhase):
             # Amid a change of generation anybody may be busy with building.
             return Pace(busy=None, parted=None)
         place = generation, run.job.version

@@ -8,11 +8,14 @@ Rules of this file
 
 from dataclasses import dataclass
 
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.checkpoints.keeping import newest_sound
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.log.divergence import Doubt
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Diverged, JobEnded, JobHeld
+from skein.protocol.messages.directives import StepRecord
 from skein.types import JobState, Step
 
 MAX_REWINDS = 3
@@ -58,7 +61,7 @@ def told(job: JobHistory, diverged: Diverged) -> str:
     return f"diverged at step {diverged.step}: {diverged.reason}; {left}"
 
 
-class Ending:
+class Ending(RunPart):
     """Looks at what is recorded of a job at every boundary between two steps."""
 
     def __init__(self, job: JobHistory, outbox: Outbox) -> None:
@@ -73,6 +76,10 @@ class Ending:
             doubt = job.losses.last_doubt(job.version, job.scores.get(job.version))
         if doubt is not None and job.diverged is None:
             self._record(doubt, now=now)
+
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """A step is: what it cost may show that training has diverged."""
+        self.look(is_evaluated=False, now=now)
 
     def _record(self, doubt: Doubt, *, now: float) -> None:
         job = self._job

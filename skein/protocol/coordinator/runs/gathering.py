@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.types import WorkerId
 
 GATHER_S = 3.0
@@ -13,7 +14,7 @@ PARDON_S = 30.0
 that a run waits for are looked at."""
 
 
-class Gathering:
+class Gathering(RunPart):
     """What came since the last generation was opened, and what is waited for."""
 
     def __init__(self, awaited: Iterable[WorkerId], *, now: float) -> None:
@@ -36,7 +37,7 @@ class Gathering:
         self.is_hopeless = False
         self.has_newcomer = self.has_newcomer or not is_member
 
-    def opened(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """A generation has everybody who is here."""
         self._awaited.clear()
         self.has_newcomer = False

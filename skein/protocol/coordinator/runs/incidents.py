@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from skein.plan.changing.unfinished import Contribution
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.incident import told
@@ -13,7 +14,7 @@ from skein.protocol.membership.membership import Lost
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
 
-class Incidents:
+class Incidents(RunPart):
     """The failure that a run is recovering from, if it is. What fails before it is over belongs to it."""
 
     def __init__(self, job: JobHistory, outbox: Outbox) -> None:
@@ -52,29 +53,31 @@ class Incidents:
         self._workers |= dict.fromkeys(workers)
         self._silent_s = max(self._silent_s, silent_s)
 
-    def lost(self, change: Lost, *, now: float) -> None:
-        """A worker that was depended on is gone."""
-        kind, who = IncidentKind.WORKER_LOST, (change.worker,)
-        self.noticed(kind, who, change.reason, silent_s=change.silent_s, now=now)
+    def restarted(self, *, now: float) -> None:
+        """The run goes on with members that an earlier coordinator had."""
+        silent_s = max(0.0, now - self._job.last_wall_s)
+        reason = "the coordinator started again"
+        self.noticed(IncidentKind.COORDINATOR_LOST, (), reason, silent_s=silent_s, now=now)
 
-    def fenced(self, *, now: float) -> None:
-        """Nobody acts on anything older any more."""
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+        """A worker is gone, which is a failure if it was depended on."""
+        if is_missed:
+            kind, who = IncidentKind.WORKER_LOST, (change.worker,)
+            self.noticed(kind, who, change.reason, silent_s=change.silent_s, now=now)
+
+    def closed(self, *, now: float) -> None:
+        """The fence is: nobody acts on anything older any more."""
         self._fenced_at = now
 
-    def resumed(self, resumed: Resumed) -> None:
-        """The step in progress goes on."""
-        self._resumed.append(resumed)
-        self._retried = 0
-
-    def planned_anew(self, *, num_begun: int) -> None:
-        """Another plan is put in place; of the step in progress, this many microbatches had begun somewhere."""
-        self._resumed.clear()
-        self._retried = num_begun
-
-    def gave_up(self, num_steps: int, *, is_averaged: bool = False) -> None:
-        """So many committed steps are lost, or a stage is made of its neighbours."""
-        self._steps_lost += num_steps
-        self._is_averaged = self._is_averaged or is_averaged
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """The step in progress goes on; or another plan is in place, under which it begins anew."""
+        if adoption.resumed is None:
+            self._resumed.clear()
+        else:
+            self._resumed.append(adoption.resumed)
+        self._retried = adoption.num_begun
+        self._steps_lost += adoption.num_steps_lost
+        self._is_averaged = self._is_averaged or adoption.is_averaged
 
     def over(self, *, now: float) -> None:
         """Work goes on."""

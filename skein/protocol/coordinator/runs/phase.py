@@ -1,40 +1,115 @@
-"""Where a run is.
+"""Where a run is, with what belongs to being there.
 
 GATHERING (too few workers) -> FENCING (a generation is open; acknowledgements and a plan come in) -> BUILDING (workers
 make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint that something waits for) -> ENDED.
 """
 
-from enum import StrEnum
+from dataclasses import dataclass
+from typing import ClassVar
+
+from skein.types import JobState
 
 
-class RunPhase(StrEnum):
-    """Where a run is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """What is asked of every phase.
 
-    GATHERING = "gathering"
-    FENCING = "fencing"
-    BUILDING = "building"
-    STEPPING = "stepping"
-    EVALUATING = "evaluating"
-    SAVING = "saving"
-    ENDED = "ended"
+    A run that `may_go_on` goes on with its plan after a failure: it was computed with, and nobody wants another.
+    `is_computing`: ops of the plan run. `waits_for_all`: every member is waited for, with or without a place in the
+    plan; `waits_for_placed`: those with a place are.
+    """
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether ops of the plan run."""
-        return self in (RunPhase.STEPPING, RunPhase.EVALUATING)
+    may_go_on: bool = False
 
-    @property
-    def is_of_all(self) -> bool:
-        """Whether every member is waited for, with or without a place in the plan."""
-        return self in (RunPhase.FENCING, RunPhase.BUILDING)
-
-    @property
-    def is_of_plan(self) -> bool:
-        """Whether those with a place in the plan are waited for."""
-        return self.is_computing or self is RunPhase.SAVING
+    name: ClassVar[str]
+    state: ClassVar[JobState] = JobState.RUNNING
+    is_computing: ClassVar[bool] = False
+    waits_for_all: ClassVar[bool] = False
+    waits_for_placed: ClassVar[bool] = False
 
     def standstill(self, seconds: float) -> str:
         """What is told when nothing has moved in this phase for so long."""
         if self.is_computing:
             return f"no op ended for {seconds:.0f} s"
-        return f"nothing moved for {seconds:.0f} s while {self}"
+        return f"nothing moved for {seconds:.0f} s while {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherPhase(_Phase):
+    """Too few workers, or nothing that they can do, and nothing to lose."""
+
+    name = "gathering"
+    state = JobState.PAUSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencePhase(_Phase):
+    """A generation is open; acknowledgements and a plan come in."""
+
+    name = "fencing"
+    state = JobState.PLANNING
+    waits_for_all = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPhase(_Phase):
+    """Workers make their chunks present."""
+
+    name = "building"
+    state = JobState.PLANNING
+    waits_for_all = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPhase(_Phase):
+    """A step is computed."""
+
+    name = "stepping"
+    is_computing = True
+    waits_for_placed = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatePhase(_Phase):
+    """Validation samples are scored."""
+
+    name = "evaluating"
+    is_computing = True
+    waits_for_placed = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThenWait:
+    """Saving is the last thing before the run waits, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThenRecut:
+    """What is saved is read again by stages that are cut otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThenGoOn:
+    """What the boundary between two steps waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePhase(_Phase):
+    """A checkpoint is written, and what comes `then` waits for it."""
+
+    then: ThenWait | ThenRecut | ThenGoOn
+
+    name = "saving"
+    waits_for_placed = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndPhase(_Phase):
+    """The run is over."""
+
+    name = "ended"
+
+
+RunPhase = GatherPhase | FencePhase | BuildPhase | StepPhase | EvaluatePhase | SavePhase | EndPhase

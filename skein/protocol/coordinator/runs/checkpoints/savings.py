@@ -16,6 +16,7 @@ from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ManifestWritten, Outbox, PruneCheckpoints, WriteManifest
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.planning import fingerprint_of
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
@@ -34,7 +35,7 @@ _Part = tuple[StageIndex, int]
 """A stage of a walker, by the walker's number."""
 
 
-class Savings:
+class Savings(RunPart):
     """Collects a checkpoint's stages. What is never completed is simply never committed."""
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
@@ -77,16 +78,17 @@ class Savings:
         """Whether nothing is expected of workers: they are asked again later, or the coordinator is at work."""
         return self.again_at is not None or bool(self._finishing)
 
-    def fenced(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """What was asked for under an older generation may never be done."""
         self._asked = Step(0)
         self._awaited = self.again_at = None
 
-    def rolled_back(self) -> None:
-        """What is being written is of a history that does not count."""
-        self._missing.clear()
-        self._files.clear()
-        self._finishing.clear()
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """What is being written may be of a history that does not count."""
+        if adoption.gives_up:
+            self._missing.clear()
+            self._files.clear()
+            self._finishing.clear()
 
     def ask(self, plan: Plan, *, main: int, is_awaited: bool = False) -> None:
         """Have the job's version saved: each stage by the holder that stays and has the least to save.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from skein.protocol.coordinator.coordinator_io import CheckpointVerified, Outbox, VerifyCheckpoint
 from skein.protocol.coordinator.runs.gathering import Gathering
 from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.log.history import History, JobHistory
@@ -52,7 +53,7 @@ class Finding:
     must_wait: bool = False
 
 
-class Storage:
+class Storage(RunPart):
     """What one run knows of the place where its checkpoints lie, and what it waits for there."""
 
     def __init__(self, job: JobHistory, blame: Blame, gathering: Gathering, outbox: Outbox) -> None:
@@ -73,7 +74,7 @@ class Storage:
         """Whether the coordinator reads a checkpoint for somebody; its driver sees to it that this comes to an end."""
         return any(version in self._asked for version in self._unread)
 
-    def fenced(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """A new generation: who could not read is asked anew, if at all."""
         self._unread.clear()
         self._is_waiting = self._is_lost = False

@@ -12,17 +12,19 @@ Rules of this file
 from collections.abc import Mapping
 
 from skein.config.job import ParallelSpec
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox, PlanMade
 from skein.protocol.coordinator.runs.improving.backups import Backups
 from skein.protocol.coordinator.runs.improving.joining import Joining
 from skein.protocol.coordinator.runs.improving.replanning import Backoff
 from skein.protocol.coordinator.runs.improving.revision import Revision
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
-from skein.protocol.membership.membership import Entry
+from skein.protocol.membership.membership import Entry, Lost
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import DataOpened, Prefetched
 from skein.topology.fleet import Link
@@ -32,7 +34,7 @@ FLAP_S = 2.0
 """After its first loss a worker is let in again at once, after the second within a short time not for so long."""
 
 
-class Improving:
+class Improving(RunPart):
     """What goes on beside the steps of a run. The run says what happens, and asks what is wanted."""
 
     def __init__(
@@ -44,7 +46,7 @@ class Improving:
         outbox: Outbox,
         links: Mapping[tuple[WorkerId, WorkerId], Link],
     ) -> None:
-        self.revision = Revision(job, placement, measured, outbox)
+        self._revision = Revision(job, placement, measured, outbox)
         parallel: ParallelSpec = job.spec.parallel
         self._num_wanted = num_wanted(parallel)
         self._members = members
@@ -58,8 +60,9 @@ class Improving:
 
     # --- what happens ---
 
-    def lost(self, worker: WorkerId, *, is_missed: bool, now: float) -> None:
-        """A worker is gone; `is_missed`: it had a place."""
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+        """A worker is gone; who had a place is not let in again at once each time."""
+        worker = change.worker
         self._joining.lose(worker)
         if is_missed:
             self._losses.setdefault(worker, Backoff(FLAP_S)).happened(now=now)
@@ -68,19 +71,28 @@ class Improving:
         """A generation is opened: whatever was asked for beside the older one is void."""
         self._backups.fenced()
         self._joining.fenced()
-        self.revision.fenced(now=now)
+        self._revision.fenced(now=now)
 
-    def placed_anew(self) -> None:
-        """Another plan is put in place."""
-        self._joining.over()
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """What was to be brought beside the steps is there, unless the run goes on by the plan that it had."""
+        if adoption.resumed is None:
+            self._joining.over()
+        else:
+            self._revision.resumed(adoption.plan, now=now)
+        if adoption.gives_up:
+            self._backups.rolled_back()
 
-    def rolled_back(self) -> None:
-        """Committed steps do not count any more."""
-        self._backups.rolled_back()
+    def kept(self, plan: Plan) -> None:
+        """A plan that was at hand is to be put in place."""
+        self._revision.kept(plan)
+
+    def chose(self, plan: Plan, candidates: list[Entry], *, may_improve: bool) -> None:
+        """A plan made for these candidates is to be put in place."""
+        self._revision.adopted(plan, candidates, may_improve=may_improve)
 
     def answered(self, made: PlanMade, *, now: float) -> None:
         """The plan that was asked for beside the present one."""
-        self.revision.answered(made)
+        self._revision.answered(made)
         self._prepare(now=now)
 
     def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
@@ -95,13 +107,14 @@ class Improving:
 
     def step_begins(self, candidates: list[Entry], *, now: float) -> None:
         """Everybody is told to begin a step, or was by the last commit."""
-        self.revision.step_begins(now=now)
+        self._revision.step_begins(now=now)
         plan = self._placement.plan
         if plan is not None and self._may_back_up and self._backups.is_due():
             self._backups.ask(plan, candidates, step_s=self._measured.step_s)
 
-    def committed(self, record: StepRecord) -> None:
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step is committed: copies follow."""
+        self._revision.step_ended(now=now)
         self._joining.committed(record)
 
     # --- what is wanted ---
@@ -109,13 +122,13 @@ class Improving:
     @property
     def wish(self) -> str | None:
         """Why another plan is to be put in place at the next boundary, all that it needs being there."""
-        return self.revision.wish if self._joining.is_ready else None
+        return self._revision.wish if self._joining.is_ready else None
 
     def look(self, candidates: list[Entry], *, now: float) -> None:
         """Steps go on: look for a plan that is worth having."""
-        revision, plan = self.revision, self._placement.plan
+        revision, plan = self._revision, self._placement.plan
         steady = [entry for entry in candidates if self._is_steady(entry.hello.worker, now=now)]
-        revision.is_short = len(self._members.placed) < self._num_wanted
+        revision.placed(len(self._members.placed), num_wanted=self._num_wanted)
         if revision.wish is not None and self._joining.is_hopeless(now=now):
             revision.give_up("what it needs did not come")
             self._joining.over()
@@ -137,5 +150,5 @@ class Improving:
     def _prepare(self, *, now: float) -> None:
         """Another plan was chosen: who gets a chunk under it fetches that already."""
         present, chosen = self._placement.plan, self._placement.chosen
-        if self.revision.wish is not None and present is not None and chosen is not None:
+        if self._revision.wish is not None and present is not None and chosen is not None:
             self._joining.begin(present, chosen, now=now)

@@ -19,7 +19,7 @@ class Revision:
     def __init__(self, job: JobHistory, placement: Placement, measured: Measured, outbox: Outbox) -> None:
         self.wish: str | None = None
         """Why the chosen plan is to be put in place at the next boundary; None: it is not."""
-        self.is_short = False
+        self._is_short = False
         """Fewer workers have a place than the job asks for: whoever could have one is worth it."""
         self.policy = Replanning(off_by=job.spec.plan.replan_if_off_by)
         self._job = job
@@ -33,10 +33,14 @@ class Revision:
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for beside the older one is void."""
         self.wish = None
-        self._placement.awaited = None
+        self._placement.forget_question()
         self.policy.overtaken()
         # Of several in a row the last: waiting for workers between them is no price of a change.
         self._fenced_s = now if self._job.version else None
+
+    def placed(self, num_placed: int, *, num_wanted: int) -> None:
+        """So many workers have a place of those that the job asks for."""
+        self._is_short = num_placed < num_wanted
 
     def kept(self, plan: Plan) -> None:
         """A plan that was at hand is being put in place."""
@@ -65,13 +69,14 @@ class Revision:
 
     def restore(self, plan: Plan) -> None:
         """A plan that needs no search gives the job back what it has lost."""
-        self._placement.chosen = plan
+        self._placement.choose(plan)
         self.wish = plan.reason.rpartition("; ")[2]
 
     def give_up(self, why: str) -> None:
         """The chosen plan cannot be put in place."""
         self._out.log(f"job={self._job.job} keeps its plan ({self.wish}): {why}")
-        self._placement.chosen = self.wish = None
+        self._placement.choose(None)
+        self.wish = None
 
     def consider(self, candidates: Sequence[Entry], *, now: float) -> None:
         """Steps go on: ask for another plan if there is reason to and none is asked for yet."""
@@ -84,7 +89,7 @@ class Revision:
         if why is not None:
             self._why = why
             self.policy.asked(seen, now=now)
-            self._measured.anew.clear()
+            self._measured.planned_with()
             self._placement.ask_beside(candidates)
 
     def _seen(self, plan: Plan, candidates: Sequence[Entry]) -> Seen:
@@ -104,7 +109,7 @@ class Revision:
     def _is_safer(self, plan: Plan, present: Plan) -> bool:
         """Whether a plan gives stages holders that the job asks for and the present one lacks: that is worth it."""
         asked = self._job.spec.parallel.replicas
-        is_wider = self.is_short and len(plan.workers) > len(present.workers)
+        is_wider = self._is_short and len(plan.workers) > len(present.workers)
         return is_wider or num_missing(plan, asked) < num_missing(present, asked)
 
     def answered(self, made: PlanMade) -> None:
@@ -121,5 +126,5 @@ class Revision:
         plan = with_clause(made.result, self._why)
         if "; moves " not in plan.reason:
             plan = with_clause(plan, "moves nothing")
-        self._placement.chosen = plan
+        self._placement.choose(plan)
         self.wish = self._why

@@ -11,8 +11,8 @@ from skein.plan.check import violations
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import ChunkPlan, Plan, with_clause
 from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
-from skein.protocol.coordinator.runs.checkpoints.savings import Savings
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.averaging import averaging_of
 from skein.protocol.coordinator.runs.placing.planning import (
     fleet_of,
@@ -28,21 +28,20 @@ from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Averaged, PlanAdopted, RolledBack
 from skein.protocol.membership.membership import Entry
-from skein.protocol.messages.directives import Resumption, SourceKind
+from skein.protocol.messages.directives import Resumption, SourceKind, StepRecord
 from skein.protocol.messages.reports import Ack, ChunksReady
 from skein.topology.fleet import Fleet, Link
 from skein.topology.links import link_cost_s
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
 
-class Placement:
+class Placement(RunPart):
     """The plan that is in place, and how it came there. Parts of the work of a run; the run says when."""
 
     def __init__(
         self,
         job: JobHistory,
         members: Members,
-        savings: Savings,
         outbox: Outbox,
         *,
         links: Mapping[tuple[WorkerId, WorkerId], Link],
@@ -68,10 +67,21 @@ class Placement:
         self._job = job
         self._spec_json = job.spec.canonical_json()
         self._members = members
-        self._savings = savings
         self._out = outbox
         self.links = links
         self._measured = measured
+
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """The step in progress is over."""
+        self.resumed = None
+
+    def choose(self, plan: Plan | None) -> None:
+        """The next generation is for this plan, or for none that is known yet."""
+        self.chosen = plan
+
+    def forget_question(self) -> None:
+        """Whatever the planner answers is of no use any more."""
+        self.awaited = None
 
     def take_chosen(self, candidates: Iterable[Entry]) -> Plan | None:
         """The chosen plan, if there is one and it fits those members that are candidates."""
@@ -227,8 +237,8 @@ class Placement:
         """Everybody has what the plan gave them, and is told to begin a step, or to go on with it."""
         self._is_begun = True
 
-    def go_on(self, resumed: Resumed) -> None:
-        """Record the plan without those who are gone, and have the step in progress go on by it."""
+    def go_on(self, resumed: Resumed) -> Plan:
+        """Record the plan without those who are gone, and have the step in progress go on by it; gives that plan."""
         if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
             what, _, _ = resumed.plan.reason.partition("; without ")
             gone = sorted(
@@ -247,6 +257,7 @@ class Placement:
             averaging=averaging_of(self._job),
         )
         self._adopt(resumed.plan, sources, resumed.resumptions)
+        return resumed.plan
 
     def is_recut(self, plan: Plan) -> bool:
         """Whether `plan` wants stages that nobody has, though the whole model is here in other pieces."""
@@ -295,7 +306,6 @@ class Placement:
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
         history, job = self._out.history, self._job
         self.plan = plan
-        self._measured.planned_anew()
         self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
         self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
         for found in shortfalls(plan, job.spec, self._members.fleet):
@@ -315,7 +325,6 @@ class Placement:
     def _average(self, sources: Sources, *, now: float) -> None:
         """From here on these stages are others: what is known of them elsewhere does not count."""
         job, version, stages = self._job.job, sources.version, sources.averaged
-        self._savings.rolled_back()
         self._members.free_strangers()
         self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
         named = ", ".join(str(stage.index) for stage in stages)
@@ -328,7 +337,6 @@ class Placement:
         job, version = self._job.job, self._job.version
         if sources.version == version:
             return
-        self._savings.rolled_back()
         self._members.free_strangers()
         stages = ", ".join(str(stage.index) for stage in sources.unheld)
         reason = f"no worker holds stage {stages} at version {version}" + (f"; {because}" if because else "")

@@ -15,6 +15,7 @@ from skein.plan.agreeing.rounds import Leaders
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Group, Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import Evaluate
@@ -23,7 +24,7 @@ from skein.protocol.messages.tensors import Phase
 from skein.types import GroupId, Layout, SiteId, Step, WorkerId
 
 
-class Leading:
+class Leading(RunPart):
     """Elections of one job; a job whose rule has no leaders never has any. Walkers go by the worker of their head."""
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
@@ -82,7 +83,7 @@ class Leading:
         self._version = self._job.version
         return True
 
-    def fenced(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """Another plan may number walkers otherwise."""
         self._claims.clear()
         self._version = None

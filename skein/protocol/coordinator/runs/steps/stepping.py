@@ -7,7 +7,9 @@ from math import inf
 from skein.config.schedule import learning_rate
 from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
 from skein.plan.agreeing.rounds import StepGroups, step_groups
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.steps.leading import Leading
 from skein.protocol.coordinator.runs.steps.overlapping import Overlapping
@@ -28,7 +30,7 @@ from skein.protocol.rounds.round import (
 )
 
 
-class Stepping:
+class Stepping(RunPart):
     """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
 
     def __init__(
@@ -56,8 +58,17 @@ class Stepping:
         ends_at = None if self.round is None else self.round.deadline()
         return inf if ends_at is None else ends_at
 
-    def fenced(self) -> None:
+    def over(self) -> None:
+        """No step is in progress any more."""
+        self.round = None
+
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """The step is."""
+        self.over()
+
+    def fenced(self, *, now: float) -> None:
         """Other walkers may be there from now on."""
+        self.over()
         self._overlapping.fenced()
         self._past.clear()
         self._was_late = False

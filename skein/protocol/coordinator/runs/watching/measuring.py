@@ -15,7 +15,9 @@ from statistics import median
 from skein.config.job import JobSpec
 from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.watching.detection import Stragglers, Visit
+from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.reports import TimesMeasured
 from skein.topology.fleet import Fleet, FleetWorker, Link, StageTime
 from skein.topology.links import link_cost_s
@@ -33,7 +35,7 @@ _NUM_KEPT = 2 * NUM_STEPS
 _Pair = tuple[WorkerId, WorkerId]
 
 
-class Measured:
+class Measured(RunPart):
     """What is known of one job's times."""
 
     def __init__(self, spec: JobSpec) -> None:
@@ -71,11 +73,15 @@ class Measured:
             if transfer.sender == worker and transfer.receiver in peers and is_possible:
                 self._transfers[worker, transfer.receiver] = transfer
 
+    def planned_with(self) -> None:
+        """A plan is asked for that knows what was measured anew."""
+        self.anew.clear()
+
     def step_took(self, seconds: float) -> None:
         """A step under the present plan, from its beginning to its commit."""
         self._steps_s.append(seconds)
 
-    def planned_anew(self) -> None:
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
         """Another plan is in place: its steps are other steps."""
         self._steps_s.clear()
 
@@ -84,8 +90,9 @@ class Measured:
         if not 1 / (1 + self._spec.plan.replan_if_off_by) < factor < 1 + self._spec.plan.replan_if_off_by:
             self.anew.add(worker)
 
-    def lose(self, worker: WorkerId) -> None:
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone; who comes in its name may be another machine."""
+        worker = change.worker
         self._chunks.pop(worker, None)
         self.anew.discard(worker)
         self._stragglers.lose(worker)

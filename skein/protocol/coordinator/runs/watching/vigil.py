@@ -2,18 +2,21 @@
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.incidents import Incidents
-from skein.protocol.coordinator.runs.phase import RunPhase
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
+from skein.protocol.coordinator.runs.phase import BuildPhase, RunPhase
 from skein.protocol.coordinator.runs.watching.detection import OpWatch
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.watching.watchdog import Watchdog
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.records import IncidentKind
+from skein.protocol.membership.membership import Lost
+from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import Beat
 from skein.types import WorkerId
 
 
-class Vigil:
+class Vigil(RunPart):
     """The watch over single ops, and the one over all of them together."""
 
     def __init__(self, members: Members, measured: Measured, *, now: float) -> None:
@@ -25,15 +28,31 @@ class Vigil:
         """A worker lives, and says how long its running op has been at it."""
         self._ops.beat(worker, beat)
 
-    def lose(self, worker: WorkerId) -> None:
+    def moved(self, *, now: float) -> None:
+        """Something did."""
+        self.watchdog.moved(now=now)
+
+    def barks_at(self, plan: Plan | None) -> float:
+        """When nothing has moved for too long under this plan."""
+        return self.watchdog.barks_at(plan)
+
+    def gives_up_at(self, plan: Plan | None) -> float:
+        """When whoever has not acknowledged a generation by then is turned away."""
+        return self.watchdog.gives_up_at(plan)
+
+    def fenced(self, *, now: float) -> None:
+        """A generation is opened."""
+        self.moved(now=now)
+
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone."""
-        self._ops.lose(worker)
+        self._ops.lose(change.worker)
 
-    def planned(self, plan: Plan) -> None:
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
         """Another plan is in place."""
-        self._ops.planned(plan)
+        self._ops.planned(adoption.plan)
 
-    def committed(self, *, now: float) -> None:
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step is."""
         self.watchdog.committed(now=now)
         self._ops.committed()
@@ -41,7 +60,7 @@ class Vigil:
     def barked(self, phase: RunPhase, incidents: Incidents, blame: Blame, *, now: float) -> str:
         """Nothing has moved for too long; gives the reason to begin anew, without whoever builds while others have."""
         still_s = self.watchdog.still_for(now=now)
-        late = self._members.late() if phase is RunPhase.BUILDING else ()
+        late = self._members.late() if isinstance(phase, BuildPhase) else ()
         reason = phase.standstill(still_s)
         incidents.noticed(IncidentKind.STALLED, late, reason, silent_s=still_s, now=now)
         blame.exclude(late, reason, now=now)

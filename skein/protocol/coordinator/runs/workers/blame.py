@@ -1,19 +1,21 @@
 """Who gets no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from skein.plan.plan import Group
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.disputes import Disputes
 from skein.protocol.coordinator.runs.workers.strikes import Strikes
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.protocol.membership.story import Story
+from skein.protocol.messages.directives import StepRecord
 from skein.protocol.rounds.round import Outvoted, RoundFailed
 from skein.types import WorkerId
 
 
-class Blame:
+class Blame(RunPart):
     """The strikes of one run, and its stories."""
 
     def __init__(self, job: JobHistory, outbox: Outbox) -> None:
@@ -68,9 +70,9 @@ class Blame:
             self.strikes.exclude(worker, reason)
             self._log(f"excluded={worker}: {reason}")
 
-    def committed(self, groups: Iterable[Group]) -> None:
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step was, with a result for each group: who was set aside can have from others what it lacked."""
-        self._disputes.agreed(groups)
+        self._disputes.agreed(plan.groups)
         self._tell(self.strikes.committed())
 
     def pardon(self) -> bool:

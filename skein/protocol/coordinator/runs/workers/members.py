@@ -1,11 +1,12 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from skein.protocol.coordinator.coordinator_io import Outbox, Send
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import GenerationMember, GenerationOpened
-from skein.protocol.membership.membership import Entry, Membership
+from skein.protocol.membership.membership import Entry, Lost, Membership
 from skein.protocol.messages.directives import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched
 from skein.topology.fleet import Fleet
@@ -15,7 +16,7 @@ _NUM_COPIES = 8
 """Of one worker that are remembered; it keeps fewer."""
 
 
-class Members:
+class Members(RunPart):
     """Everybody who was live when the generation was opened, less who was lost since.
 
     `placed` are those of them that the plan uses, sorted.
@@ -44,9 +45,9 @@ class Members:
         """Whether this very process is a member, not another of its name."""
         return self._entries.get(entry.hello.worker) is entry
 
-    def lose(self, worker: WorkerId) -> None:
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is no more."""
-        self._entries.pop(worker, None)
+        self._entries.pop(change.worker, None)
 
     def acknowledged(self, worker: WorkerId, ack: Ack) -> None:
         """A member has acknowledged the generation, with all that it holds."""
@@ -111,9 +112,13 @@ class Members:
         """Members that the fence still waits for."""
         return tuple(worker for worker in self._entries if worker not in self.acks)
 
+    def place(self, workers: Iterable[WorkerId]) -> None:
+        """These have a place, though no plan was assigned."""
+        self.placed = dict.fromkeys(workers)
+
     def assign(self, told: Mapping[WorkerId, Assign]) -> None:
         """Tell each worker of the plan its part."""
-        self.placed = dict.fromkeys(sorted(told))
+        self.place(sorted(told))
         for worker in self.placed:
             self.send(worker, told[worker])
 

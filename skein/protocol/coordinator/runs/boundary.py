@@ -1,0 +1,195 @@
+"""From one version to the next: what is done between two steps, and the step itself.
+
+Rules of this file
+- The parameters' version is the log's. A worker at another version holds nothing.
+- A step is recorded first, then announced.
+"""
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator.runs.course import RunCourse
+from skein.protocol.coordinator.runs.ending import Rewind
+from skein.protocol.coordinator.runs.fencing import Fence
+from skein.protocol.coordinator.runs.parts import Parts
+from skein.protocol.coordinator.runs.placing.planning import one_for_each_print
+from skein.protocol.coordinator.runs.steps.counting import count_data
+from skein.protocol.coordinator.runs.stopping import Stopping
+from skein.protocol.log.records import IncidentKind, StepCommitted
+from skein.protocol.messages.directives import Commit, Start, StepRecord
+from skein.protocol.messages.reports import ChunksReady, EvaluationDone, Vote
+from skein.protocol.rounds.round import Outvoted, RoundEvent, StepDecided, VoteHeard
+from skein.types import WorkerId
+
+
+class Boundary:
+    """Has a plan that is in place computed with, and decides after each step what comes next."""
+
+    def __init__(self, parts: Parts, course: RunCourse, stopping: Stopping, fence: Fence) -> None:
+        self._parts = parts
+        self._course = course
+        self._stopping = stopping
+        self._fence = fence
+
+    # --- the plan is in place ---
+
+    def chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
+        """A worker has what the plan gives it; the last one lets work go on."""
+        parts = self._parts
+        if not self._course.is_building:
+            return
+        parts.vigil.moved(now=now)
+        if not parts.placement.is_built(worker, report):
+            return
+        if odd := parts.placement.odd_readers():
+            self._other_data(odd, now=now)
+            return
+        num_validation_samples, num_train_samples = parts.placement.num_samples()
+        doubt = count_data(parts.job, num_train_samples, parts.out, now=now)
+        if doubt is not None:
+            self._stopping.fail(doubt, now=now)
+            return
+        parts.evaluation.found(num_validation_samples)
+        parts.members.free_unplaced()
+        parts.incidents.over(now=now)
+        if parts.placement.resumed is not None and parts.placement.resumed.is_begun:
+            self._start_step(now=now)
+        else:
+            self.go_on(now=now)
+
+    def _other_data(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
+        parts = self._parts
+        if parts.job.version == 0:
+            who = " and ".join(one_for_each_print(parts.members.ready))
+            self._stopping.fail(f"{who} read different data: give all workers the same files", now=now)
+            return
+        reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
+        for worker in odd:
+            parts.blame.strike(worker, reason, is_hearsay=False, now=now)
+        self._fence.open(reason, now=now)
+
+    # --- between steps ---
+
+    def _plan(self) -> Plan:
+        plan = self._parts.placement.plan
+        assert plan is not None
+        return plan
+
+    def _change_wanted(self) -> str | None:
+        """Why another plan is wanted at the next boundary."""
+        members, excluded = self._parts.members, self._parts.blame.excluded
+        leaving = [worker for worker in members.placed if members.is_leaving(worker)]
+        if leaving:
+            return f"{', '.join(leaving)} leaving"
+        if banned := [worker for worker in members.placed if worker in excluded]:
+            return f"without {', '.join(banned)}: {excluded[banned[0]]}"
+        return self._parts.improving.wish
+
+    def go_on(self, *, now: float) -> None:
+        """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
+        parts, is_due = self._parts, self._parts.evaluation.is_due()
+        parts.vigil.moved(now=now)
+        parts.ending.look(is_evaluated=not is_due, now=now)
+        stop, change = parts.ending.due(), self._change_wanted()
+        if isinstance(stop, Rewind):
+            self._fence.failed(IncidentKind.DIVERGED, None, stop.reason, now=now)
+        elif is_due and (stop is None or stop.evaluates):
+            self._course.evaluate()
+            parts.evaluation.begin()
+        elif stop is not None and not (stop.saves and parts.savings.is_behind()):
+            self._stopping.stop(stop, now=now)
+        elif stop is not None or (change is not None and not parts.candidates()):
+            if parts.savings.is_behind():
+                self._stopping.save_placed(self._plan())
+            else:
+                self._fence.give_up_or_wait(change or "", now=now)
+        elif change is not None:
+            # Between steps whatever was chosen can be put in place; without that, what is here can go on.
+            self._fence.change(change, may_go_on=parts.improving.wish == change, now=now)
+        else:
+            self._start_step(now=now)
+
+    def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
+        """A head has scored its part of the samples."""
+        if self._parts.evaluation.is_complete(worker, report, now=now):
+            self.go_on(now=now)
+        elif self._parts.leading.is_complete(worker, report, self._plan()):
+            self._start_step(now=now)
+
+    # --- a step ---
+
+    def _start_step(self, *, now: float) -> None:
+        """Have everybody begin the next step, or go on with it; walkers that elect leaders are scored first."""
+        parts, history = self._parts, self._parts.out.history
+        parts.vigil.moved(now=now)
+        if self._is_probe_due():
+            self._course.evaluate()
+            parts.leading.begin(self._plan())
+            return
+        self._save_if_due(now=now)
+        parts.placement.begun()
+        self._begin_step(now=now)
+        start = Start(epoch=history.epoch, generation=history.generation, step=parts.job.version)
+        parts.members.send_placed(start)
+
+    def _is_probe_due(self) -> bool:
+        num_samples = self._parts.evaluation.num_validation_samples
+        return self._parts.leading.is_due(num_validation_samples=num_samples)
+
+    def _save_if_due(self, *, now: float) -> None:
+        if self._parts.savings.is_due(now=now):
+            self._stopping.save(self._plan())
+
+    def _begin_step(self, *, now: float) -> None:
+        self._course.step()
+        self._parts.stepping.begin(now=now)
+        self._parts.improving.step_begins(self._parts.candidates(), now=now)
+
+    def voted(self, worker: WorkerId, vote: Vote, *, now: float) -> None:
+        """A holder says what its group's result is, and of its leader what it has found."""
+        parts, round_ = self._parts, self._parts.stepping.round
+        group = None if round_ is None else round_.group(vote)
+        liar = None if group is None else parts.leading.doubts(worker, vote, group)
+        if liar is None:
+            self.drive(VoteHeard(worker=worker, vote=vote), now=now)
+        else:
+            self._fence.blame(liar, "its parameters are not what it claimed", is_hearsay=False, now=now)
+
+    def drive(self, event: RoundEvent, *, now: float) -> None:
+        """Something happened in the step in progress, if there is one."""
+        for end in self._parts.stepping.handle(event, now=now):
+            if isinstance(end, StepDecided):
+                self._commit(end.record, now=now)
+                continue
+            self._parts.blame.judged(end, now=now)
+            if isinstance(end, Outvoted):
+                continue
+            noticed = self._parts.incidents.noticed
+            noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, silent_s=0.0, now=now)
+            self._fence.open(end.reason, now=now)
+
+    def _commit(self, record: StepRecord, *, now: float) -> None:
+        """Phase two: durable first, then announced."""
+        parts = self._parts
+        parts.out.record(StepCommitted(job=parts.job.job, record=record, wall_s=now))
+        parts.committed(record, self._plan(), now=now)
+        is_over = parts.evaluation.is_due() or self._is_probe_due() or parts.ending.due() is not None
+        goes_on = not is_over and self._change_wanted() is None
+        if goes_on:
+            parts.improving.look(parts.candidates(), now=now)
+        self._announce(record, goes_on=goes_on)
+        self._save_if_due(now=now)
+        if goes_on:
+            self._begin_step(now=now)
+        else:
+            self.go_on(now=now)
+
+    def _announce(self, record: StepRecord, *, goes_on: bool) -> None:
+        out = self._parts.out
+        commit = Commit(
+            epoch=out.history.epoch,
+            generation=out.history.generation,
+            record=record,
+            goes_on=goes_on,
+            keeps_late=self._parts.stepping.keeps_late,
+            position=out.position,
+        )
+        self._parts.members.send_placed(commit)

@@ -1,0 +1,97 @@
+"""The course of a run: its phase, why it is in that, and what it waits for there."""
+
+from skein.protocol.coordinator.runs.parts import Parts
+from skein.protocol.coordinator.runs.phase import (
+    BuildPhase,
+    EndPhase,
+    EvaluatePhase,
+    FencePhase,
+    GatherPhase,
+    RunPhase,
+    SavePhase,
+    StepPhase,
+)
+from skein.protocol.coordinator.runs.placing.planning import num_wanted
+from skein.types import WorkerId
+
+
+class RunCourse:
+    """The one place where the phase of a run changes. Whoever changes it says why it is entered."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.phase: RunPhase = GatherPhase()
+        self.reason = "waiting for workers"
+        self._num_wanted = num_wanted(parts.job.spec.parallel)
+        self._parts = parts
+
+    def enter(self, phase: RunPhase, reason: str | None = None) -> None:
+        """Be in this phase from now on; without a reason the last one stands."""
+        self.phase = phase
+        self.reason = self.reason if reason is None else reason
+
+    def explain(self, reason: str) -> None:
+        """In the same phase, for another reason."""
+        self.reason = reason
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over."""
+        return isinstance(self.phase, EndPhase)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether nothing is asked of anybody."""
+        return isinstance(self.phase, GatherPhase)
+
+    @property
+    def is_fencing(self) -> bool:
+        """Whether a generation waits for acknowledgements or a plan."""
+        return isinstance(self.phase, FencePhase)
+
+    @property
+    def is_building(self) -> bool:
+        """Whether chunks are made present."""
+        return isinstance(self.phase, BuildPhase)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether samples are scored."""
+        return isinstance(self.phase, EvaluatePhase)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is waited for."""
+        return isinstance(self.phase, SavePhase)
+
+    def step(self) -> None:
+        """A step is computed from now on, by the plan that is in place."""
+        self.enter(StepPhase(may_go_on=self.phase.may_go_on))
+
+    def evaluate(self) -> None:
+        """No step is in progress, and samples are scored."""
+        self.enter(EvaluatePhase(may_go_on=self.phase.may_go_on))
+        self._parts.stepping.over()
+
+    def depends_on(self, worker: WorkerId) -> bool:
+        """Whether the present phase would miss this worker."""
+        members = self._parts.members
+        is_placed = self.phase.waits_for_placed and worker in members.placed
+        return worker in members and (self.phase.waits_for_all or is_placed)
+
+    def is_to_fence(self) -> bool:
+        """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
+        if not self.is_gathering or self._parts.gathering.is_hopeless:
+            return False
+        return bool(self._parts.candidates()) or self._parts.may_save()
+
+    def is_watched(self) -> bool:
+        """Whether something should move by now and then."""
+        is_building = self.is_building and not self._parts.storage.is_looking
+        is_saving = self.is_saving and not self._parts.savings.is_resting
+        return self.phase.is_computing or is_building or is_saving
+
+    def gathers_at(self) -> float:
+        """From when on those who are here are enough."""
+        return self._parts.gathering.ends_at(
+            num_here=len(self._parts.candidates()), num_wanted=self._num_wanted
+        )

@@ -1,0 +1,174 @@
+"""From a new generation to chunks that are being built.
+
+Rules of this file
+- Whatever goes wrong opens a new generation: `Fence.open`. There is no second way to recover. A step in progress then
+  goes on with what its workers have done of it, if each stage has a holder left; else it begins anew.
+- Nothing is assigned before every member has acknowledged the generation: that is the fence.
+"""
+
+from skein.plan.plan import Infeasible, Plan
+from skein.protocol.coordinator.coordinator_io import PlanMade
+from skein.protocol.coordinator.runs.course import RunCourse
+from skein.protocol.coordinator.runs.part import Adoption
+from skein.protocol.coordinator.runs.parts import Parts
+from skein.protocol.coordinator.runs.phase import BuildPhase, FencePhase, ThenRecut
+from skein.protocol.coordinator.runs.placing.resuming import Resumed
+from skein.protocol.coordinator.runs.stopping import Stopping
+from skein.protocol.log.records import IncidentKind
+from skein.protocol.messages.reports import Ack, Trouble
+from skein.types import WorkerId
+
+
+class Fence:
+    """Opens generations, and puts a plan in place behind the fence."""
+
+    def __init__(self, parts: Parts, course: RunCourse, stopping: Stopping) -> None:
+        self._parts = parts
+        self._course = course
+        self._stopping = stopping
+
+    # --- what goes wrong ---
+
+    def failed(self, kind: IncidentKind, worker: WorkerId | None, reason: str, *, now: float) -> None:
+        """Something did, at this worker if at any: note it, and begin anew."""
+        who = () if worker is None else (worker,)
+        self._parts.incidents.noticed(kind, who, reason, silent_s=0.0, now=now)
+        self.open(reason, now=now)
+
+    def broke(self, worker: WorkerId, *, now: float) -> None:
+        """A worker lost its stream, and with it perhaps what it was told; it has another one."""
+        if self._course.depends_on(worker):
+            reason = f"{worker} came back on a new stream"
+            self.failed(IncidentKind.LINK_FAILED, worker, reason, now=now)
+
+    def blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
+        """Something failed on or towards this worker: try again, without it after too many times."""
+        if self._course.is_gathering or worker not in self._parts.members:
+            return
+        self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay, now=now)
+        kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
+        self.failed(kind, worker, f"{worker}: {reason}", now=now)
+
+    def troubled(self, worker: WorkerId, trouble: Trouble, *, now: float) -> None:
+        """A worker cannot do its part, for it or the job is unfit, or for what may not happen again."""
+        if not (trouble.is_fatal or trouble.is_unfit):
+            self.blame(worker, trouble.reason, is_hearsay=False, now=now)
+            return
+        here = (entry.hello.worker for entry in self._parts.candidates())
+        reason = self._parts.misfits.judge(worker, trouble, [x for x in here if x != worker], now=now)
+        if reason is not None:
+            self._stopping.fail(reason, now=now)
+        else:
+            self.failed(IncidentKind.WORKER_FAILED, worker, f"{worker}: {trouble.reason}", now=now)
+
+    def pardon(self) -> bool:
+        """Give another chance to those whom a broken link may have made look bad."""
+        if not self._parts.blame.pardon():
+            return False
+        self._parts.gathering.pardoned()
+        return True
+
+    # --- a new generation ---
+
+    def open(self, reason: str, *, now: float) -> None:
+        """Fence everything older, then plan anew with whoever is here."""
+        parts, phase = self._parts, self._course.phase
+        if not parts.candidates() and not parts.may_save():
+            self.give_up_or_wait(reason, now=now)
+            return
+        self._course.enter(FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)
+        parts.fenced(now=now)
+        generation = parts.members.open_generation(reason, now=now)
+        parts.asking.opened(now=now)
+        parts.blame.story.tell("generation", f"{generation}: {reason}", now=now)
+
+    def change(self, reason: str, *, may_go_on: bool, now: float) -> None:
+        """Between steps another plan is wanted, unless the run may go on with the present one."""
+        self._course.enter(FencePhase(may_go_on=may_go_on))
+        self.open(reason, now=now)
+
+    def give_up_or_wait(self, reason: str, *, now: float) -> None:
+        """Nobody is here who may be given work."""
+        parts = self._parts
+        strikes, gathering = parts.blame.strikes, parts.gathering
+        if not parts.live or parts.holders():
+            if strikes.may_pardon:
+                gathering.pardons_later(now=now)
+            self._stopping.wait(f"no workers ({reason})")
+        elif strikes.lacking is not None:
+            gathering.failed(may_pardon=True, now=now)
+            self._stopping.wait(f"nobody can use {strikes.lacking}: {reason}")
+        elif self.pardon():
+            self.open(reason, now=now)
+        else:
+            self._stopping.fail(f"no worker can run it; the last reason: {reason}", now=now)
+
+    # --- behind the fence ---
+
+    def acknowledged(self, worker: WorkerId, ack: Ack, *, now: float) -> None:
+        """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
+        parts = self._parts
+        if not self._course.is_fencing:
+            return
+        parts.members.acknowledged(worker, ack)
+        if not parts.members.is_fenced:
+            return
+        parts.incidents.closed(now=now)
+        resumed = parts.placement.resume(parts.holders())
+        chosen = parts.placement.take_chosen(parts.candidates())
+        may_go_on = chosen is None and self._course.phase.may_go_on
+        if resumed is not None and (resumed.is_begun or may_go_on):
+            self._resume(resumed, now=now)
+            return
+        ready = chosen or parts.placement.ask(parts.candidates())
+        if ready is not None:
+            parts.improving.kept(ready)
+            self.build(ready, now=now)
+
+    def answered(self, made: PlanMade, *, now: float) -> None:
+        """The planner answered what was asked last."""
+        parts, plan = self._parts, made.result
+        if not self._course.is_fencing:
+            parts.improving.answered(made, now=now)
+        elif isinstance(plan, Infeasible):
+            self._stopping.pause(plan.reason, now=now)
+        elif parts.placement.is_recut(plan) and parts.savings.is_behind():
+            self._stopping.save_held("saving, for stages are cut anew", ThenRecut())
+        else:
+            parts.improving.chose(plan, parts.candidates(), may_improve=made.may_improve)
+            self.build(plan, now=now)
+
+    def _resume(self, resumed: Resumed, *, now: float) -> None:
+        parts = self._parts
+        self._course.enter(BuildPhase(may_go_on=self._course.phase.may_go_on))
+        parts.asking.over()
+        plan = parts.placement.go_on(resumed)
+        parts.adopted(Adoption(plan=plan, resumed=resumed), now=now)
+
+    def build(self, plan: Plan, *, now: float) -> None:
+        """Put a plan in place, if nothing has to be asked, found or mended first."""
+        parts = self._parts
+        if (first := parts.asking.before(plan, now=now)) is not None:
+            self._course.explain(first.reason)
+            if first.opens_generation:
+                self.open(first.reason, now=now)
+            return
+        lacking = parts.storage.lacks(parts.placement.sources(plan), now=now)
+        if lacking.must_wait:
+            self._stopping.wait(lacking.reason)
+        elif lacking.reason:
+            self._stopping.fail(lacking.reason, now=now)
+        else:
+            self._put(plan, now=now)
+
+    def _put(self, plan: Plan, *, now: float) -> None:
+        parts, version = self._parts, self._parts.job.version
+        self._course.enter(BuildPhase())
+        sources = parts.placement.put(plan, because=parts.asking.outcome, now=now)
+        adoption = Adoption(
+            plan=plan,
+            num_begun=parts.members.num_begun(),
+            num_steps_lost=version - parts.job.version,
+            is_averaged=bool(sources.averaged),
+        )
+        parts.adopted(adoption, now=now)

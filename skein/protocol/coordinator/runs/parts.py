@@ -1,0 +1,116 @@
+"""All parts of a run, made in one place and told in one place."""
+
+from collections.abc import Mapping
+
+from skein.plan.plan import Plan
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.checkpoints.savings import Savings
+from skein.protocol.coordinator.runs.checkpoints.storage import Storage
+from skein.protocol.coordinator.runs.ending import Ending
+from skein.protocol.coordinator.runs.gathering import Gathering
+from skein.protocol.coordinator.runs.improving.improving import Improving
+from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
+from skein.protocol.coordinator.runs.placing.asking import Asking
+from skein.protocol.coordinator.runs.placing.placement import Placement
+from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
+from skein.protocol.coordinator.runs.steps.leading import Leading
+from skein.protocol.coordinator.runs.steps.stepping import Stepping
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.runs.watching.vigil import Vigil
+from skein.protocol.coordinator.runs.workers.blame import Blame
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.coordinator.runs.workers.misfits import Misfits
+from skein.protocol.log.history import JobHistory
+from skein.protocol.membership.absence import Absence
+from skein.protocol.membership.membership import Entry, Lost, Membership
+from skein.protocol.messages.directives import StepRecord
+from skein.topology.fleet import Link
+from skein.types import WorkerId
+
+
+class Parts:
+    """The parts of one run. They read who is live from `membership` and write to `out`."""
+
+    def __init__(
+        self,
+        job: JobHistory,
+        membership: Membership,
+        absence: Absence,
+        outbox: Outbox,
+        links: Mapping[tuple[WorkerId, WorkerId], Link],
+        measured: Measured,
+        *,
+        now: float,
+    ) -> None:
+        self.job = job
+        self.live = membership.live
+        self.out = outbox
+        self.measured = measured
+        self.gathering = Gathering((member.worker for member in job.members), now=now)
+        self.members = Members(job, membership, outbox)
+        self.blame = Blame(job, outbox)
+        self.misfits = Misfits(job, self.blame)
+        self.storage = Storage(job, self.blame, self.gathering, outbox)
+        self.savings = Savings(job, self.members, outbox)
+        self.evaluation = Evaluation(job, self.members, outbox)
+        self.placement = Placement(job, self.members, outbox, links=links, measured=measured)
+        self.asking = Asking(job, self.members, absence, self.placement, measured, outbox, now=now)
+        self.improving = Improving(job, self.members, self.placement, measured, outbox, links)
+        self.leading = Leading(job, self.members, outbox)
+        self.stepping = Stepping(job, self.placement, self.members, self.leading, outbox)
+        self.incidents = Incidents(job, outbox)
+        self.ending = Ending(job, outbox)
+        self.vigil = Vigil(self.members, measured, now=now)
+        # In this order: what several have to say of one thing stands in the log as it always has.
+        self._told: tuple[RunPart, ...] = (
+            self.members,
+            measured,
+            self.placement,
+            self.blame,
+            self.vigil,
+            self.gathering,
+            self.savings,
+            self.storage,
+            self.leading,
+            self.stepping,
+            self.ending,
+            self.improving,
+            self.incidents,
+        )
+
+    # --- what all are told ---
+
+    def fenced(self, *, now: float) -> None:
+        """A generation is opened: whatever was asked for under older ones is void."""
+        for part in self._told:
+            part.fenced(now=now)
+
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+        """A worker is gone; `is_missed`: the phase depended on it."""
+        for part in self._told:
+            part.lost(change, is_missed=is_missed, now=now)
+
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """A step is recorded, and not announced yet."""
+        for part in self._told:
+            part.committed(record, plan, now=now)
+
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """A plan is recorded and assigned."""
+        for part in self._told:
+            part.adopted(adoption, now=now)
+
+    # --- who is here ---
+
+    def candidates(self) -> list[Entry]:
+        """Workers that may be given work, by id."""
+        return [entry for entry in self.holders() if not entry.is_leaving]
+
+    def holders(self) -> list[Entry]:
+        """Workers whose part of a step in progress counts, by id: also those that want to go when it is over."""
+        return [self.live[worker] for worker in sorted(self.live) if worker not in self.blame.excluded]
+
+    def may_save(self) -> bool:
+        """Whether workers that get no more work may still hold what no checkpoint has."""
+        return bool(self.holders()) and self.savings.is_behind()
