@@ -30,6 +30,29 @@ class Layout(StrEnum):
     LINE = "line"
     LOOP = "loop"
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether a path ends on the worker that began it, so that samples and labels stay there."""
+        return self is Layout.LOOP
+
+    @property
+    def num_head_stages(self) -> int:
+        """How many stages, after those that the model is cut into, hold the head alone."""
+        return int(self is Layout.LOOP)
+
+    @property
+    def num_ends(self) -> int:
+        """How many of the stages that the model is cut into every path visits: the first, and one with the loss."""
+        return 2 - self.num_head_stages
+
+    def inner(self, num_stages: int) -> range:
+        """Those of so many stages that a path may leave out or swap.
+
+        >>> Layout.LOOP.inner(4), Layout.LINE.inner(4)
+        (range(1, 4), range(1, 3))
+        """
+        return range(1, num_stages + 1 - self.num_ends)
+
 
 class Precision(StrEnum):
     """Arithmetic of a job: FP32, FP64 throughout, or FP32 parameters under bfloat16 autocast."""

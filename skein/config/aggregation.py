@@ -35,7 +35,6 @@ from skein.config.rule import (
 )
 from skein.errors import UserError
 from skein.spec import told_by
-from skein.types import Layout
 
 if TYPE_CHECKING:
     from skein.config.job import JobSpec
@@ -264,8 +263,7 @@ class Lsgd(RuleSpec):
         if not (job.data.held_out_ratio or job.data.validation):
             hint = "lsgd scores walkers on validation samples: give more than 0, such as 0.02"
             raise UserError("data.validation_ratio", 0, hint)
-        # LOOP's head is a stage of its own.
-        if self.asynchronous and (job.parallel.stages > 1 or job.parallel.layout is Layout.LOOP):
+        if self.asynchronous and job.parallel.is_cut:
             hint = (
                 "a walker of several stages cannot go on between two steps: "
                 "give false, or parallel: {stages: 1, layout: line}"

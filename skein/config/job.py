@@ -151,6 +151,11 @@ class ParallelSpec(Spec):
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     layout: Layout = Layout.LINE
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a microbatch goes through more than one stage, that of the head alone included."""
+        return self.stages + self.layout.num_head_stages > 1
+
 
 MOST_STEPS = 100_000_000
 
@@ -314,7 +319,7 @@ class JobSpec(Spec):
     @property
     def num_fixed_stages(self) -> int:
         """Stages that no microbatch leaves out: the first and, in `LINE`, the last."""
-        return min(self.parallel.stages, 1 if self.parallel.layout is Layout.LOOP else 2)
+        return min(self.parallel.stages, self.parallel.layout.num_ends)
 
     @property
     def num_visited_stages(self) -> int:

@@ -17,7 +17,6 @@ from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names
 from skein.plan.cut import check_job
 from skein.topology.stability import Stable, Verdict, verdict
-from skein.types import Layout
 
 _MOST_JUDGED = 64
 """A graph of more walkers is judged as one of so many: more of the same are as stable, and drawn ones take minutes."""
@@ -99,9 +98,7 @@ def _judged(job: JobSpec, rule: Neighbourhood) -> Verdict:
 def _check_ties(job: JobSpec) -> None:
     """Two stages that share a matrix sum its gradient between them, which takes plain sums and no exchange."""
     rule, parallel = job.aggregation.rule, job.parallel
-    # LOOP's head is a stage of its own.
-    is_cut = parallel.stages > 1 or parallel.layout is Layout.LOOP
-    names = tied_names(job.model) if is_cut else frozenset()
+    names = tied_names(job.model) if parallel.is_cut else frozenset()
     if not names or job.aggregation.is_additive:
         return
     assert isinstance(job.model, DecoderModel), "nothing else ties anything"

@@ -124,7 +124,7 @@ class Setting:
         loads = self.loads(stages)
         flops = np.array([x.flops for x in loads], dtype=np.float64)
         memory_bytes = np.array([x.memory_bytes(1) for x in loads], dtype=np.int64)
-        if self.job.parallel.layout is Layout.LOOP:
+        if self.job.parallel.layout.comes_back:
             flops[0] += flops[-1]
             memory_bytes[0] += memory_bytes[-1]
             flops, memory_bytes = flops[:-1], memory_bytes[:-1]
@@ -141,8 +141,9 @@ class Setting:
         parallel, num_fixed = self.job.parallel, self.job.num_fixed_stages
         share = np.ones(parallel.stages)
         if parallel.stages > num_fixed:
-            stop = parallel.stages - (parallel.layout is Layout.LINE)
-            share[1:stop] = (self.job.num_visited_stages - num_fixed) / (parallel.stages - num_fixed)
+            share[list(parallel.layout.inner(parallel.stages))] = (
+                self.job.num_visited_stages - num_fixed
+            ) / (parallel.stages - num_fixed)
         return share
 
     def paths(
@@ -235,7 +236,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         )
     else:
         paths, evaluation_paths = setting.paths(stages, holders, speeds)
-    if layout is Layout.LOOP:
+    if layout.comes_back:
         holders.append(holders[0])
     chunks = tuple(
         ChunkRef(stage=stage.index, worker=pool.workers[worker])

@@ -45,7 +45,7 @@ def misplaced_stages(stages: Sequence[StageSpec]) -> Iterator[str]:
 
 def _cut(plan: Plan, job: JobSpec) -> Iterator[str]:
     num_layers, parallel = len(job_layers(job)), job.parallel
-    num_stages = parallel.stages + (parallel.layout is Layout.LOOP)
+    num_stages = parallel.stages + parallel.layout.num_head_stages
     if plan.layout is not parallel.layout:
         yield f"the layout is {plan.layout}, the job asks for {parallel.layout}"
     if len(plan.stages) != num_stages:
@@ -88,8 +88,7 @@ def _paths(plan: Plan, job: JobSpec) -> Iterator[str]:
         found = (*_ends(path, plan, held), *_way(path, plan, job))
         yield from (f"path of microbatch {microbatch}: {what}" for what in found)
     counts = Counter(hop.stage for path in plan.paths for hop in path.hops)
-    stop = job.parallel.stages - (plan.layout is Layout.LINE)
-    skippable = sorted(range(1, stop), key=lambda stage: counts[StageIndex(stage)])
+    skippable = sorted(plan.layout.inner(job.parallel.stages), key=lambda stage: counts[StageIndex(stage)])
     if skippable and counts[StageIndex(skippable[-1])] - counts[StageIndex(skippable[0])] > 1:
         seldom, often = (f"{counts[StageIndex(stage)]} times" for stage in (skippable[0], skippable[-1]))
         yield f"stage {skippable[-1]} is visited {often} in a step, stage {skippable[0]} {seldom}"
@@ -115,7 +114,7 @@ def _way(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:
     frontier; a step below it is a swap and lands exactly one below.
     """
     stages = [hop.stage for hop in path.hops]
-    body = stages[: len(stages) - (plan.layout is Layout.LOOP)]
+    body = stages[: len(stages) - plan.layout.num_head_stages]
     if len(body) != job.num_visited_stages:
         yield f"visits {len(body)} stages, the job asks for {job.num_visited_stages}"
     if len(set(stages)) < len(stages):

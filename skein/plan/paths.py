@@ -63,8 +63,8 @@ def find_paths(
         origin = origins.take()
         way = [origin]
         for boundary in flows:
-            way.append(boundary.take(way[-1], origin if layout is Layout.LOOP else None))
-        if layout is Layout.LOOP:
+            way.append(boundary.take(way[-1], origin if layout.comes_back else None))
+        if layout.comes_back:
             way.append(origin)
         found.append(paths.setdefault(tuple(way), _path(stages, way, pool)))
     return tuple(found)
@@ -100,7 +100,7 @@ def find_skipping_paths(
         for stage in visited[1:]:
             way.append(turns[stage].take(pool.links.crosses_sites[way[-1]]))
         on = [stages[stage] for stage in visited]
-        if layout is Layout.LOOP:
+        if layout.comes_back:
             on.append(stages[-1])
             way.append(way[0])
         found.append(_path(on, way, pool))
@@ -115,11 +115,8 @@ def visited_stages(microbatch: int, num_stages: int, num_visited: int, layout: L
     >>> [visited_stages(m, 6, 4, Layout.LINE) for m in range(4)]
     [(0, 2, 4, 5), (0, 1, 3, 5), (0, 2, 4, 5), (0, 1, 3, 5)]
     """
-    first, stop = 1, num_stages - (layout is Layout.LINE)
-    num_skippable, num_skipped = stop - first, num_stages - num_visited
-    skipped = {
-        first + (microbatch + i * num_skippable // num_skipped) % num_skippable for i in range(num_skipped)
-    }
+    inner, num_skipped = layout.inner(num_stages), num_stages - num_visited
+    skipped = {inner[(microbatch + i * len(inner) // num_skipped) % len(inner)] for i in range(num_skipped)}
     return tuple(stage for stage in range(num_stages) if stage not in skipped)
 
 

@@ -34,7 +34,7 @@ from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
+from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
@@ -234,7 +234,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         sorted(int(w) for w in routing.worker_of[problem.stage_of == stage])
         for stage in range(problem.num_stages)
     ]
-    everywhere = [*holders, holders[0]] if base.layout is Layout.LOOP else holders
+    everywhere = [*holders, holders[0]] if base.layout.comes_back else holders
     chunks = tuple(
         ChunkRef(stage=stage.index, worker=pool.workers[worker])
         for stage, held in zip(base.stages, everywhere, strict=True)
@@ -287,7 +287,7 @@ def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:
 
 def _path(refs: Sequence[ChunkRef], base: Plan, row: I64) -> Path:
     hops = [refs[chunk] for chunk in row]
-    if base.layout is Layout.LOOP:
+    if base.layout.comes_back:
         hops[-1] = ChunkRef(stage=base.stages[-1].index, worker=hops[0].worker)
     return Path(hops=tuple(hops))
 

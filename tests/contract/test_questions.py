@@ -17,44 +17,14 @@ NUMERIC_RULES = frozenset({"AllReduceRule", "OneBit", "LsgdRule", "GossipRule", 
 RULE_NAMES = frozenset({"all_reduce", "one_bit_adam", "one_bit_lamb", "lsgd", "gossip", "diloco"})
 HOMES = {
     "rule": {"skein/config/aggregation.py", "skein/numeric/aggregate/choose.py"},
-    "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/place.py", "skein/plan/check.py"},
+    "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/check.py"},
     "phase": {"skein/protocol/messages/tensors.py"},
     "walkers": {"skein/config/rule.py"},
 }
 """Where variants are defined, and where what follows from them is told."""
 ASKING: dict[str, frozenset[str]] = {
     "rule": frozenset(),
-    "layout": frozenset(
-        {
-            "skein/config/aggregation.py",
-            "skein/config/job.py",
-            "skein/plan/admission.py",
-            "skein/plan/agreeing/estimates.py",
-            "skein/plan/agreeing/walkers.py",
-            "skein/plan/balanced.py",
-            "skein/plan/changing/moving.py",
-            "skein/plan/changing/recut.py",
-            "skein/plan/changing/redundancy.py",
-            "skein/plan/changing/reroute.py",
-            "skein/plan/changing/silent.py",
-            "skein/plan/clock/walked.py",
-            "skein/plan/paths.py",
-            "skein/plan/replan/job_replan.py",
-            "skein/plan/replan/needs.py",
-            "skein/plan/replan/repair.py",
-            "skein/plan/route/bounds/bound.py",
-            "skein/plan/route/bounds/trips.py",
-            "skein/plan/route/job_problem.py",
-            "skein/plan/route/orders.py",
-            "skein/plan/route/problem.py",
-            "skein/plan/route/warm.py",
-            "skein/plan/searched.py",
-            "skein/protocol/coordinator/runs/placing/planning.py",
-            "skein/protocol/coordinator/runs/placing/resuming.py",
-            "skein/protocol/coordinator/runs/steps/leading.py",
-            "worker/compute/ops.py",
-        }
-    ),
+    "layout": frozenset(),
     "phase": frozenset(
         {
             "skein/protocol/worker/steps.py",

@@ -48,7 +48,6 @@ from skein.types import (
     Generation,
     GroupId,
     JobId,
-    Layout,
     MicrobatchId,
     StageIndex,
     StageSpec,
@@ -259,7 +258,7 @@ class Compute:
         In `LOOP` the end is where the path began, and whoever takes that place reads them again. Else they go wherever
         the path goes, though it may come back: who takes the place of the end may be no origin.
         """
-        left = op.path.hops[-1:] if self._held.job.parallel.layout is Layout.LOOP else op.path.hops[op.hop :]
+        left = op.path.hops[-1:] if self._held.job.parallel.layout.comes_back else op.path.hops[op.hop :]
         return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:

@@ -16,7 +16,6 @@ from bench.studies.methods.method import MayGoOn
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import F64, I64, Problem
 from skein.rng import stream
-from skein.types import Layout
 
 POOL_SIZE = 200
 NUM_CHILDREN = 8000
@@ -62,7 +61,7 @@ def dt_fm_scoring(problem: Problem) -> Scoring:
         if reduction is None
         else 2 * reduction.num_bytes.mean() * _symmetric(1 / reduction.bytes_per_s),
         adds_up=True,
-        is_closed=problem.layout is Layout.LOOP,
+        is_closed=problem.layout.comes_back,
         pull_s=link_s * (1 - _gradient_share(problem)),
     )
 

@@ -10,7 +10,6 @@ from bench.studies.methods.method import MayGoOn
 from bench.studies.methods.rotation import chain_paths, num_chains, origins_in_turn
 from skein.plan.route.evaluate import ordered, timeline
 from skein.plan.route.problem import F64, I64, Problem
-from skein.types import Layout
 
 POWERS = (1, 2, 4, 8)
 """Of a hop's seconds: 1 makes the sum over all hops least, a high one the longest hop."""
@@ -103,7 +102,7 @@ def _places(problem: Problem, stage: int) -> I64:
 def _ends(problem: Problem) -> list[int]:
     """Stages that origins exchange tensors with."""
     last = problem.num_stages - 1
-    return sorted({1, last} if problem.layout is Layout.LOOP else {1}) if last else []
+    return sorted({1, last} if problem.layout.comes_back else {1}) if last else []
 
 
 def _to_origins(problem: Problem, worker_of: I64, around_s: F64) -> F64:

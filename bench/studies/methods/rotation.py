@@ -11,7 +11,6 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import I64, Problem
-from skein.types import Layout
 
 
 def rotating_stages(problem: Problem, turn: int) -> tuple[int, ...]:
@@ -24,7 +23,7 @@ def rotating_stages(problem: Problem, turn: int) -> tuple[int, ...]:
         for at, stage in enumerate(letters, turn % max(1, num_letters))
         if (at + 1) * num_visited // num_letters > at * num_visited // num_letters
     )
-    end = (problem.num_stages - 1,) if problem.layout is Layout.LINE else ()
+    end = (problem.num_stages - 1,) if not problem.layout.comes_back else ()
     return (0, *body, *end)
 
 
@@ -100,4 +99,4 @@ def turning_paths(problem: Problem) -> I64:
 
 def _row(problem: Problem, stages: Sequence[int], places: Sequence[int]) -> list[int]:
     chunks = [int(problem.first_chunk[stage]) + place for stage, place in zip(stages, places, strict=True)]
-    return chunks if problem.layout is Layout.LINE else [*chunks, chunks[0]]
+    return chunks if not problem.layout.comes_back else [*chunks, chunks[0]]

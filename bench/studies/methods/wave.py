@@ -14,7 +14,6 @@ import numpy as np
 from bench.studies.methods.method import MayGoOn
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import F64, I64, Problem
-from skein.types import Layout
 
 Window = tuple[int, float, float]
 """(chunk, begin_s, end_s) in which a microbatch may not compute there."""
@@ -112,7 +111,7 @@ def refusal(problem: Problem) -> Infeasible | None:
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
-    if problem.layout is not Layout.LOOP:
+    if not problem.layout.comes_back:
         yield "they begin and end at the origin, layout loop"
     if np.ptp(problem.slots):
         yield f"chunks have {problem.slots.min()} to {problem.slots.max()} slots, all must have equally many"

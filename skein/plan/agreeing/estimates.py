@@ -18,7 +18,7 @@ from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import LinkMatrices, link_cost_s
-from skein.types import GroupId, Layout, StageSpec
+from skein.types import GroupId, StageSpec
 from skein.units import format_bytes
 
 
@@ -160,7 +160,7 @@ def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId
             num_parameters=load.own_bytes // word, num_tensors=num_tensors
         )
     if shared:
-        ends = 1 if job.parallel.layout is Layout.LOOP else 2
+        ends = job.parallel.layout.num_ends
         held[GroupId("tied")] = _Held(num_parameters=shared, num_tensors=1, ends=ends)
     return held
 

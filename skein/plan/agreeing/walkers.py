@@ -64,7 +64,7 @@ def paths_within(
     ways = []
     for line in lines:
         workers = [pool.workers[at] for at in line]
-        if layout is Layout.LOOP:
+        if layout.comes_back:
             workers.append(workers[0])
         hops = (
             ChunkRef(stage=stage.index, worker=worker) for stage, worker in zip(stages, workers, strict=True)

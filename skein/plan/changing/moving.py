@@ -12,7 +12,7 @@ from skein.plan.place import Pool
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64
-from skein.types import ChunkRef, Layout, StageSpec
+from skein.types import ChunkRef, StageSpec
 from skein.units import format_bytes
 
 
@@ -74,7 +74,7 @@ class Held:
             return None
         seconds = fetch_s(loads, pool, (placed.chunk for placed in self.plan.chunks))
         seconds /= max(1, self.steps_left)
-        if self.plan.layout is Layout.LOOP:
+        if self.plan.layout.comes_back:
             # The head goes where stage 0 goes.
             seconds[:, 0] += seconds[:, -1]
             return seconds[:, :-1]

@@ -16,7 +16,6 @@ from skein.plan.cut import cut
 from skein.plan.load import job_layers
 from skein.plan.plan import MOVES, Plan
 from skein.topology.fleet import Fleet
-from skein.types import Layout
 
 
 def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
@@ -29,7 +28,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
     plan = working(plan, set(pool.workers))
     visits = plan.microbatches_by_chunk()
-    num_stages = len(plan.stages) - (plan.layout is Layout.LOOP)
+    num_stages = len(plan.stages) - plan.layout.num_head_stages
     num_held = Counter(chunk.worker for chunk in visits if chunk.stage < num_stages)
     speeds = []
     for index in range(num_stages):

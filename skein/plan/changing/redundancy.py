@@ -8,7 +8,7 @@ from skein.config.job import JobSpec
 from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
-from skein.types import Layout, StageIndex, WorkerId
+from skein.types import StageIndex, WorkerId
 from skein.units import format_bytes
 
 
@@ -74,7 +74,7 @@ def shortfalls(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[Shortfall, ...]:
     if not num_missing(plan, asked):
         return ()
     loads = stage_loads(job, job_layers(job), plan.stages)
-    is_loop = plan.layout is Layout.LOOP
+    is_loop = plan.layout.comes_back
     found = []
     for stage in plan.stages[: len(plan.stages) - is_loop]:
         num_holders = len(plan.holders(stage.index))
@@ -103,7 +103,7 @@ def _num_steps(plan: Plan, job: JobSpec, fleet: Fleet) -> int:
 def _left_out(plan: Plan, fleet: Fleet, loads: Sequence[StageLoad], stage: StageIndex) -> tuple[LeftOut, ...]:
     """Workers that cannot hold `stage` beside what they hold."""
     wanted_bytes = loads[stage].memory_bytes(1)
-    if plan.layout is Layout.LOOP and stage == 0:
+    if plan.layout.comes_back and stage == 0:
         wanted_bytes += loads[-1].memory_bytes(1)
     used_bytes: defaultdict[WorkerId, int] = defaultdict(int)
     for x in plan.chunks:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from skein.plan.agreeing.exchange import Tree
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
+from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 Owners = Mapping[tuple[MicrobatchId, StageIndex], WorkerId]
 """Who has accumulated a microbatch's contribution to a stage."""
@@ -105,7 +105,7 @@ def _by_chunk(time: ChunkTime) -> ChunkRef:
 
 def usable(plan: Plan, held: Sequence[ChunkRef]) -> list[ChunkRef]:
     """Those of `held` that paths may visit: in `loop` they end where they began, so one end is of no use alone."""
-    if plan.layout is not Layout.LOOP:
+    if not plan.layout.comes_back:
         return list(held)
     head = plan.stages[-1].index
     ends = [{x.worker for x in held if x.stage == stage} for stage in (0, head)]
@@ -141,7 +141,7 @@ class _Choice:
     def __init__(self, plan: Plan, held: Sequence[ChunkRef], preferred: Owners) -> None:
         self.held = frozenset(held)
         self._preferred = preferred
-        self._is_loop = plan.layout is Layout.LOOP
+        self._is_loop = plan.layout.comes_back
         self._seconds = _seconds(plan.chunk_times)
         self._holders: defaultdict[StageIndex, list[ChunkRef]] = defaultdict(list)
         for chunk in held:

@@ -19,7 +19,7 @@ from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import StageLoad, job_layers, slots_within, tied_bytes
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Plan, Schedule, with_clause
-from skein.types import ChunkRef, Layout, StageIndex, WorkerId
+from skein.types import ChunkRef, StageIndex, WorkerId
 
 
 def silent_chunks(plan: Plan) -> frozenset[ChunkRef]:
@@ -85,7 +85,7 @@ class _Seats:
     def __init__(self, plan: Plan, loads: Sequence[StageLoad], pool: Pool, asked: int) -> None:
         self.silent: defaultdict[WorkerId, list[int]] = defaultdict(list)
         self._loads = loads
-        self._is_loop = plan.layout is Layout.LOOP
+        self._is_loop = plan.layout.comes_back
         self._missing = {
             stage.index: asked - len(plan.holders(stage.index))
             for stage in plan.stages[: len(plan.stages) - self._is_loop]

@@ -67,7 +67,7 @@ def sums_of(groups: Sequence[tuple[Group, int]], layout: Layout, pool: Pool) -> 
     last = max(member.stage for group, _ in groups for member in group.members)
     for group, num_bytes in groups:
         stages = frozenset(int(member.stage) for member in group.members)
-        if layout is Layout.LOOP and stages <= {0, last}:
+        if layout.comes_back and stages <= {0, last}:
             stages = frozenset({0, int(last)})
         bytes_by_stages[stages] += num_bytes
         workers_by_stages[stages] = group.workers

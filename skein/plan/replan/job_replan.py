@@ -15,7 +15,7 @@ from skein.plan.route.job_problem import Posed
 from skein.plan.route.plan_routing import listed_sequence
 from skein.plan.route.problem import F64
 from skein.plan.route.search import Found
-from skein.types import Layout, WorkerId
+from skein.types import WorkerId
 from skein.units import format_bytes
 
 OPS = 1.1e8
@@ -76,7 +76,7 @@ def follow(
 
 def _before(posed: Posed, previous: Plan) -> Before | None:
     """The previous plan as a routing; None if its lists are in no order."""
-    is_loop = previous.layout is Layout.LOOP
+    is_loop = previous.layout.comes_back
     position = {worker: i for i, worker in enumerate(posed.pool.workers)}
     holders = [previous.holders(stage.index) for stage in previous.stages[: len(previous.stages) - is_loop]]
     chunks = [(stage, worker) for stage, held in enumerate(holders) for worker in held]
@@ -97,7 +97,7 @@ def _before(posed: Posed, previous: Plan) -> Before | None:
 
 def _body(by_stage: F64, previous: Plan) -> F64:
     """(…, num_stages): the head of `LOOP` goes where stage 0 goes."""
-    if previous.layout is not Layout.LOOP:
+    if not previous.layout.comes_back:
         return by_stage
     together = by_stage[:, :-1].copy()
     together[:, 0] += by_stage[:, -1]

@@ -8,7 +8,6 @@ from skein.plan.replan.before import Seats, num_held
 from skein.plan.route.kernels.arrays import fixed, state
 from skein.plan.route.kernels.cost import fit
 from skein.plan.route.problem import F64, I64, Problem
-from skein.types import Layout
 
 _NORM = 8
 _TINY_S = 1e-12
@@ -82,7 +81,7 @@ def needs_of(problem: Problem, worker_of: I64, path: I64) -> Needs:
     hold_s = _hold_s(problem, worker_of, path)
     both_s = problem.forward_s + problem.backward_s
     per_s = np.minimum(problem.slots / hold_s, 1 / np.maximum(both_s, _TINY_S))
-    if problem.layout is Layout.LINE:
+    if not problem.layout.comes_back:
         per_s[:, -1] = 1 / np.maximum(problem.loss_s, _TINY_S)
     return Needs(
         visits=np.array(problem.visits_by_stage, np.float64),

@@ -9,7 +9,6 @@ from skein.plan.paths import shares
 from skein.plan.replan.before import Before, Seats, worker_of
 from skein.plan.replan.needs import Needs
 from skein.plan.route.problem import F64, I64, Problem
-from skein.types import Layout
 
 _NOBODY = -1
 
@@ -71,13 +70,13 @@ def _even_out(
         chosen = int(np.where(room > 0, detour_s, np.inf).argmin())
         room[chosen] -= 1
         path[m, hop] = first + chosen
-        if hop == 0 and problem.layout is Layout.LOOP:
+        if hop == 0 and problem.layout.comes_back:
             path[m, -1] = path[m, 0]
 
 
 def _beside(problem: Problem, hop: int) -> list[int]:
     """The hops before and after; a loop's first comes after its last."""
-    if problem.layout is Layout.LOOP and hop == 0:
+    if problem.layout.comes_back and hop == 0:
         return [1, problem.num_hops - 1] if problem.num_hops > 1 else []
     return [x for x in (hop - 1, hop + 1) if 0 <= x <= problem.num_hops]
 
@@ -101,7 +100,7 @@ def _in_turn(before: Before) -> list[int]:
 def _hops(problem: Problem, before: Before, stage: int) -> dict[int, int]:
     """At which hop each microbatch visits `stage`."""
     stage_of = np.repeat(np.arange(len(before.stage_sizes)), before.stage_sizes)
-    stop = before.path.shape[1] - (problem.layout is Layout.LOOP)
+    stop = before.path.shape[1] - problem.layout.num_head_stages
     rows, hops = np.nonzero(stage_of[before.path[:, :stop]] == stage)
     return {int(m): int(hop) for m, hop in zip(rows, hops, strict=True)}
 

@@ -16,7 +16,6 @@ from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import F64, I64, Problem, Reduction
 from skein.plan.route.start import first_paths
 from skein.topology.fleet import Fleet
-from skein.types import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +42,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
     layers = job_layers(job)
     loads = stage_loads(job, layers, plan.stages)
     plan = working(plan, set(pool.workers))
-    is_loop = plan.layout is Layout.LOOP
+    is_loop = plan.layout.comes_back
     num_stages = len(plan.stages) - is_loop
     position = {worker: i for i, worker in enumerate(pool.workers)}
     holders = [[position[w] for w in plan.holders(plan.stages[s].index)] for s in range(num_stages)]
@@ -105,7 +104,7 @@ def work_s(problem: Problem) -> F64:
     """(num_stages,) seconds of a step that each stage's ops take on a worker of middling speed."""
     visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
     seconds: F64 = visit_s * np.array(problem.visits_by_stage)
-    if problem.layout is Layout.LOOP:
+    if problem.layout.comes_back:
         seconds[0] += problem.loss_s.mean() * problem.num_microbatches
     return seconds
 
@@ -128,7 +127,7 @@ def _reduction(
 ) -> Reduction:
     own = [float(load.own_bytes) for load in loads]
     shared = float(tied_bytes(job, layers, plan.stages))
-    if plan.layout is Layout.LOOP:
+    if plan.layout.comes_back:
         # Both ends are at the same workers.
         own[0] += own.pop() + shared
         shared = 0.0

@@ -19,7 +19,6 @@ from skein.plan.schedules import ops as schedules
 from skein.plan.schedules.ops import Op, Placement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
-from skein.types import Layout
 
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"
 _WHOLE = ("one_f_one_b", "gpipe", "interleaved", "looped_bfs")
@@ -140,9 +139,7 @@ def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
                 sequence.append(m)
                 done[m] += 1
                 is_moving = True
-                if problem.layout is Layout.LOOP and any(
-                    at[x].kind.row.is_last for x in at[number].followers
-                ):
+                if problem.layout.comes_back and any(at[x].kind.row.is_last for x in at[number].followers):
                     sequence.append(m)
                     done[m] += 1
     return np.array(sequence, np.int64) if (done == len(at)).all() else None

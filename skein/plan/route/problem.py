@@ -111,7 +111,7 @@ class Problem:
     @property
     def num_hops(self) -> int:
         """Hops that run forward and backward; the loss apart."""
-        return self.path_len if self.layout is Layout.LOOP else self.path_len - 1
+        return self.path_len + 1 - self.layout.num_ends
 
     @property
     def ops(self) -> tuple[PathOp, ...]:
@@ -143,7 +143,7 @@ class Problem:
     @cached_property
     def skippable(self) -> tuple[int, ...]:
         """Stages that a path may leave out: all but the first, and in LINE the last."""
-        return tuple(range(1, self.num_stages - (self.layout is Layout.LINE)))
+        return tuple(self.layout.inner(self.num_stages))
 
     @cached_property
     def visits_by_stage(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ def tiny_problem(layout: Layout) -> Problem:
         name="tiny",
         layout=layout,
         stage_sizes=(1, 1, 1),
-        path_len=3 if layout is Layout.LINE else 2,
+        path_len=3 if not layout.comes_back else 2,
         num_by_origin=(2,),
         max_swaps=1,
         max_jump=3,

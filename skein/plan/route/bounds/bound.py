@@ -24,7 +24,6 @@ from skein.plan.route.bounds.lots import alone_s
 from skein.plan.route.bounds.program import Program
 from skein.plan.route.bounds.trips import FAR, Trips, trips_of
 from skein.plan.route.problem import F64, Problem, Reduction
-from skein.types import Layout
 
 _TOLERANCE = 1e-9
 """Relative; bounds are lowered by it, since sums in another order differ in the last bits."""
@@ -164,7 +163,7 @@ def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> 
     """For each stage, when its last backward can have ended (`tail_s` later, if given) by its work alone."""
     found = []
     for stage in range(problem.num_stages):
-        is_last = problem.layout is Layout.LINE and stage == problem.num_stages - 1
+        is_last = not problem.layout.comes_back and stage == problem.num_stages - 1
         both_s = problem.forward_s[:, stage] + problem.backward_s[:, stage]
         visit_s = problem.loss_s if is_last else both_s
         can = np.ones(problem.num_workers, bool) if is_last else problem.slots[:, stage] > 0

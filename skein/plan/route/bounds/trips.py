@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from skein.plan.route.problem import F64, Problem
-from skein.types import Layout
 
 FAR = np.inf
 Bools = npt.NDArray[np.bool_]
@@ -140,7 +139,7 @@ def trips_of(problem: Problem) -> Trips:
     slots = np.stack([problem.slots[:, 0], problem.slots[:, later].max(axis=1, initial=0)])
     return Trips(
         num_hops=problem.num_hops,
-        is_loop=problem.layout is Layout.LOOP,
+        is_loop=problem.layout.comes_back,
         is_single=is_single,
         forward_s=_least(problem.forward_s, holds, stages),
         backward_s=_least(problem.backward_s, holds, stages),
@@ -154,7 +153,7 @@ def trips_of(problem: Problem) -> Trips:
 def stages_at(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Stages that some legal path has at each of its hops; the loss hop of a `LINE` apart."""
     last = problem.num_stages - 1
-    is_line = problem.layout is Layout.LINE
+    is_line = not problem.layout.comes_back
     top = last - is_line
     # (highest stage, whether the one below it was visited, swaps): all that decides what may follow.
     layers = [{(0, True, 0): {0}}]

@@ -12,7 +12,7 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.reports import Ack, ChunksReady
 from skein.topology.fleet import Fleet, Link, rounded
-from skein.types import ChunkRef, Layout, Step, WorkerId
+from skein.types import ChunkRef, Step, WorkerId
 
 
 def fleet_of(
@@ -50,7 +50,7 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
     held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
     stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
     # A worker may say that it holds layers 3 to 0.
-    if len(stages) != parallel.stages + (parallel.layout is Layout.LOOP) or any(misplaced_stages(stages)):
+    if len(stages) != parallel.stages + parallel.layout.num_head_stages or any(misplaced_stages(stages)):
         return None
     chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
     return Plan(

@@ -20,7 +20,7 @@ from skein.plan.plan import Path, Plan
 from skein.protocol.messages.directives import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.messages.reports import Ack
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import ChunkRef, MicrobatchId, StageIndex, Step, WorkerId
 
 _Progress = Mapping[ChunkRef, ChunkProgress]
 
@@ -136,7 +136,7 @@ def _owners(plan: Plan, progress: _Progress) -> dict[Contribution, WorkerId]:
 
 def _other_end(plan: Plan) -> dict[StageIndex, StageIndex]:
     """In `loop`, the two ends of every path are on one worker."""
-    if plan.layout is not Layout.LOOP:
+    if not plan.layout.comes_back:
         return {}
     first, last = plan.stages[0].index, plan.stages[-1].index
     return {first: last, last: first}

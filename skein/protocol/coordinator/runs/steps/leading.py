@@ -21,7 +21,7 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone, Vote
 from skein.protocol.messages.tensors import Phase
-from skein.types import GroupId, Layout, SiteId, Step, WorkerId
+from skein.types import GroupId, SiteId, Step, WorkerId
 
 
 class Leading(RunPart):
@@ -122,9 +122,7 @@ class Leading(RunPart):
         Only a whole model can be scored by whoever has received it.
         """
         pattern, spec = group.pattern, self._job.spec
-        # LOOP's head is a stage of its own.
-        is_cut = spec.parallel.stages > 1 or spec.parallel.layout is Layout.LOOP
-        if self._leadership is None or not isinstance(pattern, Broadcast) or is_cut:
+        if self._leadership is None or not isinstance(pattern, Broadcast) or spec.parallel.is_cut:
             return ()
         leader = group.members[pattern.leader].worker
         followers = [member.worker for member in group.members if member.worker != leader]
