@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from client.planning.estimates import Estimate, estimate_of_job, estimate_of_plan
 from skein.config.job import JobSpec
-from skein.plan.agreeing.estimates import Estimate, estimate_of_job, estimate_of_plan
 from skein.plan.balanced import make_plan
 from skein.plan.changing.redundancy import shortfalls
 from skein.plan.plan import Infeasible

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from client.planning.estimates import Estimate, estimate
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.plan.agreeing.costs import Circle
-from skein.plan.agreeing.estimates import Estimate, estimate
 
 PAGE = Path(__file__).with_name("aggregation.md")
 BEGIN, END = "<!-- costs: generated, see docs/generate_aggregation.py -->", "<!-- end of costs -->"

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from bench.scheduling.pricing import Cut, Links
 from skein.plan.clock.timing import warm_up_depths
-from skein.plan.schedules.whole import cut_depths
 
 _SPARE = (0, 1)
 """Forwards per hop beyond what the times ask for: with unequal workers or split backwards one more often pays."""
@@ -92,3 +92,12 @@ def _slots(cut: Cut, num_microbatches: int, memory_bytes: Sequence[int] | None) 
         max(1, min(most, available // max(1, stage.activation_bytes)))
         for most, stage, available in zip(slots, cut.stages, memory_bytes, strict=True)
     ]
+
+
+def cut_depths(depths: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
+    """`depths` within `slots` of each worker; a worker cannot go deeper than the one before it feeds it.
+
+    >>> cut_depths([10, 7, 4, 1], [16, 5, 6, 6])
+    (10, 5, 4, 1)
+    """
+    return tuple(accumulate(map(min, depths, slots), min))

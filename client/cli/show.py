@@ -11,9 +11,9 @@ from typing import assert_never
 import click
 
 from client.documents import end_of_documents
+from client.planning.estimates import estimate_of_job
 from skein.config.job import MOST_STEPS, JobSpec
 from skein.errors import UserError
-from skein.plan.agreeing.estimates import estimate_of_job
 from skein.protocol.coordinator.runs.watching.measuring import PARTED
 from skein.protocol.log.incident import cost, counted, remedied, what
 from skein.topology.fleet import Profile

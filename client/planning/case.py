@@ -17,7 +17,7 @@ from skein.topology.fleet import Fleet
 from skein.types import StageSpec
 
 if TYPE_CHECKING:
-    from skein.plan.agreeing.estimates import Estimate
+    from client.planning.estimates import Estimate
     from skein.plan.route.job_problem import Posed
 
 _FLEET_KEYS = ("fleet", "job")
@@ -114,8 +114,8 @@ def _json(text: str, origin: str) -> Mapping[str, object]:
 
 def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
+    from client.planning.estimates import estimate_of_plan
     from client.planning.files.fleetfile import parse_fleet_file
-    from skein.plan.agreeing.estimates import estimate_of_plan
     from skein.plan.balanced import make_plan, pool_of
     from skein.plan.load import job_layers
     from skein.plan.route.evaluate import ordered

@@ -16,9 +16,9 @@ from client.planning.account import (
 )
 from client.planning.case import KnownProblem, without_reduction
 from client.planning.errand import SEARCH, Objective
+from client.planning.estimates import Estimate
 from client.planning.messages import Bounded, PlanFound
 from client.planning.portfolio import PortfolioStanding
-from skein.plan.agreeing.estimates import Estimate
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
 from skein.topology.doubts import LinkDoubt

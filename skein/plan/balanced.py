@@ -22,8 +22,16 @@ from skein.model.layers import LayerSpec
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
-from skein.plan.clock.times import op_times, with_times
-from skein.plan.clock.timing import Traffic, depths, lower_bound_s, predict_s, reduction_s, traffic
+from skein.plan.clock.timing import (
+    Traffic,
+    depths,
+    lower_bound_s,
+    op_times,
+    predict_s,
+    reduction_s,
+    traffic,
+    with_times,
+)
 from skein.plan.clock.walked import pace_of, sums_of, walked_s
 from skein.plan.cut import cut, cut_costs
 from skein.plan.groups import alternates_of, groups_of
@@ -248,7 +256,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     slots = _slots(chunks, loads, wanted, pool)
     shared = tied_bytes(setting.job, setting.layers, stages)
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
-    # An exchange is no part of every step; what it costs is told by skein.plan.agreeing.estimates.
+    # An exchange is no part of every step; what it costs is told by client.planning.estimates.
     is_plain = setting.job.aggregation.walkers.sum_every_step
     reductions_s = [reduction_s(group, num_bytes, pool) if is_plain else 0.0 for group, num_bytes in groups]
     schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))

@@ -18,7 +18,7 @@ from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
-from skein.plan.clock.times import op_times, with_times
+from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.paths import find_paths

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.cluster import Cluster, running
-from skein.plan.agreeing.estimates import estimate_of_job
+from client.planning.estimates import estimate_of_job
 from skein.types import JobState
 from tests.e2e.jobs import write_text
 from tests.e2e.test_aggregation import NUM_STEPS, job_of

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from client.planning.estimates import estimate_of_job
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.errors import UserError
 from skein.model.layers import tied_names
 from skein.plan.admission import check_admissible, settled
-from skein.plan.agreeing.estimates import estimate_of_job
 from tests.contract.source import ROOT
 
 GOOD = """

@@ -6,6 +6,7 @@ elasticities counts, and its centre may win. Descent without any exchange stands
 eight starts there is nothing to gain from others, only less to lose.
 """
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from bench.studies.aggregation.landscapes import (
 )
 from bench.studies.aggregation.measured import Measured
 from bench.studies.plot import Chart, Line
-from skein.plan.agreeing.election import local_steps_by_walker
 
 RANKS = (1, 5, 10)
 SEEDS = (0, 1, 2, 3, 4)
@@ -208,6 +208,24 @@ def _chart(place: Landscape) -> Chart:
 
 
 # --- unequal speeds ---
+
+
+def local_steps_by_walker(step_s: Mapping[int, float], tau: int) -> dict[int, int]:
+    """How many local steps each walker makes between two elections, `tau` on average, if nobody waits for the slowest.
+
+    A common count of finished steps reaches tau times the number of walkers; then each ends the step it is at. So fast
+    walkers make more steps, and an election waits for at most one step.
+
+    Source: the counter of LSGD's asynchronous server.
+    """
+    done = [(step_s[who], who, 1) for who in sorted(step_s)]
+    heapq.heapify(done)
+    for _ in range(tau * len(step_s) - 1):
+        _, who, num_done = done[0]
+        heapq.heapreplace(done, ((num_done + 1) * step_s[who], who, num_done + 1))
+    at_s = done[0][0]
+    # Steps that end this near to each other, as a share of a step, end together.
+    return {who: max(1, math.ceil(at_s / step_s[who] - 1e-9)) for who in sorted(step_s)}
 
 
 def speed_rows(seeds: Sequence[int]) -> Iterator[Row]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from bench.report import Row
 from bench.studies.aggregation.shaped import job_of, shaped, trained
 from client.lab.start import RunningLab
+from client.planning.estimates import estimate_of_job
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, OneBitAdam, OneBitLamb
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaShape
-from skein.plan.agreeing.estimates import estimate_of_job
 
 _NUM_WORKERS = 4
 _PRESET = "two-sites"

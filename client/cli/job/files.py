@@ -15,10 +15,10 @@ from client.cli.show import count, print_json
 from client.documents import end_of_documents
 from client.exporting.export import Dtype, require_unused
 from client.jobfile import read_job
+from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
 from skein.model.parameters import parameter_shapes
-from skein.plan.agreeing.estimates import estimate_of_job
 
 
 def outline(job: JobSpec) -> str:

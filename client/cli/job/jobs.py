@@ -27,9 +27,9 @@ from client.cli.show import (
 )
 from client.estimating import Expected, expected
 from client.jobfile import read_job
+from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.errors import SkeinError, UserError
-from skein.plan.agreeing.estimates import estimate_of_job
 from skein.types import JobState
 from skein.wire.views import JobEvent
 

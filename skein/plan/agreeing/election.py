@@ -1,4 +1,4 @@
-"""Which walker leads, what it claims, who checks that, and how many local steps come before it is asked.
+"""Which walker leads, what it claims, and who checks that.
 
 Rules of this file
 - All walkers are scored on equal samples, drawn anew for every election: whoever trains on the easiest data would
@@ -7,7 +7,6 @@ Rules of this file
 - Everything is a pure function of seed, step and claims: coordinator, workers and a replay of the log agree.
 """
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -26,8 +25,6 @@ TOLERANCE = 1e-3
 """How far two devices may differ in a loss, as a share of it: bfloat16 rounds at 4e-3 an element, means far less."""
 _LEAST = 1e-6
 """Losses nearer to zero than this are rounding; they differ by shares of this."""
-_AT_ONCE = 1e-9
-"""Steps that end so near to each other, as a share of a step, end together."""
 _DRAWN = 2.0**64
 
 
@@ -136,33 +133,3 @@ def probe_positions(seed: int, round_: int, *, num_samples: int, num_validation:
         range(min(num_samples, num_validation)), size=num_validation, key=rng.key(seed, "probe", round_)
     )
     return tuple(sorted(drawn.tolist()))
-
-
-def local_steps_by_walker(step_s: Mapping[Who, float], tau: int) -> dict[Who, int]:
-    """How many local steps each walker makes between two elections, `tau` on average, if nobody waits for the slowest.
-
-    A common count of finished steps reaches tau times the number of walkers; then each ends the step it is at. So fast
-    walkers make more steps, and an election waits for at most one step.
-
-    Args:
-        step_s: seconds per local step, by walker.
-
-    Raises:
-        ValueError: no walker, a step that takes no time, or fewer than one step.
-
-    Source: the counter of LSGD's asynchronous server.
-
-    >>> local_steps_by_walker({0: 1.0, 1: 1.0}, 4), local_steps_by_walker({0: 1.0, 1: 4.0}, 5)
-    ({0: 4, 1: 4}, {0: 8, 1: 2})
-    """
-    if not step_s or tau < 1 or not all(0 < seconds < math.inf for seconds in step_s.values()):
-        raise ValueError(
-            f"{tau} steps of {dict(step_s)} s: give walkers, a step or more, and seconds above 0"
-        )
-    done = [(step_s[who], who, 1) for who in sorted(step_s)]
-    heapq.heapify(done)
-    for _ in range(tau * len(step_s) - 1):
-        _, who, num_done = done[0]
-        heapq.heapreplace(done, ((num_done + 1) * step_s[who], who, num_done + 1))
-    at_s = done[0][0]
-    return {who: max(1, math.ceil(at_s / step_s[who] - _AT_ONCE)) for who in sorted(step_s)}

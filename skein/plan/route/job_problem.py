@@ -8,7 +8,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec
 from skein.plan.changing.silent import working
-from skein.plan.clock.times import op_times
+from skein.plan.clock.timing import op_times
 from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, job_layers, stage_loads, tied_bytes
 from skein.plan.paths import shares
 from skein.plan.place import Pool

@@ -4,7 +4,7 @@ In the formulas p is the number of workers, r the position of one, v its chunks 
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from skein.errors import UserError
 from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape, schedule
@@ -41,15 +41,6 @@ def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> Schedule:
             "depths", given, f"give {shape.num_workers} depths of at least 1, none above the last"
         )
     return schedule(shape, (_alternating(r, depth, shape.num_microbatches) for r, depth in enumerate(given)))
-
-
-def cut_depths(depths: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
-    """`depths` within `slots` of each worker; a worker cannot go deeper than the one before it feeds it.
-
-    >>> cut_depths([10, 7, 4, 1], [16, 5, 6, 6])
-    (10, 5, 4, 1)
-    """
-    return tuple(accumulate(map(min, depths, slots), min))
 
 
 def interleaved(shape: Shape) -> Schedule:

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from client.planning.estimates import Estimate, estimate, estimate_of_job, estimate_of_plan
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.config.rule import Wire
 from skein.numeric.compress.choose import compressor_of
 from skein.plan.agreeing.costs import Circle
-from skein.plan.agreeing.estimates import Estimate, estimate, estimate_of_job, estimate_of_plan
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Plan

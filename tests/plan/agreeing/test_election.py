@@ -11,7 +11,6 @@ from skein.plan.agreeing.election import (
     Ruling,
     elect,
     judge,
-    local_steps_by_walker,
     probe_positions,
     recheck,
     rechecking,
@@ -150,33 +149,3 @@ def test_every_round_draws_its_own_probe() -> None:
 def test_a_probe_needs_validation_samples() -> None:
     with pytest.raises(ValueError, match="empty"):
         probe_positions(0, 0, num_samples=8, num_validation=0)
-
-
-@given(step_s=st.dictionaries(st.integers(0, 9), st.floats(1e-3, 10.0), min_size=1), tau=st.integers(1, 20))
-def test_steps_between_elections_follow_speed_and_sum_to_the_counter(
-    step_s: dict[int, float], tau: int
-) -> None:
-    steps = local_steps_by_walker(step_s, tau)
-    # The counter is reached, and each walker but the one that reached it may have one step more at its hand.
-    assert tau * len(steps) <= sum(steps.values()) <= tau * len(steps) + len(steps) - 1 + _ties(step_s, steps)
-    for a, b in ((a, b) for a in steps for b in steps if step_s[a] <= step_s[b]):
-        assert steps[a] >= steps[b]
-    # Nobody waits longer than the others' last step.
-    ends_s = [steps[w] * step_s[w] for w in steps]
-    assert all(max(ends_s) - end_s <= max(step_s.values()) * (1 + 1e-6) for end_s in ends_s)
-
-
-def _ties(step_s: dict[int, float], steps: dict[int, int]) -> int:
-    """Steps that ended together with the one that reached the counter."""
-    return len(steps) - len(set(step_s.values()))
-
-
-def test_equal_walkers_make_equal_steps_and_twice_as_fast_twice_as_many() -> None:
-    assert local_steps_by_walker({0: 0.3, 1: 0.3, 2: 0.3}, 7) == {0: 7, 1: 7, 2: 7}
-    assert local_steps_by_walker({0: 1.0, 1: 2.0}, 6) == {0: 8, 1: 4}
-
-
-@pytest.mark.parametrize(("step_s", "tau"), [({}, 1), ({0: 0.0}, 1), ({0: math.inf}, 1), ({0: 1.0}, 0)])
-def test_speeds_that_are_none_are_refused(step_s: dict[int, float], tau: int) -> None:
-    with pytest.raises(ValueError, match="steps of"):
-        local_steps_by_walker(step_s, tau)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
-from skein.plan.clock.times import op_times
+from skein.plan.clock.timing import op_times
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.ops import OpKind
 from skein.plan.plan import Infeasible, Plan
