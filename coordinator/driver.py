@@ -233,10 +233,9 @@ class Driver:
 
     def said(self, worker: WorkerId, lines: Sequence[LogLine]) -> None:
         """A worker's log lines go to those who watch the active job."""
-        run = self.machine.run
-        if run is not None:
+        for job in self.machine.runs:
             for line in lines:
-                self.journal.line(run.job.job, worker, line)
+                self.journal.line(job, worker, line)
 
     async def read_records(self) -> AsyncIterator[Sequence[Record]]:
         """The whole run log in pieces; the loop stays free, and appends go between pieces."""
@@ -407,16 +406,14 @@ class Driver:
     def _say(self, line: str) -> None:
         _log.info(line)
         job = _job_in(line)
-        if job in self.machine.history.jobs:
+        if job in self.machine.view.history.jobs:
             text = LogLine(level=LogLevel.INFO, wall_s=self.now(), text=line)
             self.journal.line(job, None, text)
 
     def _tell_states(self) -> None:
-        run = self.machine.run
-        if run is not None:
-            job = run.job.job
-            state, reason = self.machine.state_of(job), self.machine.reason_of(job)
-            self.journal.state(job, state, reason, wall_s=self.now())
+        view = self.machine.view
+        for job in view.runs:
+            self.journal.state(job, view.state_of(job), view.reason_of(job), wall_s=self.now())
 
     def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         return self._group.create_task(work)
@@ -428,7 +425,7 @@ class Driver:
         await self._inbox.put(made)
 
     async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
-        spec = self.machine.history.jobs[checkpoint.job].spec
+        spec = self.machine.view.history.jobs[checkpoint.job].spec
         await self._inbox.put(await self.files.write_manifest(checkpoint, spec))
 
     async def _verify(self, checkpoint: CheckpointCommitted) -> None:

@@ -291,7 +291,7 @@ class Serving:
             now = driver.now()
             workers = self._roster.workers(now=now)
             self.metrics.sample(
-                driver.machine, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
+                driver.machine.view, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )
             if exposition is not None:
                 exposition.show({worker.worker: worker for worker in workers})

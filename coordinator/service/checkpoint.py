@@ -171,7 +171,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         return codec.CHECKPOINT_VIEW.encode(view)
 
     def _job(self, job: JobId) -> JobHistory:
-        found = self._driver.machine.history.jobs.get(job)
+        found = self._driver.machine.view.history.jobs.get(job)
         if found is None:
             raise NotFoundError("job", job, "no such job; see skein jobs")
         return found

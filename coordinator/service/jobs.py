@@ -55,7 +55,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
         spec = await asyncio.to_thread(settled, parse_spec(request.spec))
-        history = self._machine.history
+        history = self._machine.view.history
         if request.key not in history.job_by_key:
             await asyncio.to_thread(_check, spec, self._places)
             if len(history.pending()) >= MAX_PENDING:
@@ -71,7 +71,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        found = [brief(self._status(job)) for job in self._machine.history.jobs]
+        found = [brief(self._status(job)) for job in self._machine.view.history.jobs]
         trouble = await self._driver.settled()
         return jobs_pb2.ListJobsReply(
             jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]
@@ -100,7 +100,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Pause(self, request: jobs_pb2.PauseRequest, context: Context) -> jobs_pb2.JobStatus:
         job = self._known(request.job)
-        end = self._machine.history.jobs[job].end
+        end = self._machine.view.history.jobs[job].end
         if end is not None:
             raise UserError("job", job, f"has {end.state.value}: only a job that has not ended can be paused")
         _ = await self._driver.ask(PauseAsked(job=job, reason=request.reason[:MAX_REASON_CHARACTERS]))
@@ -109,7 +109,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
         job = self._known(request.job)
         steps = request.steps if request.HasField("steps") else None
-        check_resumable(self._machine.history.jobs[job], steps)
+        check_resumable(self._machine.view.history.jobs[job], steps)
         _ = await self._driver.ask(ResumeAsked(job=job, steps=steps))
         return codec.JOB_STATUS.encode(self._status(job))
 
@@ -119,7 +119,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
         worker = WorkerId(request.worker)
-        if worker not in self._machine.membership.live:
+        if worker not in self._machine.view.live:
             raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
         _ = await self._driver.ask(DrainAsked(worker=worker))
         status = self._roster.worker(worker, now=self._driver.now())
@@ -128,7 +128,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.WORKER_STATUS.encode(status)
 
     async def Measure(self, request: jobs_pb2.MeasureRequest, context: Context) -> jobs_pb2.WorkersReply:
-        named, live = WorkerId(request.worker), self._machine.membership.live
+        named, live = WorkerId(request.worker), self._machine.view.live
         if named and named not in live:
             raise NotFoundError("worker", named, "no such worker is here; see skein workers")
         _ = await self._driver.ask(MeasureAsked(worker=named or None))
@@ -141,19 +141,20 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
             VersionReply(
                 protocol_version=skein.PROTOCOL_VERSION,
                 release=skein.__version__,
-                epoch=self._machine.history.epoch,
+                epoch=self._machine.view.history.epoch,
             )
         )
 
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
-        links = [self._machine.links[pair] for pair in sorted(self._machine.links)]
+        known = self._machine.view.links
+        links = [known[pair] for pair in sorted(known)]
         return jobs_pb2.LinksReply(links=[codec.LINK.encode(link) for link in links])
 
     async def ListIncidents(
         self, request: jobs_pb2.ListIncidentsRequest, context: Context
     ) -> jobs_pb2.ListIncidentsReply:
         check_request(request)
-        found = self._machine.history.jobs[self._known(request.job)].incidents
+        found = self._machine.view.history.jobs[self._known(request.job)].incidents
         until = request.since + min(request.limit or MAX_INCIDENTS, MAX_INCIDENTS)
         page = _page(found[request.since : until])
         reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
@@ -162,19 +163,19 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     def _beginning(self, request: jobs_pb2.SubmitRequest, spec: JobSpec) -> Beginning | None:
         """The checkpoint that a job is to begin with, if it names a job; a job of that key has one already."""
-        known = self._machine.history.job_by_key.get(request.key)
+        known = self._machine.view.history.job_by_key.get(request.key)
         if known is not None or not request.HasField("from_job"):
             return None
-        other = self._machine.history.jobs[self._known(request.from_job)]
+        other = self._machine.view.history.jobs[self._known(request.from_job)]
         version = request.from_version if request.HasField("from_version") else None
         return beginning(other, spec, None if version is None else Step(version))
 
     def _status(self, job: JobId) -> JobStatus:
-        return job_status(self._machine, self._driver.journal, job)
+        return job_status(self._machine.view, self._driver.journal, job)
 
     def _known(self, name: str) -> JobId:
         job = JobId(name)
-        if job not in self._machine.history.jobs:
+        if job not in self._machine.view.history.jobs:
             raise NotFoundError("job", name, "no such job; see skein jobs")
         return job
 

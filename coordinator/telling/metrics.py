@@ -21,7 +21,7 @@ from coordinator.telling.exporting import MAX_WORKERS, StatisticsCollector
 from coordinator.telling.statistics import MAX_LABELS, counts_by_name
 from coordinator.telling.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
-from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.incident import num_replayed
 from skein.protocol.log.records import (
     Averaged,
@@ -349,7 +349,7 @@ class CoordinatorMetrics:
 
     def sample(
         self,
-        machine: Coordinator,
+        view: CoordinatorView,
         workers: Sequence[WorkerStatus],
         *,
         num_streams: int,
@@ -357,12 +357,12 @@ class CoordinatorMetrics:
         now: float,
     ) -> None:
         """Take the state of the moment; wanted every second or so."""
-        history, live = machine.history, machine.membership.live
+        history, live = view.history, view.live
         self._epoch.set(history.epoch)
         self._generation.set(history.generation)
         self._streams.set(num_streams)
         self._lag.set(lag_s)
-        _set_by_state(self._jobs_by_state, JobState, [machine.state_of(job) for job in history.jobs])
+        _set_by_state(self._jobs_by_state, JobState, [view.state_of(job) for job in history.jobs])
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
         leased = sorted(live)[:MAX_WORKERS]
         for worker in leased:
@@ -371,8 +371,8 @@ class CoordinatorMetrics:
             self._lease.remove(worker)
         self._leased = set(leased)
         self._sample_scores(live)
-        self._sample_times(machine)
-        self._sample_holders(machine)
+        self._sample_times(view)
+        self._sample_holders(view)
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
@@ -386,12 +386,12 @@ class CoordinatorMetrics:
         for worker in sorted(self._scores)[:MAX_WORKERS]:
             self._probe_score.labels(worker).set(self._scores[worker])
 
-    def _sample_times(self, machine: Coordinator) -> None:
+    def _sample_times(self, view: CoordinatorView) -> None:
         """Planned and measured times of the active job."""
-        run = machine.run
+        run = view.run
         if run is None or run.plan is None:
             return
-        job, measured = run.job.job, machine.measured[run.job.job]
+        job, measured = run.job.job, view.measured[run.job.job]
         if measured.step_s is not None:
             self._plan_step.labels(job, "measured").set(measured.step_s)
         values: dict[tuple[str, ...], list[float]] = {}
@@ -403,10 +403,10 @@ class CoordinatorMetrics:
                     values.setdefault((str(times.planned.chunk.stage), op, kind), []).append(seconds)
         self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
 
-    def _sample_holders(self, machine: Coordinator) -> None:
+    def _sample_holders(self, view: CoordinatorView) -> None:
         """Those of the active job; nothing without one."""
         self._holders.clear()
-        run = machine.run
+        run = view.run
         if run is None or run.plan is None:
             return
         asked = run.job.spec.parallel.replicas

@@ -11,6 +11,7 @@ from skein.plan.changing.silent import busy_workers
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
@@ -20,19 +21,18 @@ NUM_LOST = 64
 """So many lost workers are remembered."""
 
 
-def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
-    """A job of the machine's history, now, with the times that its plan rests on and those that were measured."""
-    history = machine.history.jobs[job]
+def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus:
+    """A job of the coordinator's history, now, with the times that its plan rests on and those that were measured."""
+    history = view.history.jobs[job]
     rates, last, plan = journal.rates(job), history.last_commit, history.plan
-    run = machine.run
-    is_active = run is not None and run.job.job == job
+    run = view.runs.get(job)
     checkpoint = history.newest_checkpoint
     evaluation = history.last_evaluation
     return JobStatus(
         job=job,
         name=history.spec.name,
-        state=machine.state_of(job),
-        reason=machine.reason_of(job),
+        state=view.state_of(job),
+        reason=view.reason_of(job),
         step=history.version,
         total_steps=history.total_steps,
         loss=None if last is None else last.loss,
@@ -42,7 +42,7 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         tokens_per_s=rates.tokens_per_s,
         step_s=rates.step_s,
         generation=Generation(0) if plan is None else plan.generation,
-        num_workers=len(machine.membership.live) if is_active else 0,
+        num_workers=0 if run is None else len(view.live),
         checkpoint_version=None if checkpoint is None else checkpoint.version,
         submitted_wall_s=history.submitted_wall_s,
         spec=history.spec.canonical_json(),
@@ -51,20 +51,18 @@ def job_status(machine: Coordinator, journal: Journal, job: JobId) -> JobStatus:
         lower_bound_s=0.0 if plan is None else plan.plan.lower_bound_s,
         num_incidents=len(history.incidents),
         num_steps_lost=sum(incident.num_steps_lost for incident in history.incidents),
-        measured_step_s=None if job not in machine.measured else machine.measured[job].step_s,
-        chunk_times=() if plan is None else chunk_times(plan.plan, machine.measured.get(job)),
-        transfer_times=()
-        if plan is None
-        else transfer_times(plan.plan, machine.measured.get(job), machine.links),
-        predicted_spread=0.0 if plan is None else _spread(machine, job, plan.plan),
-        shortfalls=_shortfalls(machine, run.plan, history.spec) if is_active and run is not None else (),
+        measured_step_s=None if job not in view.measured else view.measured[job].step_s,
+        chunk_times=() if plan is None else chunk_times(plan.plan, view.measured.get(job)),
+        transfer_times=() if plan is None else transfer_times(plan.plan, view.measured.get(job), view.links),
+        predicted_spread=0.0 if plan is None else _spread(view, job, plan.plan),
+        shortfalls=() if run is None else _shortfalls(view, run.plan, history.spec),
         num_train_samples=0 if history.counted is None else history.counted.num_train_samples,
     )
 
 
-def _spread(machine: Coordinator, job: JobId, plan: Plan) -> float:
+def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
     """How far first measurements lay apart that the prediction of `plan` still rests on."""
-    live, measured = machine.membership.live, machine.measured.get(job)
+    live, measured = view.live, view.measured.get(job)
     stages = {stage.index: stage for stage in plan.stages}
     known = {
         x.chunk.worker
@@ -75,9 +73,9 @@ def _spread(machine: Coordinator, job: JobId, plan: Plan) -> float:
     return max(spreads, default=0.0)
 
 
-def _shortfalls(machine: Coordinator, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
+def _shortfalls(view: CoordinatorView, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
     """What the plan of the active job lacks, with those who could hold it if they had the memory."""
-    live = machine.membership.live
+    live = view.live
     may_work = tuple(live[worker].fleet_worker for worker in sorted(live) if not live[worker].is_leaving)
     return () if plan is None else shortfalls(plan, spec, Fleet(workers=may_work, links=()))
 
@@ -126,7 +124,7 @@ class Roster:
 
     def look(self) -> None:
         """Notice who came and went; wanted now and then."""
-        live = self._machine.membership.live
+        live = self._machine.view.live
         for worker in self._seen.keys() - live.keys():
             if not self._seen[worker].is_leaving:
                 self._lost[worker] = self._seen[worker]
@@ -151,7 +149,7 @@ class Roster:
 
     def _status(self, worker: WorkerId, entry: Entry, *, now: float) -> WorkerStatus:
         stages = () if worker in self._lost else self._stages(worker)
-        run = self._machine.run
+        run = self._machine.view.run
         return WorkerStatus(
             worker=worker,
             site=entry.hello.site,
@@ -172,7 +170,7 @@ class Roster:
         return WorkerState.WORKING if has_work else WorkerState.IDLE
 
     def _stages(self, worker: WorkerId) -> tuple[StageIndex, ...]:
-        run = self._machine.run
+        run = self._machine.view.run
         if run is None or run.plan is None:
             return ()
         return tuple(p.chunk.stage for p in run.plan.chunks if p.chunk.worker == worker)

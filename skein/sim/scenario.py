@@ -129,7 +129,7 @@ def _waits(world: World, job: JobId) -> bool:
     coordinator = world.coordinator
     if coordinator is None or not world.has_liars:
         return False
-    return coordinator.state_of(job) is JobState.PAUSED and bool(coordinator.reason_of(job))
+    return coordinator.view.state_of(job) is JobState.PAUSED and bool(coordinator.view.reason_of(job))
 
 
 def _submitted(world: World) -> JobId:

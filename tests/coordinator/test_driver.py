@@ -218,7 +218,7 @@ async def test_a_new_question_to_the_planner_ends_the_older_one() -> None:
         await it.driver.ask(CancelAsked(job=JobId("digits-1")))
         await it.driver.ask(submit("b"))
         await it.acknowledge(stream)
-        await eventually(lambda: it.driver.machine.reason_of(JobId("digits-2")) == "answer 2")
+        await eventually(lambda: it.driver.machine.view.reason_of(JobId("digits-2")) == "answer 2")
 
 
 async def test_a_crash_of_the_planner_ends_the_driver_with_its_error() -> None:
@@ -263,7 +263,7 @@ async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
         assert (welcome.epoch, fence.epoch, fence.job) == (Epoch(2), Epoch(2), "digits-1")
         records = await it.driver.ask(CancelAsked(job=JobId("digits-1")))
         assert [type(record) for record in records] == [HaltAsked, JobEnded]
-        assert it.driver.machine.state_of(JobId("digits-1")) is JobState.CANCELLED
+        assert it.driver.machine.view.state_of(JobId("digits-1")) is JobState.CANCELLED
 
 
 async def test_the_clock_never_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def with_workers(*names: str) -> Coordinator:
 
 def sampled(metrics: CoordinatorMetrics, machine: Coordinator, *, now: float = 101.0) -> None:
     workers = Roster(machine).workers(now=now)
-    metrics.sample(machine, workers, num_streams=len(workers), lag_s=0.0, now=now)
+    metrics.sample(machine.view, workers, num_streams=len(workers), lag_s=0.0, now=now)
 
 
 def beat(metrics: CoordinatorMetrics, worker: str, counts: Sequence[Count]) -> None:

@@ -47,7 +47,7 @@ async def nothing_kept() -> AsyncIterator[Sequence[Record]]:
 
 
 def status(*, version: int) -> JobStatus:
-    return job_status(machine(version=version), Journal(nothing_kept), JOB)
+    return job_status(machine(version=version).view, Journal(nothing_kept), JOB)
 
 
 def test_before_enough_steps_there_is_only_the_plan() -> None:
@@ -94,7 +94,7 @@ def test_after_the_end_the_times_can_still_be_seen() -> None:
     run_until(done, lambda done: version_of(done) == 8)
     assert done.coordinator is not None
     run_until(done, lambda done: done.coordinator is not None and done.coordinator.run is None)
-    found = job_status(done.coordinator, Journal(nothing_kept), JOB)
+    found = job_status(done.coordinator.view, Journal(nothing_kept), JOB)
     assert found.measured_step_s is not None
     assert all(times.measured is not None for times in found.chunk_times)
     assert found.num_train_samples == 10**6
@@ -105,12 +105,12 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
     run_until(made, lambda made: version_of(made) == 1)
     now, metrics = made.coordinator, CoordinatorMetrics()
     assert now is not None
-    [short] = job_status(now, Journal(nothing_kept), JOB).shortfalls
+    [short] = job_status(now.view, Journal(nothing_kept), JOB).shortfalls
     assert short.words == "stage 1 has 1 holder of 2 asked: a death costs up to 20 steps"
     assert any(f"short: {short.words}" in line for line in made.lines)
-    assert brief(job_status(now, Journal(nothing_kept), JOB)).shortfalls == ()
+    assert brief(job_status(now.view, Journal(nothing_kept), JOB)).shortfalls == ()
     metrics.recorded(made.log)
-    metrics.sample(now, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
+    metrics.sample(now.view, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
     found = samples(metrics)
     told = {labels: value for (name, labels), value in found.items() if name == "skein_stage_holders"}
     # Labels from the last by name: stage, kind, job.
@@ -124,7 +124,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
 def test_metrics_have_the_step_and_the_ops_of_each_stage_in_both_kinds() -> None:
     now, metrics = machine(version=12), CoordinatorMetrics()
     metrics.recorded(world(version=12).log)
-    metrics.sample(now, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
+    metrics.sample(now.view, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
     found = samples(metrics)
     assert found["skein_plan_step_seconds", ("planned", JOB)] == plan_of(world(version=12)).predicted_step_s
     assert found["skein_plan_step_seconds", ("measured", JOB)] == now.measured[JOB].step_s

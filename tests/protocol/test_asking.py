@@ -64,7 +64,7 @@ def test_nothing_is_given_up_while_silent_holders_may_live_and_everybody_is_told
     assert reason(desk).startswith("waiting for w1a, w1b until 00:")
     assert reason(desk).endswith(" UTC: going back would cost 1 step")
     assert any(line.endswith(reason(desk)) for line in desk.lines())
-    assert desk.machine.state_of(desk.job) is JobState.PLANNING
+    assert desk.machine.view.state_of(desk.job) is JobState.PLANNING
 
 
 def test_what_silent_holders_have_is_not_lost_when_they_are_heard_again() -> None:
@@ -146,7 +146,7 @@ def test_a_job_that_is_to_end_waits_for_holders_whose_death_nobody_has_seen(
     desk.adopt(PAIRS)
     desk.ready(PAIRS.workers)
     desk.save()
-    assert desk.machine.state_of(desk.job) is state
+    assert desk.machine.view.state_of(desk.job) is state
     assert desk.machine.history.jobs[desk.job].checkpoints[-1].version == 1
 
 

@@ -47,13 +47,13 @@ def test_jobs_wait_for_each_other_in_the_order_of_submission() -> None:
     desk = Desk()
     first, second, third = (desk.submit(SPEC, key=key) for key in "abc")
     assert (first, second, third) == ("small-1", "small-2", "small-3")
-    assert desk.machine.state_of(first) is JobState.PAUSED
-    assert desk.machine.state_of(third) is JobState.PENDING
-    assert desk.machine.reason_of(first) == "waiting for workers"
-    assert desk.machine.reason_of(third) == "waiting for small-1"
+    assert desk.machine.view.state_of(first) is JobState.PAUSED
+    assert desk.machine.view.state_of(third) is JobState.PENDING
+    assert desk.machine.view.reason_of(first) == "waiting for workers"
+    assert desk.machine.view.reason_of(third) == "waiting for small-1"
     desk.give(CancelAsked(job=first))
-    assert desk.machine.state_of(first) is JobState.CANCELLED
-    assert desk.machine.state_of(second) is JobState.PAUSED
+    assert desk.machine.view.state_of(first) is JobState.CANCELLED
+    assert desk.machine.view.state_of(second) is JobState.PAUSED
 
 
 def test_a_job_that_has_not_begun_can_be_cancelled_once() -> None:
@@ -61,7 +61,7 @@ def test_a_job_that_has_not_begun_can_be_cancelled_once() -> None:
     waiting = desk.submit(SPEC, key="later")
     desk.give(CancelAsked(job=waiting))
     assert ended(desk) == (JobState.CANCELLED, "cancelled before it began")
-    assert desk.machine.reason_of(waiting) == "cancelled before it began"
+    assert desk.machine.view.reason_of(waiting) == "cancelled before it began"
     assert desk.give(CancelAsked(job=waiting)) == []
     assert desk.give(CancelAsked(job=JobId("unknown"))) == []
 
@@ -78,10 +78,10 @@ def test_the_state_of_a_job_follows_its_run() -> None:
     desk = Desk()
     job = desk.submit(SPEC)
     desk.join(*PLAN.workers)
-    assert desk.machine.state_of(job) is JobState.PLANNING
+    assert desk.machine.view.state_of(job) is JobState.PLANNING
     desk.settle(PLAN)
-    assert desk.machine.state_of(job) is JobState.RUNNING
-    assert desk.machine.reason_of(job) == "workers gathered"
+    assert desk.machine.view.state_of(job) is JobState.RUNNING
+    assert desk.machine.view.reason_of(job) == "workers gathered"
 
 
 # --- gathering ---

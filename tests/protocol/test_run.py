@@ -163,7 +163,7 @@ def test_without_a_plan_the_job_waits_and_says_why() -> None:
     desk.acknowledge(desk.live)
     desk.plan(Infeasible(reason="stage 0 needs 9 GiB"))
     job = JobId("small-1")
-    assert (desk.machine.state_of(job), desk.machine.reason_of(job)) == (
+    assert (desk.machine.view.state_of(job), desk.machine.view.reason_of(job)) == (
         JobState.PAUSED,
         "stage 0 needs 9 GiB",
     )
@@ -441,7 +441,8 @@ def test_a_job_waits_with_its_last_checkpoint_until_there_is_room() -> None:
     desk.give(ManifestWritten(checkpoint=manifest.checkpoint, error="no room"))
     assert phase(desk) is SavePhase
     assert (
-        desk.machine.reason_of(JobId("small-1")) == "waits to save checkpoint 1: was not completed: no room"
+        desk.machine.view.reason_of(JobId("small-1"))
+        == "waits to save checkpoint 1: was not completed: no room"
     )
     later(desk, AGAIN_S)
     assert sorted(desk.told(Save)) == list(PLAN.workers)

@@ -254,7 +254,7 @@ def test_when_all_leave_a_checkpoint_comes_first() -> None:
     assert set(desk.told(Save)) == set(PLAN.workers)
     desk.save()
     assert {dismiss.may_exit for dismiss in desk.told(Dismiss).values()} == {True}
-    assert desk.machine.state_of(JobId("small-1")) is JobState.PAUSED
+    assert desk.machine.view.state_of(JobId("small-1")) is JobState.PAUSED
 
 
 def test_what_is_held_is_saved_before_a_run_waits_for_lack_of_a_plan() -> None:
@@ -269,7 +269,7 @@ def test_what_is_held_is_saved_before_a_run_waits_for_lack_of_a_plan() -> None:
     assert "w1b" not in desk.told(Save)
     desk.save()
     assert desk.told(Dismiss)["w1b"].may_exit
-    assert desk.machine.reason_of(JobId("small-1")) == "too small"
+    assert desk.machine.view.reason_of(JobId("small-1")) == "too small"
 
 
 def test_what_cannot_be_saved_keeps_nobody() -> None:

@@ -140,7 +140,7 @@ def begins_again(*more: Record) -> Desk:
 def test_a_job_that_must_begin_again_with_a_damaged_checkpoint_looks_until_that_is_back() -> None:
     desk = begins_again(checked(is_whole=False))
     assert desk.machine.history.jobs[OTHER].version == 1
-    assert "with which it begins, is damaged: put it back" in desk.machine.reason_of(OTHER)
+    assert "with which it begins, is damaged: put it back" in desk.machine.view.reason_of(OTHER)
     later(desk, PARDON_S)
     look(desk, Condition.DAMAGED, "other bytes")
     later(desk, PARDON_S)
@@ -311,8 +311,8 @@ def test_while_the_place_does_not_answer_the_job_waits_and_looks_again() -> None
     job = desk.machine.history.jobs[JOB]
     silent = CheckpointVerified(checkpoint=job.checkpoints[-1], condition=Condition.UNKNOWN, reason="silent")
     desk.give(silent)
-    assert (phase(desk), desk.machine.state_of(JOB)) == (GatherPhase, JobState.PAUSED)
-    assert desk.machine.reason_of(JOB) == "checkpoint 4 cannot be read: silent"
+    assert (phase(desk), desk.machine.view.state_of(JOB)) == (GatherPhase, JobState.PAUSED)
+    assert desk.machine.view.reason_of(JOB) == "checkpoint 4 cannot be read: silent"
     before = desk.generation
     for _ in range(3):
         later(desk, PARDON_S)
@@ -330,8 +330,8 @@ def test_with_every_checkpoint_damaged_the_job_waits_until_one_is_put_back() -> 
     desk.acknowledge(desk.live)
     desk.adopt(PLAN)
     assert phase(desk) is GatherPhase
-    assert "no checkpoint is whole" in desk.machine.reason_of(JOB)
-    assert "stage-000 is not there" in desk.machine.reason_of(JOB)
+    assert "no checkpoint is whole" in desk.machine.view.reason_of(JOB)
+    assert "stage-000 is not there" in desk.machine.view.reason_of(JOB)
     later(desk, PARDON_S)
     look(desk, Condition.DAMAGED, "stage-000 is not there")
     assert phase(desk) is GatherPhase
@@ -360,7 +360,7 @@ def test_what_diverged_with_all_that_was_good_damaged_goes_back_once_that_is_put
     held = {str(w): [(stage_spec(int(w[1])), int(job.version))] for w in PLAN.workers}
     desk.acknowledge(desk.live, held)
     desk.adopt(PLAN)
-    assert "put one back" in desk.machine.reason_of(JOB)
+    assert "put one back" in desk.machine.view.reason_of(JOB)
     before = desk.generation
     later(desk, PARDON_S)
     look(desk, Condition.DAMAGED, "short")
@@ -392,8 +392,8 @@ def test_before_the_first_step_who_cannot_reach_the_place_goes_without_and_all_w
         desk.plan(PLAN)
         desk.report(worker, unread(desk, 0, "the place is silent"))
     assert not desk.recorded(JobEnded)
-    assert desk.machine.state_of(JOB) is JobState.PAUSED
-    assert "the place is silent" in desk.machine.reason_of(JOB)
+    assert desk.machine.view.state_of(JOB) is JobState.PAUSED
+    assert "the place is silent" in desk.machine.view.reason_of(JOB)
     later(desk, PARDON_S)
     assert set(desk.told(NewGeneration)) == set(PLAN.workers)
 

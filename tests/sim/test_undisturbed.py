@@ -83,8 +83,8 @@ def test_jobs_run_one_after_the_other() -> None:
     run = simulate(job, 4, disturb=lambda world: world.tell(SubmitAsked(key="second", spec=job)))
     assert run.world.coordinator is not None
     second = list(run.world.coordinator.history.jobs)[1]
-    assert run.world.coordinator.state_of(second) is not JobState.FINISHED
-    while run.world.coordinator.state_of(second) is not JobState.FINISHED:
+    assert run.world.coordinator.view.state_of(second) is not JobState.FINISHED
+    while run.world.coordinator.view.state_of(second) is not JobState.FINISHED:
         assert run.world.clock.step()
         assert run.world.clock.now < LIMIT_S
     steps = [(record.job, record.record.step) for record in of_kind(run.world.log, StepCommitted)]

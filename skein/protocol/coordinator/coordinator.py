@@ -10,6 +10,7 @@ Rules of this file
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
+from types import MappingProxyType
 from typing import assert_never
 
 from skein.protocol.coordinator import lifecycle
@@ -39,6 +40,7 @@ from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.plausible import implausible
+from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Record
 from skein.protocol.membership.absence import Absence
@@ -90,7 +92,7 @@ from skein.protocol.messages.reports import (
     Vote,
 )
 from skein.topology.fleet import Link
-from skein.types import Incarnation, JobId, JobState, WorkerId
+from skein.types import Incarnation, JobId, WorkerId
 
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
@@ -113,7 +115,8 @@ class Coordinator:
         self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
         self.absence = Absence()
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
-        self.run: Run | None = None
+        self.runs: dict[JobId, Run] = {}
+        """Of the jobs that are active: one at a time."""
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history, key=key)
@@ -159,20 +162,20 @@ class Coordinator:
                 for worker in (*self.membership.live,) if event.worker is None else (event.worker,):
                     self._measure(worker, now=now)
             case PlanMade():
-                if self.run is not None:
-                    self.run.planned(event, now=now)
+                for run in self.runs.values():
+                    run.planned(event, now=now)
             case ManifestWritten():
-                if self.run is not None and self.run.job.job == event.checkpoint.job:
-                    self.run.manifest_written(event, now=now)
+                if (run_of := self.runs.get(event.checkpoint.job)) is not None:
+                    run_of.manifest_written(event, now=now)
             case CheckpointVerified():
                 judge(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
-                if self.run is not None:
-                    self.run.verified(event, now=now)
+                for run in self.runs.values():
+                    run.verified(event, now=now)
             case TimePassed():
                 self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
                 self._turn_away_stuck(now=now)
-                if self.run is not None:
-                    self.run.tick(now=now)
+                for run in self.runs.values():
+                    run.tick(now=now)
             case _:
                 assert_never(event)
         self._next_job(now=now)
@@ -180,37 +183,35 @@ class Coordinator:
 
     def deadline(self) -> float | None:
         """When `TimePassed` is wanted next."""
-        times = [self.membership.deadline(), None if self.run is None else self.run.deadline()]
+        times = [self.membership.deadline(), *(run.deadline() for run in self.runs.values())]
         return min((at for at in times if at is not None), default=None)
 
     def story(self, about: str) -> tuple[str, ...]:
         """The last lines about a worker or a job."""
-        run = () if self.run is None else self.run.story(about)
-        return (*self.membership.story(WorkerId(about)), *run, *self._story.of(about))
+        told = (line for run in self.runs.values() for line in run.story(about))
+        return (*self.membership.story(WorkerId(about)), *told, *self._story.of(about))
+
+    @property
+    def run(self) -> Run | None:
+        """The one whose generation is the newest."""
+        return next(iter(self.runs.values()), None)
 
     # --- what clients ask ---
 
-    def state_of(self, job: JobId) -> JobState:
-        """A job's state for users."""
-        final = self.history.state_of(job)
-        if final is not None:
-            return final
-        if self.run is None or self.run.job.job != job:
-            return JobState.PENDING
-        return self.run.phase.state
-
-    def reason_of(self, job: JobId) -> str:
-        """One line on why the job is in its state."""
-        known = self.history.jobs[job]
-        at_rest = known.end or known.held
-        if at_rest is not None:
-            return at_rest.reason
-        if self.run is None or self.run.job.job != job:
-            ahead = [other.job for other in self.history.pending() if other.job != job]
-            return f"waiting for {ahead[0]}" if ahead else "waiting"
-        if known.halt is not None:
-            return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {self.run.reason}"
-        return self.run.reason
+    @property
+    def view(self) -> CoordinatorView:
+        """What whoever answers clients may see, at the moment."""
+        runs = {
+            job: RunView(job=run.job, plan=run.plan, state=run.phase.state, reason=run.reason)
+            for job, run in self.runs.items()
+        }
+        return CoordinatorView(
+            history=self.history,
+            live=self.membership.live,
+            links=MappingProxyType(self.links),
+            measured=MappingProxyType(self.measured),
+            runs=MappingProxyType(runs),
+        )
 
     def _submit(self, event: SubmitAsked, *, now: float) -> None:
         if event.key in self.history.job_by_key:
@@ -222,8 +223,7 @@ class Coordinator:
         self._outbox.log(f"job={job} submitted")
 
     def _wish(self, event: CancelAsked | PauseAsked | ResumeAsked, *, now: float) -> None:
-        job = self.history.jobs.get(event.job)
-        run = None if self.run is None or self.run.job is not job else self.run
+        job, run = self.history.jobs.get(event.job), self.runs.get(event.job)
         if job is None:
             return
         match event:
@@ -238,18 +238,19 @@ class Coordinator:
 
     def _next_job(self, *, now: float) -> None:
         """Begin the oldest job that has not ended, if none is active."""
-        if self.run is not None and self.run.has_ended:
-            self.run = None
-        while self.run is None:
+        self._forget_ended()
+        while not self.runs:
             pending = self.history.pending()
             if not pending:
                 return
             if lifecycle.end_unbegun(pending[0], self.history, self._outbox, now=now):
                 continue
-            self.run = self._start(pending[0], now=now)
-            self.run.tick(now=now)
-            if self.run.has_ended:
-                self.run = None
+            run = self.runs[pending[0].job] = self._start(pending[0], now=now)
+            run.tick(now=now)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self.runs = {job: run for job, run in self.runs.items() if not run.has_ended}
 
     def _start(self, job: JobHistory, *, now: float) -> Run:
         measured = self.measured[job.job] = Measured(job.spec)
@@ -417,7 +418,7 @@ class Coordinator:
         self._outbox.log(f"worker={worker} refused: {reason}")
 
     def _turn_away_stuck(self, *, now: float) -> None:
-        for worker, reason in () if self.run is None else self.run.stuck(now=now):
+        for worker, reason in [stuck for run in self.runs.values() for stuck in run.stuck(now=now)]:
             self._changed(self.membership.handle(Evicted(worker=worker, reason=reason), now=now), now=now)
 
     def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
@@ -446,8 +447,8 @@ class Coordinator:
                         self._dismiss(change.worker)
                 case _:
                     assert_never(change)
-            if self.run is not None:
-                self.run.changed(change, now=now)
+            for run in self.runs.values():
+                run.changed(change, now=now)
 
     def _welcome(self, worker: WorkerId, *, is_new: bool, now: float) -> None:
         entry = self.membership.live[worker]
