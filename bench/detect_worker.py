@@ -1,6 +1,5 @@
 """`python -m bench.detect_worker FILE`: a worker behind wires, whose ops never end once FILE.stuck exists."""
 
-import asyncio
 import sys
 import time
 from collections.abc import Mapping
@@ -12,12 +11,11 @@ import torch
 
 from bench.chaosing.wires import ChaosWorker
 from bench.chaosing.worker import behind_wires
-from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST
+from bench.stub import run_stub
 from skein.protocol.worker.ops import Op, TensorKey
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
-from worker.daemon import WorkerOptions, run_worker
 from worker.process import WorkerSetting
 
 _POLL_S = 0.1
@@ -51,16 +49,8 @@ def main() -> int:
     """Be the worker that the file describes."""
     told = Path(sys.argv[1])
     worker = ChaosWorker.model_validate_json(told.read_bytes())
-    options = WorkerOptions(
-        join=worker.join,
-        name=worker.name,
-        listen=WORKER_HOST,
-        port=worker.port,
-        device="cpu",
-        data_roots=(ANY_ROOT,),
-        checkpoint_roots=(str(ANY_ROOT),),
-    )
-    return asyncio.run(run_worker(options, adapt=partial(sticky, told, worker)))
+    adapt = partial(sticky, told, worker)
+    return run_stub(adapt, join=worker.join, name=worker.name, listen=WORKER_HOST, port=worker.port)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the op is really carried out, and what is left of the time is slept. An op that 
 It waits for FILE to appear, so that programs can be started together and join one after the other.
 """
 
-import asyncio
 import logging
 import sys
 import time
@@ -16,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from bench.cluster import ANY_ROOT
 from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, OpTimes
+from bench.stub import run_stub
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.topology.fleet import Profile
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
-from worker.daemon import WorkerOptions, run_worker
 from worker.process import WorkerSetting
 
 _log = logging.getLogger("worker.emulated")
@@ -95,17 +93,14 @@ def main() -> int:
     while not path.exists():
         time.sleep(_POLL_S)
     worker = EmulatedWorker.model_validate_json(path.read_bytes())
-    options = WorkerOptions(
+    return run_stub(
+        partial(adapted, worker),
         join=worker.join,
         name=worker.name,
         site=worker.site,
         listen=WORKER_HOST,
         port=worker.port,
-        device="cpu",
-        data_roots=(ANY_ROOT,),
-        checkpoint_roots=(str(ANY_ROOT),),
     )
-    return asyncio.run(run_worker(options, adapt=partial(adapted, worker)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ NAME.orders tells it where to end, MODE what its boundary log keeps; what it wri
 where. All of it is read and written in every mode alike, so that none is dearer than another.
 """
 
-import asyncio
 import sys
 import time
 from dataclasses import replace
@@ -12,13 +11,12 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
+from bench.stub import run_stub
 from skein.protocol.worker.ops import HopKey, TensorKey
 from skein.types import Step
 from worker.boundary import MEMORY_BYTES, BoundaryLog
 from worker.bundle import Bundle
-from worker.daemon import WorkerOptions, run_worker
 from worker.process import WorkerSetting
 
 MODE_FILE = "mode"
@@ -92,10 +90,7 @@ def told(folder: Path, name: str, setting: WorkerSetting) -> WorkerSetting:
 def main() -> int:
     """Be that worker."""
     join, name, folder = sys.argv[1:]
-    options = WorkerOptions(
-        join=join, name=name, device="cpu", data_roots=(ANY_ROOT,), checkpoint_roots=(str(ANY_ROOT),)
-    )
-    return asyncio.run(run_worker(options, adapt=partial(told, Path(folder), name)))
+    return run_stub(partial(told, Path(folder), name), join=join, name=name)
 
 
 if __name__ == "__main__":

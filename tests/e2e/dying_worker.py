@@ -6,7 +6,6 @@ before the driver hears of its end ("ended op" of any), "inside Apply" when a ch
 """
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.cluster import ANY_ROOT
 from bench.recovering.fate import Fate
+from bench.stub import run_stub
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.types import GroupId
@@ -25,7 +24,6 @@ from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
 from worker.compute.snapshots import Snapshots
-from worker.daemon import WorkerOptions, run_worker
 from worker.process import WorkerSetting
 from worker.telling.moments import op_named
 
@@ -88,14 +86,7 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--orders", required=True, type=Path)
     args = parser.parse_args()
-    options = WorkerOptions(
-        join=args.join,
-        name=args.name,
-        device="cpu",
-        data_roots=(ANY_ROOT,),
-        checkpoint_roots=(str(ANY_ROOT),),
-    )
-    return asyncio.run(run_worker(options, adapt=partial(mortal, Fate(args.orders))))
+    return run_stub(partial(mortal, Fate(args.orders)), join=args.join, name=args.name)
 
 
 if __name__ == "__main__":
