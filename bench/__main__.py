@@ -11,7 +11,6 @@ NAMES = (
     "plan",
     "recovery",
     "scale",
-    "schedules",
     "wire",
 )
 _ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."

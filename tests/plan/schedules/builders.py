@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from bench.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
-from bench.scheduling.simulate import Simulation, simulate
 from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
+from tests.support.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
+from tests.support.scheduling.simulate import Simulation, simulate
 
 UNIT_BYTES = 60
 """Activations of one worker's share: divisible by any number of chunks that a test uses."""

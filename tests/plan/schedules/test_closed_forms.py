@@ -2,12 +2,12 @@
 
 import pytest
 
-from bench.scheduling.depth import latency_aware_depths
-from bench.scheduling.pricing import Cut
-from bench.scheduling.simulate import Simulation, simulate
 from skein.plan.schedules.ops import Schedule
 from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, share, uniform
+from tests.support.scheduling.depth import latency_aware_depths
+from tests.support.scheduling.pricing import Cut
+from tests.support.scheduling.simulate import Simulation, simulate
 
 EXACT = 1e-9
 UNEQUAL = share(1.0, 1.3, 0.7)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from bench.scheduling.depth import cut_depths
-from bench.scheduling.legality import peaks, violations
-from bench.scheduling.simulate import simulate
 from skein.errors import UserError
 from skein.plan.schedules.ops import OpKind, Placement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, shapes
+from tests.support.scheduling.depth import cut_depths
+from tests.support.scheduling.legality import peaks, violations
+from tests.support.scheduling.simulate import simulate
 
 EACH = pytest.mark.parametrize("name", GENERATORS)
 

@@ -1,6 +1,6 @@
 """Makespans of every op schedule over the latency of a hop, simulated; no clock is read.
 
-    python -m bench.schedules [--json]
+    python -m bench.studies.schedules [--json]
 
 Four equal workers in a row, forward, input gradient and weight gradient 1 s each (T = 3 s), any two workers c apart,
 memory for everything. Ends with one JSON line; exit code 1 if what is chosen misses its goal.
@@ -14,9 +14,9 @@ from functools import cache
 import numpy as np
 
 from bench.report import Row, finish
-from bench.scheduling.choice import Candidate, choose
-from bench.scheduling.pricing import Cut, Links, StageCost, even_cut
+from bench.studies.schedules.choice import Candidate, choose
 from skein.plan.schedules.ops import Placement
+from tests.support.scheduling.pricing import Cut, Links, StageCost, even_cut
 
 NUM_WORKERS = 4
 NUM_MICROBATCHES = (8, 32)
@@ -119,7 +119,7 @@ def rows() -> list[Row]:
 def main() -> int:
     """Print the tables of docs/schedules.md and the line."""
     parser = argparse.ArgumentParser(
-        prog="skein bench schedules",
+        prog="python -m bench.studies.schedules",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.scheduling.depth import depth_options, kept_weights
-from bench.scheduling.legality import violations
-from bench.scheduling.pricing import Cut, Links
-from bench.scheduling.simulate import Simulation, simulate
 from skein.errors import UserError
 from skein.plan.schedules.ops import OpKind, Schedule, Shape
 from skein.plan.schedules.split import one_f_one_i
 from skein.plan.schedules.table import GENERATORS
 from skein.plan.schedules.whole import one_f_one_b
+from tests.support.scheduling.depth import depth_options, kept_weights
+from tests.support.scheduling.legality import violations
+from tests.support.scheduling.pricing import Cut, Links
+from tests.support.scheduling.simulate import Simulation, simulate
 
 _TIE = 1e-9
 """Makespans that differ by less than this part differ by rounding: they add the same times in another order."""

@@ -10,9 +10,9 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from bench.scheduling.legality import Peak, deadlock, peaks
-from bench.scheduling.pricing import Links, Sharing, StageCost
 from skein.plan.schedules.ops import Op, OpKind, Schedule
+from tests.support.scheduling.legality import Peak, deadlock, peaks
+from tests.support.scheduling.pricing import Links, Sharing, StageCost
 
 
 class Transfer(NamedTuple):

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.scheduling.pricing import StageCost
 from skein.plan.schedules.ops import Op, OpKind, Schedule
 from skein.units import format_bytes
+from tests.support.scheduling.pricing import StageCost
 
 _SHOWN = 5
 """Sentences of one kind; a broken generator would make thousands."""

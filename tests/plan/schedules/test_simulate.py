@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
-from bench.scheduling.pricing import Links, Sharing, StageCost
-from bench.scheduling.simulate import simulate
 from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
 from skein.plan.schedules.table import make_schedule
 from tests.plan.schedules.builders import backward, forward, priced
+from tests.support.scheduling.pricing import Links, Sharing, StageCost
+from tests.support.scheduling.simulate import simulate
 
 
 def source(op: Op, schedule: Schedule) -> Op | None:

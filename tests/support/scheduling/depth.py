@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from bench.scheduling.pricing import Cut, Links
 from skein.plan.clock.timing import warm_up_depths
+from tests.support.scheduling.pricing import Cut, Links
 
 _SPARE = (0, 1)
 """Forwards per hop beyond what the times ask for: with unequal workers or split backwards one more often pays."""
