@@ -6,6 +6,7 @@
 #   PYTEST_ARGS  appended to every pytest call
 #   SEEDS        how many simulated fault schedules `make sim` runs
 #   STRIKES      and how many strikes amid exchanges for each aggregation rule
+#   SKEIN_MATRIX `entire`: tests try every case of their long matrices (`make matrix` sets it)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -24,8 +25,12 @@ TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 	RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_COLOR_PREFIX=0 RAY_memory_monitor_refresh_ms=0 \
 	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=16777216
 
+UNITS = $(TEST_ENV) $(BIN)/python -m pytest --ignore=tests/e2e -n 2 --dist worksteal
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-aggregation e2e proto fmt compose-test docs sim constraints clean
+.NOTPARALLEL:
+.PHONY: help setup demo test units e2e coverage matrix scale check bench bench-aggregation proto fmt compose-test \
+	docs sim constraints clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -41,12 +46,23 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## train, export and sample a small language model on this machine
 	$(BIN)/skein demo
 
-test: setup ## all tests: units in parallel with branch coverage, then real processes one at a time
-	$(TEST_ENV) $(BIN)/python -m pytest --ignore=tests/e2e -n 2 --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
-	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+test: units e2e ## all tests: units in parallel, then real processes one at a time
+
+units: setup ## all tests without processes of their own
+	$(UNITS) $(PYTEST_ARGS)
 
 e2e: setup ## only the tests with real processes
 	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
+	$(UNITS) --cov --cov-report=term --cov-fail-under=92 $(PYTEST_ARGS)
+
+matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case
+	SKEIN_MATRIX=entire $(UNITS) $(PYTEST_ARGS)
+	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_crash_points.py tests/e2e/test_parity.py $(PYTEST_ARGS)
+
+scale: setup ## a thousand simulated workers
+	$(BIN)/skein bench scale
 
 check: setup ## style, types, layers, generated code, packaging
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
+from tests.support.extent import part
 from tests.support.skipping import run_skipping
 
 NUM_STEPS = 20
@@ -113,7 +114,9 @@ def test_any_cut_trains_like_one_torch_process(
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
     model = llama(is_tied=is_tied)
     reference: list[ReferenceStep] = []
-    for stages, replicas, layout in CUTS:
+    # A wrong term shows in float64; float32 shows that nothing else is summed in it.
+    every, start = (2, int(is_tied)) if precision is Precision.FP64 else (5, int(is_tied))
+    for stages, replicas, layout in part(CUTS, every=every, start=start):
         name = f"{precision.value}-{stages}x{replicas}-{layout.value}"
         parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
         job = make_job(name, model, data, parallel, precision)

@@ -1,5 +1,6 @@
-"""Real processes killed in the middle of a job: what must go on, and with which numbers."""
+"""Real processes killed in the middle of a job: what must go on, with which numbers, and who is told of it."""
 
+import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from bench.cluster import Cluster, running
 from client.api import Job
+from skein.protocol.log.incident import told
+from skein.protocol.log.records import IncidentKind
 from skein.types import JobState, StageIndex
-from skein.wire.views import JobEvent, LineLogged, StepFinished, WentBack
+from skein.wire.views import IncidentEnded, JobEvent, LineLogged, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text
 
 NUM_STEPS = 40
@@ -47,13 +50,17 @@ def wait_for_step(job: Job, step: int) -> None:
     raise AssertionError(f"{job.id} ended before step {step}: {job.status()}")
 
 
-def test_a_killed_worker_costs_no_step(cluster: Cluster, text: Path, undisturbed: dict[int, float]) -> None:
+def test_a_killed_worker_costs_no_step_and_is_one_incident_for_all_who_look(
+    cluster: Cluster, text: Path, undisturbed: dict[int, float]
+) -> None:
     with cluster.client() as client:
         job = client.submit(text_job("one-dies", text, steps=NUM_STEPS))
         wait_for_step(job, 8)
         cluster.kill_worker("w3")
         status = job.wait()
+        [incident] = client.incidents(job.id)
         events = job.history()
+        page = urllib.request.urlopen(f"http://127.0.0.1:{cluster.metrics_port}/metrics").read().decode()
     cluster.start_workers(["w3"])
     cluster.wait_for_workers(4)
     assert status.state is JobState.FINISHED, status.reason
@@ -63,6 +70,20 @@ def test_a_killed_worker_costs_no_step(cluster: Cluster, text: Path, undisturbed
     assert steps == list(range(NUM_STEPS))
     # Another plan sums in another order: float32 rounding, grown over 30 steps.
     assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
+
+    assert (incident.kind, incident.workers) == (IncidentKind.WORKER_LOST, ("w3",))
+    assert 8 <= incident.step < NUM_STEPS
+    assert incident.num_steps_lost == 0
+    assert 0 < incident.fenced_s <= incident.seconds
+    assert (status.num_incidents, status.num_steps_lost) == (1, 0)
+    assert [event.body.incident for event in events if isinstance(event.body, IncidentEnded)] == [incident]
+    # Told where work goes on: after the step before the one that it interrupted, and before that one is committed.
+    place = next(at for at, event in enumerate(events) if isinstance(event.body, IncidentEnded))
+    assert sum(isinstance(event.body, StepFinished) for event in events[:place]) == incident.step
+    # It is the first that this coordinator has seen.
+    assert f'skein_incidents_total{{kind="worker_lost",remedy="{incident.remedy}"}} 1.0\n' in page
+    assert f"skein_hops_rerouted_total {float(incident.num_rerouted)}\n" in page
+    assert cluster.log_of("coordinator").count(told(incident)) == 1
 
 
 def wait_for_line(job: Job, part: str) -> None:

@@ -1,6 +1,7 @@
 """Every aggregation rule over whole simulated jobs, on real tensors: they end, and what is equal stays so."""
 
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from skein.sim.scenario import LIMIT_S, curve_of, disturbed, make_world, run_to_
 from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.types import StageIndex, StageSpec
+from tests.support.extent import part
 from tests.support.worlds import kill_everything, of_kind, run_until, version_of, worker
 
 STEPS = 8
 ONE = ("bf16", "int8", "robust", "one_bit_adam", "one_bit_lamb")
 MANY = ("diloco", "overlapped", "decentlam", "qg_dmsgd", "lsgd")
+BASES = ("line 1x3", "loop 2x3", "line 2x4", "line 3x3 on 7")
 
 
 def run(shape: SimShape, *, seed: int = 0, num_faults: int = 0) -> tuple[World, AggregatingModel]:
@@ -48,8 +51,7 @@ def losses(records: tuple[StepRecord, ...]) -> NDArray[np.float64]:
     return np.array([record.loss for record in records])
 
 
-@pytest.mark.parametrize("rule", [*ONE, *MANY])
-@pytest.mark.parametrize("base", ["line 1x3", "loop 2x3", "line 2x4", "line 3x3 on 7"])
+@pytest.mark.parametrize(("base", "rule"), part(list(product(BASES, (*ONE, *MANY))), every=3))
 def test_a_job_runs_to_its_end_and_every_exchange_keeps_what_it_must(base: str, rule: str) -> None:
     world, model = run(shape_of(f"{base} by {rule}"))
     committed = [record.record for record in of_kind(world.log, StepCommitted)]

@@ -38,7 +38,7 @@ def test_a_stage_that_no_cut_has_is_not_planned_with() -> None:
 def test_most_jobs_with_liars_are_finished_all_the_same() -> None:
     """A liar is made up for; but before the first step a job ends of fatal trouble or other data, with that reason."""
     states = []
-    for seed in range(12):
+    for seed in range(2, 14):
         shape = SHAPES[seed % len(SHAPES)]
         world = disturbed(shape, seed=seed, num_faults=3, kinds=("lie", "kill"))
         states.append(judge(shape, world).state)

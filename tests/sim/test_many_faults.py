@@ -6,6 +6,7 @@ from skein.protocol.log.records import RolledBack
 from skein.sim.faults import FAULTS, GENTLE
 from skein.sim.scenario import disturbed, judge
 from skein.sim.shapes import SHAPES, SimShape, shape_of
+from tests.support.extent import part
 from tests.support.worlds import of_kind
 
 NUM_FAULTS = 8
@@ -28,22 +29,22 @@ def judged(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
 def test_no_schedule_of_faults_bends_the_loss_curve(shape: SimShape) -> None:
-    for seed in SEEDS:
+    for seed in part(SEEDS, every=9, start=SHAPES.index(shape)):
         judged(shape, seed)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
 def test_faults_that_kill_nobody_cost_no_committed_step(shape: SimShape) -> None:
-    for seed in SEEDS[:8]:
+    for seed in part(SEEDS[:8], every=8, start=SHAPES.index(shape)):
         assert judged(shape, seed, kinds=GENTLE) == 0, f"seed={seed}"
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_each_kind_of_fault_alone_leaves_the_curve_as_it_was(kind: str) -> None:
-    for seed in range(3):
+    for seed in part(range(3), every=3, start=list(FAULTS).index(kind)):
         judged(shape_of("line 2x2"), seed, num_faults=4, kinds=(kind,))
 
 
 def test_a_storm_of_faults_ends_when_it_stops() -> None:
-    for seed in range(4):
+    for seed in part(range(4), every=4):
         judged(shape_of("line 3x2"), seed, num_faults=60)
