@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from bench.cluster import Cluster, running
 from client.api import Job
+from client.planning.estimates import estimate_of_job
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam, OneBitLamb
 from skein.config.job import CheckpointSpec, JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaModel
-from skein.plan.agreeing.estimates import estimate_of_job
 from skein.plan.agreeing.rounds import is_exchange, is_local
 from skein.protocol.log.records import checkpoint_folder, walker_prefix
 from skein.types import JobState, Step
