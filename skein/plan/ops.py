@@ -186,6 +186,11 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
     )
 
 
+def taker_of(direction: Direction, *, is_last: bool) -> OpKind:
+    """The kind of op that takes such a boundary tensor at a path's last hop, or at one before."""
+    return next(x for x in OpKind if x.row.takes is direction and x.row.is_last == is_last)
+
+
 @cache
 def op_numbers_at(num_hops: int) -> Mapping[tuple[OpKind, int], int]:
     """The number of each op of a path of so many hops, by its kind and hop."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from skein import rng
 from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
-from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, JoinOp, LossOp, Op, PackOp, SumOp
+from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
 from skein.sim.lines.network import FAIR, Weather
 from skein.sim.world import World
 from skein.topology.fleet import Profile
@@ -18,7 +18,7 @@ SLOWER = 4.0
 """Times as long as its profile says are the ops of a worker that is struck by "slow"."""
 AWAY_S = 5.0
 """At least so long is a worker away that was killed."""
-FAILING: tuple[type[Op], ...] = (ForwardOp, LossOp, BackwardOp, PackOp, SumOp, JoinOp, ApplyOp)
+FAILING: tuple[type[Op], ...] = (*COMPUTE_OPS.values(), PackOp, SumOp, JoinOp, ApplyOp)
 SILENCES_S = (2.0, 4.0, 8.0)
 """How long holders of a stage are cut off."""
 ASK_AGAIN_S = 1.0

@@ -368,7 +368,7 @@ def test_what_is_sent_again_to_another_stage_here_is_taken_at_once() -> None:
     hand.built(assign)
     hand.start(generation=2)
     assert hand.sent() == []
-    assert [type(op) for op in hand.run_all()] == [LossOp, BackwardOp]
+    assert [type(op).__name__ for op in hand.run_all()] == ["LossOp", "BackwardOp"]
 
 
 def test_a_gradient_that_comes_before_its_activation_is_made_again_waits_for_it() -> None:

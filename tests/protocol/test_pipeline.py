@@ -11,8 +11,8 @@ from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp
-from skein.protocol.worker.pipeline import ComputeOp, Pipeline
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp, VisitOp
+from skein.protocol.worker.pipeline import Pipeline
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
 from tests.support.plans import chunk, grid_plan, microbatches, path, schedule, stage_spec
@@ -256,7 +256,7 @@ class Floor:
     plan: Plan
     machines: dict[WorkerId, Pipeline]
     ways: list[tuple[WorkerId, HopTensor]] = field(default_factory=list)
-    busy: dict[WorkerId, ComputeOp] = field(default_factory=dict)
+    busy: dict[WorkerId, VisitOp] = field(default_factory=dict)
     ledgers: list[Ledger] = field(default_factory=list)
     slots: dict[WorkerId, int] = field(default_factory=dict)
 

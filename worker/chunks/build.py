@@ -23,7 +23,7 @@ from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import job_layers, stage_loads
-from skein.plan.ops import OpKind
+from skein.plan.ops import Direction
 from skein.protocol.log.records import num_walkers
 from skein.protocol.messages.directives import (
     Assign,
@@ -233,7 +233,7 @@ class Builder:
         }
         num_walkers = max(1, assign.num_evaluation_paths)
         # Stage 0 is the first hop of every path, so this is the order in which batches are wanted.
-        begin = [x for x in assign.schedule.ops if x.stage == 0 and x.kind is not OpKind.BACKWARD]
+        begin = [x for x in assign.schedule.ops if x.stage == 0 and x.kind.row.takes is Direction.FORWARD]
         microbatches = [op.microbatch for op in begin]
         return Holding(
             job_id=assign.job,

@@ -27,6 +27,7 @@ from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
+    ComputeOp,
     ForwardOp,
     HopKey,
     Joined,
@@ -482,11 +483,9 @@ class Compute:
 def operand_keys(op: Op) -> Iterable[TensorKey]:
     """What an op takes from the payloads that are filed, besides what the torch thread holds."""
     match op:
-        case ForwardOp() | LossOp():
-            if op.hop > 0:
-                yield HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)
-        case BackwardOp():
-            yield HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
+        case ComputeOp():
+            if op.operand is not None:
+                yield op.operand
         case SumOp():
             yield from op.parts
         case JoinOp():

@@ -4,12 +4,12 @@ An op names its operands by identity (`TensorKey`, ledgers, attempts); the paylo
 simulator can run the same ops by a cost model and the worker by torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import fsum, isfinite
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from skein.plan.ops import Direction
+from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardTensor
@@ -36,50 +36,82 @@ TensorKey = HopKey | ShardTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardOp:
+class ComputeOp:
+    """A microbatch's op at hop `hop` of its path; what it takes and gives is in its kind's row (`skein.plan.ops`)."""
+
+    kind: ClassVar[OpKind]
+    phase: Phase
+    step: Step
+    microbatch: MicrobatchId
+    hop: int
+    path: Path
+
+    @property
+    def chunk(self) -> ChunkRef:
+        return self.path.hops[self.hop]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether its end adds to the chunk's gradient: nothing does outside of training."""
+        return self.kind.row.is_accumulating and self.phase.trains
+
+    @property
+    def operand(self) -> HopKey | None:
+        """The boundary tensor that it takes; None at a path's beginning, which takes the data."""
+        takes = self.kind.row.takes
+        if self.hop < takes.step:
+            return None
+        return HopKey(takes, self.phase, self.step, self.microbatch, self.hop)
+
+    @property
+    def output(self) -> HopTensor | None:
+        """Header of the boundary tensor that it makes, if any."""
+        gives = self.kind.row.gives
+        if gives is None:
+            return None
+        return output_of(gives, self.phase, self.step, self.microbatch, self.hop, self.path)
+
+
+def output_of(
+    direction: Direction, phase: Phase, step: Step, microbatch: MicrobatchId, hop: int, path: Path
+) -> HopTensor | None:
+    """Header of the tensor that leaves `hop` in `direction`; None before the first hop."""
+    target = hop + direction.step
+    if target < 0:
+        return None
+    return HopTensor(
+        direction=direction, phase=phase, step=step, microbatch=microbatch, hop=target, path=path
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOp(ComputeOp):
     """Run a chunk forward. Input: x of `hop` (hop 0: the data). Output, ready to send: x of `hop + 1`.
 
     TRAIN keeps what the backward pass needs; EVALUATE keeps nothing.
     """
 
-    phase: Phase
-    step: Step
-    microbatch: MicrobatchId
-    hop: int
-    path: Path
-
-    @property
-    def chunk(self) -> ChunkRef:
-        return self.path.hops[self.hop]
+    kind: ClassVar[OpKind] = OpKind.FORWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossOp:
+class LossOp(ComputeOp):
     """Run the last hop: forward and loss, and in TRAIN backward too, accumulating. Output: dy of `hop - 1`, if any."""
 
-    phase: Phase
-    step: Step
-    microbatch: MicrobatchId
-    hop: int
-    path: Path
-
-    @property
-    def chunk(self) -> ChunkRef:
-        return self.path.hops[self.hop]
+    kind: ClassVar[OpKind] = OpKind.LOSS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardOp:
+class BackwardOp(ComputeOp):
     """Run a chunk backward from dy of `hop`, adding to its accumulators. Output: dy of `hop - 1`, if any."""
 
-    step: Step
-    microbatch: MicrobatchId
-    hop: int
-    path: Path
+    kind: ClassVar[OpKind] = OpKind.BACKWARD
+    phase: Phase = Phase.TRAIN
 
-    @property
-    def chunk(self) -> ChunkRef:
-        return self.path.hops[self.hop]
+
+VisitOp = ForwardOp | LossOp | BackwardOp
+COMPUTE_OPS: Mapping[OpKind, type[VisitOp]] = {x.kind: x for x in (ForwardOp, LossOp, BackwardOp)}
+"""What carries out each kind."""
 
 
 Parcel = tuple[WorkerId, ShardTensor]
@@ -162,7 +194,7 @@ class SnapshotOp:
     keeps_results: bool
 
 
-Op = ForwardOp | LossOp | BackwardOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp
+Op = VisitOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

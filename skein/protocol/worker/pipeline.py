@@ -18,16 +18,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
-from skein.plan.ops import Direction, OpKind
+from skein.plan.ops import Direction, OpKind, taker_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp, exact_sum, hop_key
+from skein.protocol.worker.ops import (
+    COMPUTE_OPS,
+    ComputeOp,
+    ForwardOp,
+    Loss,
+    LossOp,
+    VisitOp,
+    exact_sum,
+    hop_key,
+    output_of,
+)
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
-ComputeOp = ForwardOp | LossOp | BackwardOp
 _Place = tuple[int, Path]
 """Hop and path of a microbatch that is ready."""
 
@@ -100,14 +109,16 @@ class _Chunk:
 
     def _is_ready(self, op: PlannedOp) -> bool:
         # In a step that goes on, the gradient may be here before the activation has been made again.
-        is_forward_done = op.kind is not OpKind.BACKWARD or op.microbatch in self.held
+        is_forward_done = not op.kind.row.uses or op.microbatch in self.held
         return is_forward_done and op in self.arrived
 
     def begin_op(self, op: PlannedOp) -> _Place:
         """The op runs now."""
-        if op.kind is OpKind.FORWARD:
+        row = op.kind.row
+        if not row.is_accumulating:
             self._forwards.popleft()
-            self.in_flight += 1
+        if row.slots > 0:
+            self.in_flight += row.slots
         return self.arrived.pop(op)
 
     def accumulated(self, microbatch: MicrobatchId) -> None:
@@ -210,7 +221,9 @@ class Pipeline:
     def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> HopTensor | None:
         if tensor.direction is Direction.BACKWARD:
             chunk.in_flight -= 1
-            return _passed_on(tensor, Direction.BACKWARD)
+            return output_of(
+                Direction.BACKWARD, tensor.phase, tensor.step, tensor.microbatch, tensor.hop, tensor.path
+            )
         if tensor.phase is not self._evaluating:
             self._evaluating = tensor.phase
             for other in self._chunks.values():
@@ -220,24 +233,16 @@ class Pipeline:
         heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
         return None
 
-    def next_op(self) -> ComputeOp | None:
+    def next_op(self) -> VisitOp | None:
         """The op to run now, or None if nothing that is here may run."""
         due = [(listed_op, chunk) for chunk in self._chunks.values() for listed_op in chunk.due()]
         if not due:
             return self._next_evaluation()
         (_, op), chunk = min(due, key=lambda pair: pair[0].position)
         hop, path = chunk.begin_op(op)
-        match op.kind:
-            case OpKind.FORWARD:
-                return ForwardOp(
-                    phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
-                )
-            case OpKind.LOSS:
-                return LossOp(phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path)
-            case OpKind.BACKWARD:
-                return BackwardOp(step=self.step, microbatch=op.microbatch, hop=hop, path=path)
-            case _:
-                assert_never(op.kind)
+        return COMPUTE_OPS[op.kind](
+            phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
+        )
 
     def _next_evaluation(self) -> LossOp | ForwardOp | None:
         if self._evaluation_losses:
@@ -255,30 +260,27 @@ class Pipeline:
     def end(self, op: ComputeOp, loss: Loss | None) -> HopTensor | None:
         """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
         chunk = self._chunks[op.chunk.stage]
-        match op:
-            case ForwardOp():
-                if op.phase.keeps_graph:
-                    chunk.held.add(op.microbatch)
-                return output_of(op.phase, Direction.FORWARD, op.step, op.microbatch, op.hop, op.path)
-            case BackwardOp():
-                chunk.in_flight -= 1
+        row = op.kind.row
+        assert (loss is not None) == row.is_last, f"{op} has ended with {loss}"
+        if row.leaves and op.phase.keeps_graph:
+            chunk.held.add(op.microbatch)
+        if op.phase.trains:
+            if row.uses:
                 chunk.held.discard(op.microbatch)
+            if row.slots < 0:
+                chunk.in_flight += row.slots
+            if row.is_accumulating:
                 chunk.accumulated(op.microbatch)
-                return output_of(Phase.TRAIN, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
-            case LossOp():
-                assert loss is not None
-                if op.phase.trains:
-                    chunk.accumulated(op.microbatch)
-                    chunk.train_losses[op.microbatch] = loss
-                else:
-                    chunk.evaluation_losses[op.microbatch] = loss
-                return output_of(op.phase, Direction.BACKWARD, op.step, op.microbatch, op.hop, op.path)
+        if loss is not None:
+            losses = chunk.train_losses if op.phase.trains else chunk.evaluation_losses
+            losses[op.microbatch] = loss
+        return op.output
 
     def spoil(self, op: ComputeOp) -> None:
         """An op failed halfway: its activation is gone, and if it accumulates, all that its chunk has summed."""
         chunk = self._chunks[op.chunk.stage]
         chunk.held.discard(op.microbatch)
-        if not isinstance(op, ForwardOp):
+        if op.kind.row.is_accumulating:
             chunk.ledger.clear()
             chunk.train_losses.clear()
 
@@ -335,23 +337,5 @@ def _total(losses: Iterable[Loss]) -> Loss:
 
 def _planned(tensor: HopTensor) -> PlannedOp:
     """The op that a training tensor is the input of."""
-    kind = OpKind.BACKWARD
-    if tensor.direction is Direction.FORWARD:
-        kind = OpKind.LOSS if tensor.hop == len(tensor.path.hops) - 1 else OpKind.FORWARD
+    kind = taker_of(tensor.direction, is_last=tensor.hop == len(tensor.path.hops) - 1)
     return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)
-
-
-def _passed_on(tensor: HopTensor, direction: Direction) -> HopTensor | None:
-    return output_of(tensor.phase, direction, tensor.step, tensor.microbatch, tensor.hop, tensor.path)
-
-
-def output_of(
-    phase: Phase, direction: Direction, step: Step, microbatch: MicrobatchId, hop: int, path: Path
-) -> HopTensor | None:
-    """Header of the tensor that leaves `hop` in `direction`; None before the first hop."""
-    target = hop + 1 if direction is Direction.FORWARD else hop - 1
-    if target < 0:
-        return None
-    return HopTensor(
-        direction=direction, phase=phase, step=step, microbatch=microbatch, hop=target, path=path
-    )

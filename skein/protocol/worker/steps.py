@@ -32,13 +32,11 @@ from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTen
 from skein.protocol.worker.exchanges import Exchanges
 from skein.protocol.worker.ops import (
     ApplyOp,
-    BackwardOp,
-    ForwardOp,
+    ComputeOp,
     HopKey,
     Joined,
     JoinOp,
     Loss,
-    LossOp,
     Op,
     OpOutcome,
     PackOp,
@@ -389,7 +387,7 @@ class Steps:
         for stage in self.chunks:
             self._report_done(stage.index)
 
-    def computed(self, op: ForwardOp | LossOp | BackwardOp, outcome: OpOutcome) -> None:
+    def computed(self, op: ComputeOp, outcome: OpOutcome) -> None:
         """A compute op has ended: pass on what it made, and report what it completed."""
         pipeline = self.pipeline or self._fenced
         if pipeline is None or op.step != self.version:
@@ -400,17 +398,17 @@ class Steps:
         if self.pipeline is None:
             return
         self._deliver(made)
-        if isinstance(op, LossOp) and not op.phase.trains:
-            self._report_evaluated()
-        elif not isinstance(op, ForwardOp):
+        if op.accumulates:
             self._report_done(op.chunk.stage)
+        elif op.kind.row.is_last:
+            self._report_evaluated()
 
     def log_shortened(self, keys: Iterable[HopKey]) -> None:
         """The boundary log has forgotten these."""
         for key in keys:
             self._logged.pop(key, None)
 
-    def spoilt(self, op: ForwardOp | LossOp | BackwardOp) -> None:
+    def spoilt(self, op: ComputeOp) -> None:
         """A compute op failed halfway: nobody knows what its chunk's sums are now, so they count for nothing."""
         pipeline = self.pipeline or self._fenced
         if pipeline is not None:

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median, quantiles
 
-from skein.plan.ops import OpKind
+from skein.plan.ops import Cost, OpKind
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.reports import TimesMeasured
 from skein.protocol.messages.tensors import HopTensor, TensorHeader
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op
+from skein.protocol.worker.ops import ComputeOp, Op
 from skein.types import ChunkRef, Generation, WorkerId
 
 NUM_KEPT = 64
@@ -44,17 +44,10 @@ class Timing:
 
     def op_ended(self, op: Op, seconds: float) -> None:
         """An op took so long."""
-        match op:
-            case ForwardOp() if op.phase.trains:
-                kind = OpKind.FORWARD
-            case LossOp() if op.phase.trains:
-                kind = OpKind.LOSS
-            case BackwardOp():
-                kind = OpKind.BACKWARD
-            case _:
-                return
+        if not isinstance(op, ComputeOp) or not op.phase.trains:
+            return
         self._has_news = True
-        self._ops.setdefault((op.chunk, kind), deque(maxlen=NUM_KEPT)).append(seconds)
+        self._ops.setdefault((op.chunk, op.kind), deque(maxlen=NUM_KEPT)).append(seconds)
 
     def tensor_taken(self, to: WorkerId, header: TensorHeader, num_bytes: int, seconds: float) -> None:
         """A peer has accepted a tensor, so long after it was offered."""
@@ -80,12 +73,12 @@ class Timing:
     def _is_known(self, chunk: ChunkRef) -> bool:
         """Whether all that a visit is made of was measured."""
         known = {kind for (at, kind), kept in self._ops.items() if at == chunk and len(kept) >= LEAST_KEPT}
-        return OpKind.LOSS in known or known == {OpKind.FORWARD, OpKind.BACKWARD}
+        return any(known >= {x for x in OpKind if x.row.is_last == is_last} for is_last in (True, False))
 
     def _chunk_time(self, chunk: ChunkRef) -> ChunkTime:
         forward_s, backward_s, loss_s = (
-            median(self._ops.get((chunk, kind), (0.0,)))
-            for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS)
+            sum(median(self._ops.get((chunk, kind), (0.0,))) for kind in OpKind if kind.row.cost is cost)
+            for cost in (Cost.FORWARD, Cost.BACKWARD, Cost.LOSS)
         )
         return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s)
 

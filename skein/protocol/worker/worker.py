@@ -51,6 +51,7 @@ from skein.protocol.worker.copies import Copies
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
+    ComputeOp,
     ForwardOp,
     JoinOp,
     LossOp,
@@ -470,7 +471,7 @@ class Worker:
         if isinstance(op, ApplyOp):
             self._exit(f"an update failed halfway: {outcome.reason}", is_clean=False)
             return
-        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+        if isinstance(op, ComputeOp):
             self._steps.spoilt(op)
         self._steps.stop()
         if self._adopting is not None:

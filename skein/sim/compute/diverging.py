@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import nan
 
 from skein.protocol.messages.directives import StepRecord
-from skein.protocol.worker.ops import ApplyOp, Joined, Loss, LossOp, Op, OpOutcome
+from skein.protocol.worker.ops import ApplyOp, ComputeOp, Joined, Loss, Op, OpOutcome
 from skein.sim.compute.executor import NO_GENERATION, SimExecutor
 from skein.types import Generation, WorkerId
 
@@ -51,8 +51,11 @@ class _Executor(SimExecutor):
         if isinstance(op, ApplyOp):
             for stage, chunk in self.chunks.items():
                 self._diverging.applied(before[stage], chunk.lineage, op.record)
-        if isinstance(op, LossOp) and self._diverging.is_spoilt(before[op.chunk.stage]):
-            assert isinstance(outcome, Loss)
+        if (
+            isinstance(outcome, Loss)
+            and isinstance(op, ComputeOp)
+            and self._diverging.is_spoilt(before[op.chunk.stage])
+        ):
             return replace(outcome, loss_sum=nan)
         is_spoilt = self._diverging.spoils_gradients and any(map(self._diverging.is_spoilt, before.values()))
         if isinstance(outcome, Joined) and is_spoilt:

@@ -15,16 +15,14 @@ from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
-from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
+from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
 from skein.protocol.worker.ops import (
     ApplyOp,
-    BackwardOp,
-    ForwardOp,
+    ComputeOp,
     HopKey,
     Joined,
     JoinOp,
     Loss,
-    LossOp,
     Op,
     OpOutcome,
     PackOp,
@@ -232,14 +230,9 @@ class SimExecutor:
 
     def begins(self, op: Op, generation: Generation) -> None:
         """An op takes its operand now: one that came under this generation, or one that was made here."""
-        if not isinstance(op, ForwardOp | LossOp | BackwardOp):
+        key = op.operand if isinstance(op, ComputeOp) else None
+        if key is None:
             return
-        is_backward = isinstance(op, BackwardOp)
-        if op.hop == 0 and not is_backward:
-            return
-        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
-        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
-        key = HopKey(direction, phase, op.step, op.microbatch, op.hop)
         if (generation, key) not in self._here and key not in self._log and key not in self._forgotten:
             raise Violated(f"{self.worker} begins {op} without its operand")
 
@@ -254,44 +247,28 @@ class SimExecutor:
     def seconds(self, op: Op) -> float:
         """How long an op takes here."""
         match op:
-            case ForwardOp():
-                return OP_OVERHEAD_S + self.times[op.chunk.stage].forward / self.flops_per_s
-            case BackwardOp():
-                return OP_OVERHEAD_S + self.times[op.chunk.stage].backward / self.flops_per_s
-            case LossOp():
+            case ComputeOp():
                 times = self.times[op.chunk.stage]
-                return OP_OVERHEAD_S + (times.forward + times.backward) / self.flops_per_s
+                return (
+                    OP_OVERHEAD_S + op.kind.row.cost.seconds(times.forward, times.backward) / self.flops_per_s
+                )
             case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp() | SnapshotOp():
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
 
     def spoil(self, op: Op) -> None:
         """An op has failed halfway: what it adds to is of no use any more."""
-        if isinstance(op, ForwardOp | LossOp | BackwardOp):
-            self._graphs.discard((op.microbatch, op.chunk.stage))
-        if isinstance(op, LossOp | BackwardOp) and op.chunk.stage in self.chunks:
+        if not isinstance(op, ComputeOp):
+            return
+        self._graphs.discard((op.microbatch, op.chunk.stage))
+        if op.kind.row.is_accumulating and op.chunk.stage in self.chunks:
             self.chunks[op.chunk.stage].accumulated[SPOILT] = 1
 
     def run(self, op: Op, generation: Generation = NO_GENERATION) -> OpOutcome:
         """Carry an op out, at its end; what it makes is filed under `generation`."""
-        if isinstance(op, ForwardOp | LossOp):
-            self._given_up.clear()
         match op:
-            case LossOp():
-                if op.phase.trains:
-                    self._accumulate(op)
-                self._made(op, Direction.BACKWARD, generation)
-                return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1)
-            case BackwardOp():
-                if (op.microbatch, op.chunk.stage) not in self._graphs:
-                    raise Violated(f"{self.worker} has no activation for {op}")
-                self._graphs.discard((op.microbatch, op.chunk.stage))
-                self._accumulate(op)
-                self._made(op, Direction.BACKWARD, generation)
-            case ForwardOp():
-                if op.phase.keeps_graph:
-                    self._graphs.add((op.microbatch, op.chunk.stage))
-                self._made(op, Direction.FORWARD, generation)
+            case ComputeOp():
+                return self._compute(op, generation)
             case PackOp():
                 self._pack(op)
             case SumOp():
@@ -304,22 +281,31 @@ class SimExecutor:
                 pass
         return None
 
-    def _made(
-        self, op: ForwardOp | LossOp | BackwardOp, direction: Direction, generation: Generation
-    ) -> None:
-        hop = op.hop + 1 if direction is Direction.FORWARD else op.hop - 1
-        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
-        key = HopKey(direction, phase, op.step, op.microbatch, hop)
-        if phase.trains:
+    def _compute(self, op: ComputeOp, generation: Generation) -> Loss | None:
+        """What the op's row says, done to sets of contributions."""
+        row, place = op.kind.row, (op.microbatch, op.chunk.stage)
+        if row.takes is Direction.FORWARD:
+            self._given_up.clear()
+        if row.uses and place not in self._graphs:
+            raise Violated(f"{self.worker} has no activation for {op}")
+        if row.uses:
+            self._graphs.discard(place)
+        if row.leaves and op.phase.keeps_graph:
+            self._graphs.add(place)
+        if op.accumulates:
+            accumulated = self.chunks[op.chunk.stage].accumulated
+            contribution = (op.step, op.microbatch, op.chunk.stage)
+            accumulated[contribution] = accumulated.get(contribution, 0) + 1
+        if op.output is not None:
+            self._made(hop_key(op.output), generation)
+        return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.is_last else None
+
+    def _made(self, key: HopKey, generation: Generation) -> None:
+        if key.phase.trains:
             self._log.add(key)
             self._forgotten.discard(key)
         else:
             self._here.add((generation, key))
-
-    def _accumulate(self, op: LossOp | BackwardOp) -> None:
-        accumulated = self.chunks[op.chunk.stage].accumulated
-        contribution = (op.step, op.microbatch, op.chunk.stage)
-        accumulated[contribution] = accumulated.get(contribution, 0) + 1
 
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)

@@ -22,6 +22,7 @@ from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTen
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
+    ComputeOp,
     ForwardOp,
     HopKey,
     Joined,
@@ -211,19 +212,16 @@ class NumericExecutor(SimExecutor):
     def begins(self, op: Op, generation: Generation) -> None:
         """Take the operand, as a driver does when it hands an op to its executor."""
         super().begins(op, generation)
-        if not isinstance(op, ForwardOp | LossOp | BackwardOp):
+        if not isinstance(op, ComputeOp):
             return
-        if op.hop == 0 and not isinstance(op, BackwardOp):
+        key = op.operand
+        if key is None:
             self._operand = self._sample(op)[0]
             return
-        is_backward = isinstance(op, BackwardOp)
-        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
-        phase = Phase.TRAIN if isinstance(op, BackwardOp) else op.phase
-        key = HopKey(direction, phase, op.step, op.microbatch, op.hop)
         found = self._received.get((generation, key))
         self._operand = self._made_here[key] if found is None else found
 
-    def _sample(self, op: ForwardOp | LossOp) -> tuple[F64, F64]:
+    def _sample(self, op: ComputeOp) -> tuple[F64, F64]:
         """Of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
         shared = op.microbatch // self._num_ways if op.phase.replicates_samples else op.microbatch
         return self._model.sample(op.phase, op.step, MicrobatchId(shared))
@@ -281,7 +279,7 @@ class NumericExecutor(SimExecutor):
             self._backward(op, self._operand, error_BD)
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 
-    def _backward(self, op: LossOp | BackwardOp, x_BD: F64, dy_BD: F64) -> None:
+    def _backward(self, op: ComputeOp, x_BD: F64, dy_BD: F64) -> None:
         stage = op.chunk.stage
         inputs, sums = self._through(stage, x_BD), self._sums[stage]
         for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):

@@ -34,7 +34,7 @@ from skein.protocol.messages.directives import (
     Resumption,
     StepRecord,
 )
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op
+from skein.protocol.worker.ops import ComputeOp, Op
 from skein.protocol.worker.worker import Worker
 from skein.types import (
     ChunkRef,
@@ -297,7 +297,7 @@ class Invariants:
 
     def begins(self, who: Worker, op: Op) -> None:
         """A worker computes only what the generation that it follows has assigned."""
-        if isinstance(op, ForwardOp | LossOp | BackwardOp):
+        if isinstance(op, ComputeOp):
             built = self._built.get(who.identity.incarnation)
             if built != who.generation:
                 raise Violated(f"{who.identity.worker} computes under {who.generation}, has built {built}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from skein.plan.changing.reroute import rerouted, usable
 from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
-from skein.plan.ops import Direction, OpKind
+from skein.plan.ops import Direction
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages.directives import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.messages.reports import Ack
@@ -161,7 +161,7 @@ def _is_logged(need: Need, progress: _Progress) -> bool:
     done = progress.get(made.chunk)
     if done is None:
         return False
-    logged = done.outputs if made.op.kind is OpKind.FORWARD else done.gradients
+    logged = done.outputs if made.op.kind.row.gives is Direction.FORWARD else done.gradients
     return made.op.microbatch in logged
 
 
@@ -189,7 +189,7 @@ def _resumptions(
             origins=tuple(
                 Origin(microbatch=op.microbatch, path=plan.paths[op.microbatch])
                 for op in schedule.ops
-                if op.stage == 0 and op.kind is not OpKind.BACKWARD
+                if op.stage == 0 and op.kind.row.takes is Direction.FORWARD
             ),
             repeats=tuple(repeats[schedule.worker]),
         )
@@ -199,9 +199,10 @@ def _resumptions(
 
 def _again(need: Need, path: Path, version: Step) -> HopTensor:
     """The header under which a logged tensor is sent to who needs it now."""
-    is_forward = need.made_by.op.kind is OpKind.FORWARD
+    gives = need.made_by.op.kind.row.gives
+    assert gives is not None, "nothing waits for what this op makes"
     return HopTensor(
-        direction=Direction.FORWARD if is_forward else Direction.BACKWARD,
+        direction=gives,
         phase=Phase.TRAIN,
         step=version,
         microbatch=need.op.op.microbatch,
