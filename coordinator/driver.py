@@ -43,10 +43,10 @@ from skein.protocol.coordinator.coordinator_io import (
     Send,
     StreamBroken,
     SubmitAsked,
-    TimePassed,
     VerifyCheckpoint,
     WriteManifest,
 )
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from skein.errors import RemoteError
+from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, Report, Trouble
 from skein.protocol.messages.tensors import Envelope
@@ -44,7 +45,6 @@ from skein.protocol.worker.worker_io import (
     SendTensor,
     StartOpening,
     StartPrefetch,
-    TimePassed,
     WorkerCommand,
 )
 from skein.storage.outside import Outside

@@ -26,7 +26,7 @@ from client.planning.messages import (
 )
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import Problem, Routing
-from skein.plan.route.rounds import MOVES_PER_OP, Round, rounds
+from skein.plan.route.rounds import MOVES_PER_OP, AnnealingRound, rounds
 
 if TYPE_CHECKING:
     from skein.plan.route.search import Search
@@ -134,7 +134,7 @@ def _news(search: "Search", seed: int) -> Message:
     )
 
 
-def _counted_rounds(problem: Problem, num_rounds: int) -> Iterator[tuple[int, Round]]:
+def _counted_rounds(problem: Problem, num_rounds: int) -> Iterator[tuple[int, AnnealingRound]]:
     """Rounds of equal size, (moves, what to do)."""
     once = rounds(1, problem.num_ops)
     for number in range(num_rounds):
@@ -149,11 +149,11 @@ class Counting(Protocol):
 
 def rounds_in_time(
     problem: Problem, search: Counting, until_s: float, now: Callable[[], float]
-) -> Iterator[tuple[int, Round]]:
+) -> Iterator[tuple[int, AnnealingRound]]:
     """(moves, what to do) for as long as there is time, sized by how fast the rounds before were."""
     most = MOVES_PER_OP * problem.num_ops
     began_s, before = now(), search.num_moves
-    yield _TRY_MOVES, Round(share=0.0, warmth=None)
+    yield _TRY_MOVES, AnnealingRound(share=0.0, warmth=None)
     moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
     todo = list(rounds(moves_per_s * (until_s - now()), problem.num_ops))
     while (left_s := until_s - now()) > _LEAST_ROUND_S:

@@ -12,6 +12,7 @@ from numpy.random import Generator as Draw
 from skein import PROTOCOL_VERSION
 from skein.config.job import JobSpec
 from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, StreamBroken
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, JobHeld, Record, RolledBack
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello, Report
@@ -41,7 +42,6 @@ from skein.protocol.worker.worker_io import (
     SendTensor,
     StartOpening,
     StartPrefetch,
-    TimePassed,
     WorkerCommand,
     WorkerEvent,
 )

@@ -13,7 +13,7 @@ from tests.contract.source import PACKAGES, ROOT, parse, python_files
 MAX_MODULES = 12
 MAX_LINES = 500
 SEVERAL_MODULES = {
-    "Joined", "OpKind", "Pace", "Placement", "Refused", "Round", "Ruling", "Schedule", "TimePassed",
+    "Refused",
 }  # fmt: skip
 """Classes of one name in more than one module."""
 LARGE_PACKAGES: set[str] = set()

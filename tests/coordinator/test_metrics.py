@@ -15,7 +15,8 @@ from coordinator.telling.statistics import MAX_LABELS
 from coordinator.telling.status import Roster
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator import Coordinator
-from skein.protocol.coordinator.coordinator_io import ReportArrived, TimePassed
+from skein.protocol.coordinator.coordinator_io import ReportArrived
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import Diverged, IncidentKind, Record, Remedy, RolledBack
 from skein.protocol.messages.directives import Count
 from skein.protocol.messages.reports import Beat, EvaluationDone

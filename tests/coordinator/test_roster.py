@@ -3,7 +3,8 @@
 from coordinator.telling.status import Roster
 from skein import PROTOCOL_VERSION
 from skein.protocol.coordinator.coordinator import Coordinator
-from skein.protocol.coordinator.coordinator_io import DrainAsked, ReportArrived, StreamBroken, TimePassed
+from skein.protocol.coordinator.coordinator_io import DrainAsked, ReportArrived, StreamBroken
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import EpochOpened
 from skein.protocol.messages.reports import Hello
 from skein.topology.fleet import Profile

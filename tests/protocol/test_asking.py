@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.plan.plan import Infeasible
-from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PauseAsked, PlanMade, TimePassed
+from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PauseAsked, PlanMade
 from skein.protocol.coordinator.runs.gathering import GATHER_S, RETURN_S
 from skein.protocol.coordinator.runs.placing.giving_up import (
     LEAST_S,
@@ -14,6 +14,7 @@ from skein.protocol.coordinator.runs.placing.giving_up import (
     patience_s,
     waits_until,
 )
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationOpened, RolledBack
 from skein.protocol.messages.directives import Assign, Look, NewGeneration, SourceKind
 from skein.protocol.messages.reports import PeersSeen, Prefetched

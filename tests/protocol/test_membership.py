@@ -10,8 +10,8 @@ from skein.protocol.membership.membership import (
     Evicted,
     Heard,
     HelloHeard,
+    IncarnationJoined,
     IsLeaving,
-    Joined,
     LeaseTime,
     LeaveHeard,
     Lost,
@@ -57,7 +57,7 @@ def lost(changes: list[MembershipChange]) -> list[str]:
 def test_a_hello_joins() -> None:
     machine = membership()
     assert machine.deadline() is None
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [Joined(worker=W)]
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [IncarnationJoined(worker=W)]
     assert list(machine.live) == ["w"]
     assert machine.deadline() == 1.0 + LEASE_S
 
@@ -118,7 +118,10 @@ def test_who_was_only_silent_joins_again_on_the_stream_it_has() -> None:
     machine = with_one()
     machine.handle(LeaveHeard(worker=W), now=0.1)
     machine.handle(LeaseTime(), now=LEASE_S)
-    assert machine.handle(heard("w", progress=7), now=5.0) == [Joined(worker=W), IsLeaving(worker=W)]
+    assert machine.handle(heard("w", progress=7), now=5.0) == [
+        IncarnationJoined(worker=W),
+        IsLeaving(worker=W),
+    ]
     entry = machine.live[W]
     assert (entry.lease_until, entry.progress, entry.is_leaving) == (8.0, 7, True)
     assert machine.deadline() == 8.0
@@ -129,7 +132,7 @@ def test_who_was_silent_and_then_lost_its_stream_must_say_hello() -> None:
     machine.handle(LeaseTime(), now=LEASE_S)
     machine.handle(broke("w"), now=4.0)
     assert machine.handle(heard("w"), now=5.0) == []
-    assert machine.handle(HelloHeard(hello=hello("w")), now=6.0) == [Joined(worker=W)]
+    assert machine.handle(HelloHeard(hello=hello("w")), now=6.0) == [IncarnationJoined(worker=W)]
 
 
 def test_another_protocol_version_is_rejected_with_the_cure() -> None:
@@ -157,9 +160,12 @@ def test_who_is_leaving_stays_so_through_losses_and_returns() -> None:
     assert returned == [Returned(worker=W), IsLeaving(worker=W)]
     machine.handle(broke("w"), now=0.3)
     machine.handle(LeaseTime(), now=0.9)
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [Joined(worker=W), IsLeaving(worker=W)]
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [
+        IncarnationJoined(worker=W),
+        IsLeaving(worker=W),
+    ]
     _, again = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=1.1)
-    assert again == Joined(worker=W)
+    assert again == IncarnationJoined(worker=W)
     assert not machine.live[W].is_leaving
 
 
@@ -179,13 +185,13 @@ def test_a_doubted_worker_whose_stream_broke_is_lost_at_once() -> None:
         is_final=False,
     )
     assert machine.deadline() is None
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.2) == [Joined(worker=W)]
+    assert machine.handle(HelloHeard(hello=hello("w")), now=1.2) == [IncarnationJoined(worker=W)]
 
 
 def test_a_doubted_worker_that_misses_beats_is_lost_before_its_lease_ends_and_may_speak_again() -> None:
     machine = with_one()
     assert lost(machine.handle(doubted(), now=LEASE_S / 2)) == ["w"]
-    assert machine.handle(heard("w"), now=2.0) == [Joined(worker=W)]
+    assert machine.handle(heard("w"), now=2.0) == [IncarnationJoined(worker=W)]
 
 
 def test_a_peers_doubt_alone_loses_nobody() -> None:
@@ -293,7 +299,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
         else:
             silent = self.silent.get(name, incarnation)
             gone = ([Lost] if held else []) + ([Rejected] if silent != incarnation else [])
-            assert [type(change) for change in changes] == [*gone, Joined]
+            assert [type(change) for change in changes] == [*gone, IncarnationJoined]
             if held is not None:
                 self.refused.add(held[0])
             if silent != incarnation:
@@ -308,7 +314,10 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
             assert [type(change) for change in changes] == [Rejected]
             return
         silent = self.silent.pop(name, None)
-        assert [type(change) for change in changes] == [*([] if silent is None else [Rejected]), Joined]
+        assert [type(change) for change in changes] == [
+            *([] if silent is None else [Rejected]),
+            IncarnationJoined,
+        ]
         if silent is not None:
             self.refused.add(silent)
         # It goes at once, and its grace passes.
@@ -320,7 +329,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
         incarnation = f"{name}-{turn}"
         changes = self.machine.handle(heard(name, incarnation=incarnation), now=self.now)
         if self.silent.get(name) == incarnation:
-            assert changes == [Joined(worker=WorkerId(name))]
+            assert changes == [IncarnationJoined(worker=WorkerId(name))]
             self.join(name, incarnation)
             return
         assert changes == []

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from skein.protocol.coordinator.remeasuring import FIRST_PAUSE_S, Pace, Remeasuring
+from skein.protocol.coordinator.remeasuring import FIRST_PAUSE_S, JobPace, Remeasuring
 from skein.types import Generation, WorkerId
 
 IDLE, BUSY = WorkerId("idle"), WorkerId("busy")
-CALM = Pace(busy=frozenset({BUSY}), parted=None)
+CALM = JobPace(busy=frozenset({BUSY}), parted=None)
 
 
-def parted(generation: int) -> Pace:
-    return Pace(busy=frozenset({BUSY}), parted=Generation(generation))
+def parted(generation: int) -> JobPace:
+    return JobPace(busy=frozenset({BUSY}), parted=Generation(generation))
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def remeasuring() -> Remeasuring:
     return found
 
 
-def times_due(remeasuring: Remeasuring, worker: WorkerId, pace: Pace, *, until_s: float) -> list[float]:
+def times_due(remeasuring: Remeasuring, worker: WorkerId, pace: JobPace, *, until_s: float) -> list[float]:
     """When a worker that beats every second is asked."""
     found = []
     for second in range(1, int(until_s)):
@@ -51,4 +51,4 @@ def test_where_ops_part_from_the_plan_everybody_at_once_and_later_plans_after_a_
 
 
 def test_amid_a_change_of_generation_nobody(remeasuring: Remeasuring) -> None:
-    assert times_due(remeasuring, IDLE, Pace(busy=None, parted=None), until_s=1000.0) == []
+    assert times_due(remeasuring, IDLE, JobPace(busy=None, parted=None), until_s=1000.0) == []

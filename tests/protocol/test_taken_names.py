@@ -6,7 +6,7 @@ from skein.protocol.log.records import GenerationMember
 from skein.protocol.membership.membership import (
     Evicted,
     HelloHeard,
-    Joined,
+    IncarnationJoined,
     LeaseTime,
     Lost,
     Membership,
@@ -25,7 +25,7 @@ def test_a_new_incarnation_means_that_the_old_one_died() -> None:
     gone, come = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=0.1)
     assert isinstance(gone, Lost)
     assert (gone.incarnation, gone.is_final) == ("w-1", True)
-    assert come == Joined(worker=W)
+    assert come == IncarnationJoined(worker=W)
     assert machine.is_current(W, Incarnation("w-2"))
 
 
@@ -62,7 +62,7 @@ def test_a_stranger_gets_the_name_of_the_lost_who_is_refused_then() -> None:
     machine = with_one()
     machine.handle(LeaseTime(), now=LEASE_S)
     changes = machine.handle(stranger(), now=4.0)
-    assert [type(change) for change in changes] == [Rejected, Joined]
+    assert [type(change) for change in changes] == [Rejected, IncarnationJoined]
     assert machine.is_current(W, Incarnation("stranger"))
     [change] = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=4.1)
     assert isinstance(change, Rejected)
@@ -70,7 +70,7 @@ def test_a_stranger_gets_the_name_of_the_lost_who_is_refused_then() -> None:
 
 def test_who_has_no_secret_is_replaced_by_nobody_and_returns_all_the_same() -> None:
     machine = membership()
-    assert machine.handle(stranger("first", secret=""), now=0.0) == [Joined(worker=W)]
+    assert machine.handle(stranger("first", secret=""), now=0.0) == [IncarnationJoined(worker=W)]
     assert [type(change) for change in machine.handle(stranger("second", secret=""), now=0.1)] == [Rejected]
     assert machine.handle(stranger("first", secret=""), now=0.2) == [Returned(worker=W)]
 
@@ -96,7 +96,7 @@ def test_after_a_restart_a_name_waits_a_lease_for_whom_the_log_knows() -> None:
     [change] = machine.handle(stranger(), now=10.1)
     assert isinstance(change, Rejected)
     assert "may live and come back" in change.reason
-    assert machine.handle(HelloHeard(hello=hello("w")), now=10.2) == [Joined(worker=W)]
+    assert machine.handle(HelloHeard(hello=hello("w")), now=10.2) == [IncarnationJoined(worker=W)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_after_a_restart_a_name_waits_a_lease_for_whom_the_log_knows() -> None:
     ids=["its successor", "a stranger, later", "no proof to show"],
 )
 def test_after_a_restart_others_get_it_by_proof_or_later(proof: str, said: HelloHeard, at: float) -> None:
-    assert remembering(proof=proof).handle(said, now=at) == [Joined(worker=W)]
+    assert remembering(proof=proof).handle(said, now=at) == [IncarnationJoined(worker=W)]
 
 
 def test_what_the_old_incarnation_still_says_or_loses_changes_nothing() -> None:
@@ -126,7 +126,7 @@ def test_a_silent_process_whose_name_another_takes_is_refused_on_the_stream_it_h
     gone, come = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=4.0)
     assert isinstance(gone, Rejected)
     assert gone.incarnation == "w-1"
-    assert come == Joined(worker=W)
+    assert come == IncarnationJoined(worker=W)
 
 
 def test_who_was_evicted_is_not_admitted_again() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skein import PROTOCOL_VERSION
+from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import (
     ChunkVersion,
     Dismiss,
@@ -48,7 +49,6 @@ from skein.protocol.worker.worker_io import (
     StopRequested,
     StreamLost,
     StreamOpened,
-    TimePassed,
 )
 from skein.types import (
     Epoch,

@@ -19,9 +19,9 @@ from skein.protocol.coordinator.coordinator_io import (
     Send,
     StreamBroken,
     SubmitAsked,
-    TimePassed,
     WriteManifest,
 )
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record, StageFiles
 from skein.protocol.messages.directives import (
     Assign,

@@ -28,10 +28,10 @@ from skein.protocol.coordinator.coordinator_io import (
     Send,
     StreamBroken,
     SubmitAsked,
-    TimePassed,
     VerifyCheckpoint,
     WriteManifest,
 )
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, JobEnded, Record, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import Hello

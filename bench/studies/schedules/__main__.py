@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.report import Row, finish
 from bench.studies.schedules.choice import Candidate, choose
-from skein.plan.schedules.ops import Placement
+from skein.plan.schedules.ops import PipelinePlacement
 from tests.support.scheduling.pricing import Cut, Links, StageCost, even_cut
 
 NUM_WORKERS = 4
@@ -26,7 +26,12 @@ HOPS = ((0.0, "0"), (0.25, "1/12"), (0.5, "1/6"), (1.0, "1/3"), (2.0, "2/3"), (3
 """Seconds of a hop, and the same as a part of T."""
 _TOTAL_S = 3.0
 _SHARE_BYTES = 60
-_KINDS = ((1, Placement.LOOP), (2, Placement.LOOP), (4, Placement.LOOP), (2, Placement.V))
+_KINDS = (
+    (1, PipelinePlacement.LOOP),
+    (2, PipelinePlacement.LOOP),
+    (4, PipelinePlacement.LOOP),
+    (2, PipelinePlacement.V),
+)
 
 
 def cuts() -> list[Cut]:

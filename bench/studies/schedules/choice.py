@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import OpKind, Schedule, Shape
+from skein.plan.schedules.ops import PipelineOpKind, PipelineSchedule, Shape
 from skein.plan.schedules.split import one_f_one_i
 from skein.plan.schedules.table import GENERATORS
 from skein.plan.schedules.whole import one_f_one_b
@@ -24,7 +24,7 @@ class Candidate:
 
     name: str
     cut: Cut
-    schedule: Schedule
+    schedule: PipelineSchedule
     simulation: Simulation
 
 
@@ -66,7 +66,7 @@ def choose(
     ranking: list[Candidate] = []
     rejected: list[Rejected] = []
     for cut in cuts:
-        name_by_schedule: dict[Schedule, str] = {}
+        name_by_schedule: dict[PipelineSchedule, str] = {}
         for name, options in _proposals(cut, cut.shape(num_microbatches), links, memory_bytes):
             best = _best(name, options, cut, links, memory_bytes)
             if isinstance(best, Rejected):
@@ -82,7 +82,7 @@ def choose(
     return Choice(ranking=_ranked(ranking), rejected=tuple(rejected))
 
 
-_Make = Callable[[], Schedule]
+_Make = Callable[[], PipelineSchedule]
 
 
 def _proposals(
@@ -147,5 +147,5 @@ def _complexity(candidate: Candidate) -> tuple[bool, int, int, str]:
     return _is_split(candidate.schedule), candidate.cut.num_chunks, most_bytes, candidate.name
 
 
-def _is_split(schedule: Schedule) -> bool:
-    return any(op.kind is OpKind.BACKWARD_INPUT for op in schedule.ops_by_worker[0])
+def _is_split(schedule: PipelineSchedule) -> bool:
+    return any(op.kind is PipelineOpKind.BACKWARD_INPUT for op in schedule.ops_by_worker[0])

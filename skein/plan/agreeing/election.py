@@ -94,7 +94,7 @@ def rechecking(seed: int, round_: int, followers: Collection[Who], *, ratio: flo
     return tuple(sorted(who for at, (draw, who) in enumerate(drawn) if draw < ratio or at == 0))
 
 
-class Ruling(StrEnum):
+class ClaimRuling(StrEnum):
     """What follows from checks: the claim stands, everybody is asked to check, or the leader has lied."""
 
     STANDS = "stands"
@@ -102,21 +102,21 @@ class Ruling(StrEnum):
     LIED = "lied"
 
 
-def judge(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> Ruling:
+def judge(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> ClaimRuling:
     """What becomes of a claim: one accusation makes all check, and more than half of all have to agree on a lie.
 
     So neither a leader nor an accuser is believed alone; a follower that is the only one is.
 
     >>> judge({1: True}, num_followers=3), judge({1: False}, num_followers=3), judge({1: False, 2: False},
     ...     num_followers=3)
-    (<Ruling.STANDS: 'stands'>, <Ruling.ASK_ALL: 'ask_all'>, <Ruling.LIED: 'lied'>)
+    (<ClaimRuling.STANDS: 'stands'>, <ClaimRuling.ASK_ALL: 'ask_all'>, <ClaimRuling.LIED: 'lied'>)
     """
     against = sum(not is_true for is_true in is_true_by_follower.values())
     if 2 * against > num_followers:
-        return Ruling.LIED
+        return ClaimRuling.LIED
     if against and len(is_true_by_follower) < num_followers:
-        return Ruling.ASK_ALL
-    return Ruling.STANDS
+        return ClaimRuling.ASK_ALL
+    return ClaimRuling.STANDS
 
 
 def probe_positions(seed: int, round_: int, *, num_samples: int, num_validation: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from skein.plan.ops import OpKind, op_numbers_at
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.schedules import ops as schedules
-from skein.plan.schedules.ops import Op, Placement, Shape
+from skein.plan.schedules.ops import Op, PipelinePlacement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
 
@@ -25,8 +25,8 @@ _WHOLE = ("one_f_one_b", "gpipe", "interleaved", "looped_bfs")
 """Generators whose ops the workers have: backwards are not split."""
 
 _KINDS = {
-    schedules.OpKind.FORWARD: OpKind.FORWARD,
-    schedules.OpKind.BACKWARD: OpKind.BACKWARD,
+    schedules.PipelineOpKind.FORWARD: OpKind.FORWARD,
+    schedules.PipelineOpKind.BACKWARD: OpKind.BACKWARD,
 }
 
 _Ways = Mapping[int, Sequence[Op]]
@@ -85,7 +85,7 @@ def _ops(
     problem: Problem, holders: Sequence[int], workers: Sequence[int], num_microbatches: int, name: str
 ) -> Sequence[Sequence[Op]] | None:
     num_chunks, rest = divmod(len(holders), len(workers))
-    for placement in Placement:
+    for placement in PipelinePlacement:
         shape = Shape(
             num_workers=len(workers),
             num_microbatches=num_microbatches,
@@ -152,5 +152,5 @@ def _own_ops(problem: Problem, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
     for op in ops:
         if op.stage < hops:
             yield op.microbatch, numbers[_KINDS[op.kind], op.stage]
-        elif op.kind is schedules.OpKind.BACKWARD:
+        elif op.kind is schedules.PipelineOpKind.BACKWARD:
             yield op.microbatch, numbers[OpKind.LOSS, hops]

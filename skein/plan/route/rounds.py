@@ -10,7 +10,7 @@ _WARMTHS = (0.016, 0.012, 0.008, 0.004)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class AnnealingRound:
     """One annealing with `share` of all moves: of a start of its own (`warmth` None), or of the best routing so far.
 
     `warmth` is the first temperature in steps of that routing.
@@ -20,7 +20,7 @@ class Round:
     warmth: float | None
 
 
-def rounds(num_moves: float, num_ops: int) -> tuple[Round, ...]:
+def rounds(num_moves: float, num_ops: int) -> tuple[AnnealingRound, ...]:
     """What to do with so many moves on a problem of so many ops; shares sum to 1.
 
     Several starts, for one annealing differs from the next by a few percent; then the best of them again and again,
@@ -31,8 +31,8 @@ def rounds(num_moves: float, num_ops: int) -> tuple[Round, ...]:
     [None, None, None, None, 0.016, 0.012, 0.008, 0.004]
     """
     once = (
-        *(Round(share=share, warmth=None) for share in _STARTS),
-        *(Round(share=(1 - sum(_STARTS)) / len(_WARMTHS), warmth=warmth) for warmth in _WARMTHS),
+        *(AnnealingRound(share=share, warmth=None) for share in _STARTS),
+        *(AnnealingRound(share=(1 - sum(_STARTS)) / len(_WARMTHS), warmth=warmth) for warmth in _WARMTHS),
     )
     times = max(1, math.ceil(max(x.share for x in once) * num_moves / (MOVES_PER_OP * num_ops)))
-    return tuple(Round(share=x.share / times, warmth=x.warmth) for _ in range(times) for x in once)
+    return tuple(AnnealingRound(share=x.share / times, warmth=x.warmth) for _ in range(times) for x in once)

@@ -17,7 +17,7 @@ from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, s
 from skein.plan.route.kernels.cost import NEVER, fit, scratch
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.route.rounds import Round, rounds
+from skein.plan.route.rounds import AnnealingRound, rounds
 from skein.plan.route.start import first_paths
 from skein.rng import key, stream
 
@@ -117,7 +117,7 @@ class Search:
         shares = rounds(num_moves, self.problem.num_ops)
         return [partial(self.run, x, max(1, int(x.share * num_moves))) for x in shares]
 
-    def run(self, round_: Round, num_moves: int) -> Found | Infeasible:
+    def run(self, round_: AnnealingRound, num_moves: int) -> Found | Infeasible:
         """One round of `num_moves`; gives the best routing so far."""
         if round_.warmth is None:
             return self.improve(num_moves)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class OpKind(StrEnum):
+class PipelineOpKind(StrEnum):
     """What is done with one microbatch at one stage; BACKWARD is BACKWARD_INPUT and BACKWARD_WEIGHT at once."""
 
     FORWARD = "F"
@@ -18,11 +18,11 @@ class OpKind(StrEnum):
 class Op(NamedTuple):
     """One op; a tuple, for schedules hold hundreds of thousands. The last stage's forward includes the loss.
 
-    >>> str(Op(OpKind.BACKWARD_INPUT, 3, 7))
+    >>> str(Op(PipelineOpKind.BACKWARD_INPUT, 3, 7))
     'I7 of stage 3'
     """
 
-    kind: OpKind
+    kind: PipelineOpKind
     stage: int
     microbatch: int
 
@@ -30,7 +30,7 @@ class Op(NamedTuple):
         return f"{self.kind}{self.microbatch} of stage {self.stage}"
 
 
-class Placement(StrEnum):
+class PipelinePlacement(StrEnum):
     """Which chunks a worker holds: `LOOP` stages r, r + p, r + 2p, …; `V` stages r, 2p - 1 - r, 2p + r, …"""
 
     LOOP = "loop"
@@ -41,14 +41,14 @@ class Placement(StrEnum):
 class Shape:
     """p workers, v chunks on each, m microbatches per step.
 
-    >>> Shape(num_workers=3, num_chunks=2, num_microbatches=1, placement=Placement.V).worker_by_stage
+    >>> Shape(num_workers=3, num_chunks=2, num_microbatches=1, placement=PipelinePlacement.V).worker_by_stage
     (0, 1, 2, 2, 1, 0)
     """
 
     num_workers: int
     num_microbatches: int
     num_chunks: int = 1
-    placement: Placement = Placement.LOOP
+    placement: PipelinePlacement = PipelinePlacement.LOOP
 
     @property
     def num_stages(self) -> int:
@@ -57,17 +57,17 @@ class Shape:
     @property
     def worker_by_stage(self) -> tuple[int, ...]:
         there = tuple(range(self.num_workers))
-        back = there[::-1] if self.placement is Placement.V else there
+        back = there[::-1] if self.placement is PipelinePlacement.V else there
         return tuple(worker for i in range(self.num_chunks) for worker in (back if i % 2 else there))
 
     def stage(self, worker: int, chunk: int) -> int:
         """The stage that is `worker`'s chunk number `chunk`."""
-        turned = self.placement is Placement.V and chunk % 2 == 1
+        turned = self.placement is PipelinePlacement.V and chunk % 2 == 1
         return chunk * self.num_workers + (self.num_workers - 1 - worker if turned else worker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """Each worker's ops of one step, to be run strictly in this order, each as soon as its input is there."""
 
     worker_by_stage: tuple[int, ...]
@@ -83,9 +83,9 @@ class Schedule:
         return len(self.worker_by_stage)
 
 
-def schedule(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> Schedule:
+def schedule(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> PipelineSchedule:
     """The schedule of `shape` that runs these ops."""
-    return Schedule(
+    return PipelineSchedule(
         worker_by_stage=shape.worker_by_stage,
         num_microbatches=shape.num_microbatches,
         ops_by_worker=tuple(tuple(ops) for ops in ops_by_worker),

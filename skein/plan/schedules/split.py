@@ -6,11 +6,11 @@ In the formulas p is the number of workers, r the position of one, v its chunks 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
 from skein.plan.schedules.whole import group_size, grouped, textbook_depths
 
 
-def zb_h1(shape: Shape) -> Schedule:
+def zb_h1(shape: Shape) -> PipelineSchedule:
     """As 1F1B, worker r keeping up to r weight gradients for later. All hold p microbatches, r of them only for that.
 
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, Section 2.2.
@@ -18,7 +18,7 @@ def zb_h1(shape: Shape) -> Schedule:
     return one_f_one_i(shape, textbook_depths(shape.num_workers), range(shape.num_workers))
 
 
-def zb_h2(shape: Shape) -> Schedule:
+def zb_h2(shape: Shape) -> PipelineSchedule:
     """As ZB-H1 with 2(p - r) - 1 forwards first and 2r kept weight gradients. All hold 2p - 1 microbatches.
 
     Each worker is busy from its first op to its last when f = i = w; their spans are shifted against each other, so
@@ -30,7 +30,7 @@ def zb_h2(shape: Shape) -> Schedule:
     return one_f_one_i(shape, [2 * (p - r) - 1 for r in range(p)], range(0, 2 * p, 2))
 
 
-def one_f_one_i(shape: Shape, depths: Sequence[int], num_kept: Sequence[int]) -> Schedule:
+def one_f_one_i(shape: Shape, depths: Sequence[int], num_kept: Sequence[int]) -> PipelineSchedule:
     """1F1B with worker r's weight gradients done num_kept[r] microbatches after their input gradients."""
     return schedule(
         shape,
@@ -41,7 +41,7 @@ def one_f_one_i(shape: Shape, depths: Sequence[int], num_kept: Sequence[int]) ->
     )
 
 
-def interleaved_zb(shape: Shape) -> Schedule:
+def interleaved_zb(shape: Shape) -> PipelineSchedule:
     """Interleaved with split backwards: (v-1)p + p-1-r forwards first, r kept weight gradients. Holds v p chunks.
 
     Source: the order that torch.distributed.pipelining 2.13 calls InterleavedZeroBubble; arXiv 2401.10241.
@@ -54,18 +54,18 @@ def interleaved_zb(shape: Shape) -> Schedule:
 
 def weight(op: Op) -> Op:
     """The weight gradient that completes an input gradient."""
-    return Op(OpKind.BACKWARD_WEIGHT, op.stage, op.microbatch)
+    return Op(PipelineOpKind.BACKWARD_WEIGHT, op.stage, op.microbatch)
 
 
 def _delayed(stage: int, depth: int, num_kept: int, num_microbatches: int) -> Iterator[Op]:
-    forwards = [Op(OpKind.FORWARD, stage, i) for i in range(num_microbatches)]
-    inputs = [Op(OpKind.BACKWARD_INPUT, stage, i) for i in range(num_microbatches)]
+    forwards = [Op(PipelineOpKind.FORWARD, stage, i) for i in range(num_microbatches)]
+    inputs = [Op(PipelineOpKind.BACKWARD_INPUT, stage, i) for i in range(num_microbatches)]
     return _alternating(forwards, inputs, min(depth, num_microbatches), num_kept)
 
 
 def _interleaved(shape: Shape, worker: int, warm: int) -> Iterator[Op]:
-    forwards = list(grouped(shape, worker, kind=OpKind.FORWARD))
-    return _alternating(forwards, grouped(shape, worker, kind=OpKind.BACKWARD_INPUT), warm, worker)
+    forwards = list(grouped(shape, worker, kind=PipelineOpKind.FORWARD))
+    return _alternating(forwards, grouped(shape, worker, kind=PipelineOpKind.BACKWARD_INPUT), warm, worker)
 
 
 def _alternating(forwards: Sequence[Op], inputs: Iterable[Op], warm: int, num_kept: int) -> Iterator[Op]:

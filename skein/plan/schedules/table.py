@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from skein.errors import UserError
 from skein.plan.schedules import split, vshape, whole
-from skein.plan.schedules.ops import Placement, Schedule, Shape
+from skein.plan.schedules.ops import PipelinePlacement, PipelineSchedule, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """A way to order ops. `num_chunks` is how many it needs on each worker, None for any number above 1."""
 
-    make: Callable[[Shape], Schedule]
+    make: Callable[[Shape], PipelineSchedule]
     num_chunks: int | None = 1
-    placement: Placement = Placement.LOOP
+    placement: PipelinePlacement = PipelinePlacement.LOOP
 
-    def does(self, num_chunks: int, placement: Placement) -> bool:
+    def does(self, num_chunks: int, placement: PipelinePlacement) -> bool:
         """Whether it is for models cut like this. One chunk each lies the same way in both placements."""
         if num_chunks == 1:
             return self.num_chunks == 1
@@ -31,13 +31,13 @@ GENERATORS: Mapping[str, Generator] = {
     "interleaved": Generator(make=whole.interleaved, num_chunks=None),
     "looped_bfs": Generator(make=whole.looped_bfs, num_chunks=None),
     "interleaved_zb": Generator(make=split.interleaved_zb, num_chunks=None),
-    "v_min": Generator(make=vshape.v_min, num_chunks=2, placement=Placement.V),
-    "v_half": Generator(make=vshape.v_half, num_chunks=2, placement=Placement.V),
-    "zb_v": Generator(make=vshape.zb_v, num_chunks=2, placement=Placement.V),
+    "v_min": Generator(make=vshape.v_min, num_chunks=2, placement=PipelinePlacement.V),
+    "v_half": Generator(make=vshape.v_half, num_chunks=2, placement=PipelinePlacement.V),
+    "zb_v": Generator(make=vshape.zb_v, num_chunks=2, placement=PipelinePlacement.V),
 }
 
 
-def make_schedule(name: str, shape: Shape) -> Schedule:
+def make_schedule(name: str, shape: Shape) -> PipelineSchedule:
     """The schedule called `name`.
 
     Raises:

@@ -5,14 +5,14 @@ In the formulas p is the number of workers, r the position of one and m the micr
 
 from collections.abc import Iterator
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
 from skein.plan.schedules.split import weight
 
 _INTERVAL = 6
 """Slots from one microbatch to the next: two stages of F, I and W, one slot each."""
 
 
-def zb_v(shape: Shape) -> Schedule:
+def zb_v(shape: Shape) -> PipelineSchedule:
     """No idle time between a worker's first and last op when f = i = w and m >= 2p - 1. All hold 2p half-stages.
 
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, Section 6; phases as torch.distributed.pipelining 2.13
@@ -29,7 +29,7 @@ def zb_v(shape: Shape) -> Schedule:
     )
 
 
-def v_half(shape: Shape) -> Schedule:
+def v_half(shape: Shape) -> PipelineSchedule:
     """Half the memory of 1F1B, equal on all workers: (p + 2) // 2 stages.
 
     Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, Section 3.
@@ -45,7 +45,7 @@ def v_half(shape: Shape) -> Schedule:
     )
 
 
-def v_min(shape: Shape) -> Schedule:
+def v_min(shape: Shape) -> PipelineSchedule:
     """The least memory that keeps a steady pace: (p + 4) // 3 stages, equal on all workers.
 
     Source: arXiv 2405.15362, Section 3.
@@ -68,15 +68,15 @@ def _repeated(shape: Shape, worker: int, starts: tuple[int, int, int, int]) -> I
     """
     first, second = shape.stage(worker, 0), shape.stage(worker, 1)
     block = {
-        Op(OpKind.FORWARD, first, 0): starts[0],
-        Op(OpKind.FORWARD, second, 0): starts[1],
-        Op(OpKind.BACKWARD_INPUT, second, 0): starts[2],
-        Op(OpKind.BACKWARD_INPUT, first, 0): starts[3],
+        Op(PipelineOpKind.FORWARD, first, 0): starts[0],
+        Op(PipelineOpKind.FORWARD, second, 0): starts[1],
+        Op(PipelineOpKind.BACKWARD_INPUT, second, 0): starts[2],
+        Op(PipelineOpKind.BACKWARD_INPUT, first, 0): starts[3],
     }
     taken = {start % _INTERVAL for start in starts}
     assert len(taken) == len(starts), f"{starts} collide"
     for op in sorted(block, key=lambda op: block[op]):
-        if op.kind is OpKind.BACKWARD_INPUT:
+        if op.kind is PipelineOpKind.BACKWARD_INPUT:
             slot = next(s for s in range(block[op] + 1, block[op] + _INTERVAL) if s % _INTERVAL not in taken)
             block[weight(op)] = slot
             taken.add(slot % _INTERVAL)
@@ -124,12 +124,12 @@ class _Chunk:
 
     def forward(self) -> Op:
         self.num_forwards += 1
-        return Op(OpKind.FORWARD, self._stage, self.num_forwards - 1)
+        return Op(PipelineOpKind.FORWARD, self._stage, self.num_forwards - 1)
 
     def input(self) -> Op:
         self.num_inputs += 1
-        return Op(OpKind.BACKWARD_INPUT, self._stage, self.num_inputs - 1)
+        return Op(PipelineOpKind.BACKWARD_INPUT, self._stage, self.num_inputs - 1)
 
     def weight(self) -> Op:
         self.num_weights += 1
-        return Op(OpKind.BACKWARD_WEIGHT, self._stage, self.num_weights - 1)
+        return Op(PipelineOpKind.BACKWARD_WEIGHT, self._stage, self.num_weights - 1)

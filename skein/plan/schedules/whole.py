@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
 
 
-def gpipe(shape: Shape) -> Schedule:
+def gpipe(shape: Shape) -> PipelineSchedule:
     """All forwards, then all backwards: 1F1B of depth m. Holds m microbatches.
 
     Source: GPipe, arXiv 1811.06965, Figure 2; backwards in the order of the forwards, as torch runs them.
@@ -23,7 +23,7 @@ def textbook_depths(num_workers: int) -> tuple[int, ...]:
     return tuple(range(num_workers, 0, -1))
 
 
-def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> Schedule:
+def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> PipelineSchedule:
     """Worker r runs K_r forwards, then backward and forward in turn. Holds min(K_r, m) microbatches.
 
     Args:
@@ -43,7 +43,7 @@ def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> Schedule:
     return schedule(shape, (_alternating(r, depth, shape.num_microbatches) for r, depth in enumerate(given)))
 
 
-def interleaved(shape: Shape) -> Schedule:
+def interleaved(shape: Shape) -> PipelineSchedule:
     """1F1B over v chunks per worker, microbatches in groups of p. Worker r holds min(mv, (v-1)p + 2(p-1-r) + 1) chunks.
 
     Without p | m the groups have m / max(1, m // p) microbatches, which must be a whole number.
@@ -61,7 +61,7 @@ def interleaved(shape: Shape) -> Schedule:
     )
 
 
-def looped_bfs(shape: Shape) -> Schedule:
+def looped_bfs(shape: Shape) -> PipelineSchedule:
     """Each chunk's forwards of all microbatches, chunk by chunk; then the backwards, in reverse. Holds m v chunks.
 
     Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953, Section 4.
@@ -71,9 +71,9 @@ def looped_bfs(shape: Shape) -> Schedule:
     return schedule(
         shape,
         (
-            [Op(OpKind.FORWARD, shape.stage(r, chunk), i) for chunk in chunks for i in microbatches]
+            [Op(PipelineOpKind.FORWARD, shape.stage(r, chunk), i) for chunk in chunks for i in microbatches]
             + [
-                Op(OpKind.BACKWARD, shape.stage(r, chunk), i)
+                Op(PipelineOpKind.BACKWARD, shape.stage(r, chunk), i)
                 for chunk in reversed(chunks)
                 for i in reversed(microbatches)
             ]
@@ -95,12 +95,12 @@ def group_size(shape: Shape) -> int:
     return shape.num_microbatches // rounds
 
 
-def grouped(shape: Shape, worker: int, *, kind: OpKind) -> Iterator[Op]:
+def grouped(shape: Shape, worker: int, *, kind: PipelineOpKind) -> Iterator[Op]:
     """One kind of op of all chunks of `worker` in interleaved order: groups, chunks in them, microbatches in those."""
     group = group_size(shape)
     chunks = range(shape.num_chunks)
     for first in range(0, shape.num_microbatches, group):
-        for chunk in chunks if kind is OpKind.FORWARD else reversed(chunks):
+        for chunk in chunks if kind is PipelineOpKind.FORWARD else reversed(chunks):
             for microbatch in range(first, first + group):
                 yield Op(kind, shape.stage(worker, chunk), microbatch)
 
@@ -108,16 +108,16 @@ def grouped(shape: Shape, worker: int, *, kind: OpKind) -> Iterator[Op]:
 def _alternating(stage: int, depth: int, num_microbatches: int) -> Iterator[Op]:
     warm = min(depth, num_microbatches)
     for i in range(warm):
-        yield Op(OpKind.FORWARD, stage, i)
+        yield Op(PipelineOpKind.FORWARD, stage, i)
     for i in range(num_microbatches):
-        yield Op(OpKind.BACKWARD, stage, i)
+        yield Op(PipelineOpKind.BACKWARD, stage, i)
         if warm + i < num_microbatches:
-            yield Op(OpKind.FORWARD, stage, warm + i)
+            yield Op(PipelineOpKind.FORWARD, stage, warm + i)
 
 
 def _interleaved(shape: Shape, worker: int, warm: int) -> Iterator[Op]:
-    forwards = list(grouped(shape, worker, kind=OpKind.FORWARD))
+    forwards = list(grouped(shape, worker, kind=PipelineOpKind.FORWARD))
     yield from forwards[:warm]
-    for i, backward in enumerate(grouped(shape, worker, kind=OpKind.BACKWARD)):
+    for i, backward in enumerate(grouped(shape, worker, kind=PipelineOpKind.BACKWARD)):
         yield backward
         yield from forwards[warm + i : warm + i + 1]

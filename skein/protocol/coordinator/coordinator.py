@@ -32,15 +32,15 @@ from skein.protocol.coordinator.coordinator_io import (
     Send,
     StreamBroken,
     SubmitAsked,
-    TimePassed,
 )
-from skein.protocol.coordinator.remeasuring import Pace, Pacing, Remeasuring
+from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
 from skein.protocol.coordinator.runs.checkpoints.storage import judge
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.plausible import implausible
 from skein.protocol.coordinator.view import CoordinatorView, RunView
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Record
 from skein.protocol.membership.absence import Absence
@@ -52,8 +52,8 @@ from skein.protocol.membership.membership import (
     Evicted,
     Heard,
     HelloHeard,
+    IncarnationJoined,
     IsLeaving,
-    Joined,
     LeaseTime,
     LeaveHeard,
     LeaveRemembered,
@@ -352,7 +352,7 @@ class Coordinator:
             self._remeasuring.asked(worker, now=now)
             self._send(worker, entry.hello.incarnation, Measure())
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> JobPace:
         return self._pacing.of(self.run, self.history.generation, self.measured)
 
     def _speed_measured(self, worker: WorkerId, report: SpeedMeasured, *, now: float) -> None:
@@ -424,9 +424,9 @@ class Coordinator:
     def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
         for change in changes:
             match change:
-                case Joined() | Returned():
+                case IncarnationJoined() | Returned():
                     self.absence.joined(self.membership.live[change.worker].member, now=now)
-                    self._welcome(change.worker, is_new=isinstance(change, Joined), now=now)
+                    self._welcome(change.worker, is_new=isinstance(change, IncarnationJoined), now=now)
                 case Rejected():
                     self._send(change.worker, change.incarnation, Refused(reason=change.reason))
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")

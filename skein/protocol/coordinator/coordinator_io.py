@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Beginning, Directive, Member
@@ -125,11 +126,6 @@ class CheckpointVerified:
     checkpoint: CheckpointCommitted
     condition: Condition
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePassed:
-    """The deadline may have come."""
 
 
 CoordinatorEvent = (

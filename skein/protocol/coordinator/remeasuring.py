@@ -22,7 +22,7 @@ FIRST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class JobPace:
     """What matters of the job that is active.
 
     Microbatches visit those who are `busy`, None: everybody may be; `parted` is the plan's generation if it takes ops
@@ -42,19 +42,19 @@ class Pacing:
 
     def __init__(self) -> None:
         self._at: tuple[Generation, Step] | None = None
-        self._then = Pace(busy=None, parted=None)
+        self._then = JobPace(busy=None, parted=None)
 
-    def of(self, run: Run | None, generation: Generation, measured: Mapping[JobId, Measured]) -> Pace:
+    def of(self, run: Run | None, generation: Generation, measured: Mapping[JobId, Measured]) -> JobPace:
         """The pace of `run`, under this generation and as its ops were measured."""
         if run is None:
-            return Pace(busy=frozenset(), parted=None)
+            return JobPace(busy=frozenset(), parted=None)
         if run.plan is None or not isinstance(run.phase, StepPhase):
             # Amid a change of generation anybody may be busy with building.
-            return Pace(busy=None, parted=None)
+            return JobPace(busy=None, parted=None)
         place = generation, run.job.version
         if self._at != place:
             parted = generation if measured[run.job.job].has_parted(run.plan) else None
-            self._at, self._then = place, Pace(busy=busy_workers(run.plan), parted=parted)
+            self._at, self._then = place, JobPace(busy=busy_workers(run.plan), parted=parted)
         return self._then
 
 
@@ -75,7 +75,7 @@ class Remeasuring:
         self._pauses.pop(worker, None)
         self._parted.pop(worker, None)
 
-    def is_due(self, worker: WorkerId, pace: Pace, *, now: float) -> bool:
+    def is_due(self, worker: WorkerId, pace: JobPace, *, now: float) -> bool:
         """Whether this live worker should measure itself now."""
         pause = self._pauses.get(worker)
         has_rested = pause is not None and pause.may(now=now)

@@ -139,7 +139,7 @@ MembershipEvent = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class IncarnationJoined:
     """An incarnation is here that was not, or that was lost."""
 
     worker: WorkerId
@@ -183,7 +183,7 @@ class IsLeaving:
 LEFT = "left when asked"
 """Why a worker is lost that was to go and went."""
 
-MembershipChange = Joined | Returned | Rejected | Lost | IsLeaving
+MembershipChange = IncarnationJoined | Returned | Rejected | Lost | IsLeaving
 
 
 @dataclass(slots=True, kw_only=True)
@@ -387,7 +387,7 @@ class Membership:
         self._entries[worker] = entry
         self._queue_lease(entry)
         self._story.tell(worker, f"joined as {incarnation}", now=now)
-        return [Joined(worker=worker), *self._still_leaving(entry)]
+        return [IncarnationJoined(worker=worker), *self._still_leaving(entry)]
 
     def _queue_lease(self, entry: Entry) -> None:
         entry.queued_at = entry.lease_until

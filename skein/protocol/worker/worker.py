@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
+from skein.protocol.deadline import TimePassed
 from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import (
     Assign,
@@ -96,7 +97,6 @@ from skein.protocol.worker.worker_io import (
     StreamOpened,
     TensorArrived,
     TensorTaken,
-    TimePassed,
     WorkerCommand,
     WorkerEvent,
 )

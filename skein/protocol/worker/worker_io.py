@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import (
     Assign,
     CheckpointFile,
@@ -226,11 +227,6 @@ class LogShortened:
 
     keys: tuple[HopKey, ...]
     is_wanted: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePassed:
-    """The deadline may have come."""
 
 
 WorkerEvent = (

@@ -28,10 +28,10 @@ from skein.protocol.coordinator.coordinator_io import (
     PlanMade,
     PruneCheckpoints,
     Send,
-    TimePassed,
     VerifyCheckpoint,
     WriteManifest,
 )
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.judging.invariants import Invariants

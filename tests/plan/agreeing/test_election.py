@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skein.plan.agreeing.election import (
     Claim,
-    Ruling,
+    ClaimRuling,
     elect,
     judge,
     probe_positions,
@@ -117,15 +117,17 @@ def test_followers_check_as_often_as_the_ratio_says_and_take_turns() -> None:
 @pytest.mark.parametrize(
     ("checks", "ruling"),
     [
-        ({}, Ruling.STANDS),
-        ({1: True}, Ruling.STANDS),
-        ({1: False}, Ruling.ASK_ALL),
-        ({1: False, 2: True, 3: True, 4: True}, Ruling.STANDS),
-        ({1: False, 2: False, 3: True, 4: True}, Ruling.STANDS),
-        ({1: False, 2: False, 3: False}, Ruling.LIED),
+        ({}, ClaimRuling.STANDS),
+        ({1: True}, ClaimRuling.STANDS),
+        ({1: False}, ClaimRuling.ASK_ALL),
+        ({1: False, 2: True, 3: True, 4: True}, ClaimRuling.STANDS),
+        ({1: False, 2: False, 3: True, 4: True}, ClaimRuling.STANDS),
+        ({1: False, 2: False, 3: False}, ClaimRuling.LIED),
     ],
 )
-def test_neither_an_accuser_nor_a_leader_is_believed_alone(checks: dict[int, bool], ruling: Ruling) -> None:
+def test_neither_an_accuser_nor_a_leader_is_believed_alone(
+    checks: dict[int, bool], ruling: ClaimRuling
+) -> None:
     assert judge(checks, num_followers=4) is ruling
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from tests.support.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
 from tests.support.scheduling.simulate import Simulation, simulate
@@ -52,11 +52,11 @@ def uniform(
 
 
 def forward(stage: int, microbatch: int) -> Op:
-    return Op(OpKind.FORWARD, stage, microbatch)
+    return Op(PipelineOpKind.FORWARD, stage, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Op:
-    return Op(OpKind.BACKWARD, stage, microbatch)
+    return Op(PipelineOpKind.BACKWARD, stage, microbatch)
 
 
 GROUPED = {"interleaved", "interleaved_zb"}
@@ -84,7 +84,7 @@ SMALL = [
 
 
 @st.composite
-def priced(draw: st.DrawFn, sharing: Sharing) -> tuple[Schedule, tuple[StageCost, ...], Links]:
+def priced(draw: st.DrawFn, sharing: Sharing) -> tuple[PipelineSchedule, tuple[StageCost, ...], Links]:
     """Any generator's order for a small pipeline; unequal times of whole seconds, in which sums are exact."""
     name, shape = draw(st.sampled_from(SMALL))
     seconds, num_bytes = st.integers(1, 5).map(float), st.integers(0, 4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.plan.schedules.ops import Schedule
+from skein.plan.schedules.ops import PipelineSchedule
 from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, share, uniform
 from tests.support.scheduling.depth import latency_aware_depths
@@ -18,7 +18,7 @@ def deep(p: int, m: int, latency_s: float) -> tuple[tuple[int, ...], Simulation]
     """1F1B to the depths that the latency asks for; backward twice the forward."""
     cut: Cut = cut_for("one_f_one_b", p, 1)
     depths = latency_aware_depths(cut, links(p, latency_s), m)
-    schedule: Schedule = one_f_one_b(cut.shape(m), depths)
+    schedule: PipelineSchedule = one_f_one_b(cut.shape(m), depths)
     return depths, simulate(schedule, cut.stages, links(p, latency_s))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import OpKind, Placement, Shape
+from skein.plan.schedules.ops import PipelineOpKind, PipelinePlacement, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, shapes
@@ -52,9 +52,9 @@ def test_every_stage_sees_every_microbatch_once_each_way(name: str) -> None:
         visits = shape.num_stages * shape.num_microbatches
         kinds = Counter(op.kind for op in ops.elements())
         assert set(ops.values()) == {1}, shape
-        assert kinds[OpKind.FORWARD] == visits, shape
-        assert kinds[OpKind.BACKWARD] + kinds[OpKind.BACKWARD_INPUT] == visits, shape
-        assert kinds[OpKind.BACKWARD_WEIGHT] == kinds[OpKind.BACKWARD_INPUT], shape
+        assert kinds[PipelineOpKind.FORWARD] == visits, shape
+        assert kinds[PipelineOpKind.BACKWARD] + kinds[PipelineOpKind.BACKWARD_INPUT] == visits, shape
+        assert kinds[PipelineOpKind.BACKWARD_WEIGHT] == kinds[PipelineOpKind.BACKWARD_INPUT], shape
 
 
 @EACH
@@ -125,12 +125,12 @@ def test_depths_cut_anywhere_can_still_run() -> None:
 
 
 def test_v_places_first_and_last_stage_on_one_worker() -> None:
-    shape = Shape(num_workers=4, num_microbatches=1, num_chunks=2, placement=Placement.V)
+    shape = Shape(num_workers=4, num_microbatches=1, num_chunks=2, placement=PipelinePlacement.V)
     assert shape.worker_by_stage == (0, 1, 2, 3, 3, 2, 1, 0)
     assert [shape.stage(1, chunk) for chunk in range(2)] == [1, 6]
 
 
 def test_the_third_chunk_of_a_v_goes_down_again() -> None:
-    shape = Shape(num_workers=3, num_microbatches=1, num_chunks=3, placement=Placement.V)
+    shape = Shape(num_workers=3, num_microbatches=1, num_chunks=3, placement=PipelinePlacement.V)
     assert shape.worker_by_stage == (0, 1, 2, 2, 1, 0, 0, 1, 2)
     assert [shape.stage(2, chunk) for chunk in range(3)] == [2, 3, 8]

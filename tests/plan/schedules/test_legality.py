@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from skein.plan.schedules.table import make_schedule
 from tests.plan.schedules.builders import backward, cut_for, forward, links
 from tests.support.scheduling.legality import deadlock, peaks, violations
@@ -15,27 +15,27 @@ PLAIN = make_schedule("one_f_one_b", Shape(num_workers=2, num_microbatches=3))
 SPLIT = make_schedule("zb_h1", Shape(num_workers=2, num_microbatches=3))
 
 
-def with_ops(schedule: Schedule, worker: int, *ops: Op) -> Schedule:
+def with_ops(schedule: PipelineSchedule, worker: int, *ops: Op) -> PipelineSchedule:
     listed = list(schedule.ops_by_worker)
     listed[worker] = ops
     return replace(schedule, ops_by_worker=tuple(listed))
 
 
-def without(schedule: Schedule, worker: int, op: Op) -> Schedule:
+def without(schedule: PipelineSchedule, worker: int, op: Op) -> PipelineSchedule:
     return with_ops(schedule, worker, *(x for x in schedule.ops_by_worker[worker] if x != op))
 
 
-def swapped(schedule: Schedule, worker: int, a: Op, b: Op) -> Schedule:
+def swapped(schedule: PipelineSchedule, worker: int, a: Op, b: Op) -> PipelineSchedule:
     other = {a: b, b: a}
     return with_ops(schedule, worker, *(other.get(x, x) for x in schedule.ops_by_worker[worker]))
 
 
 def weight(stage: int, microbatch: int) -> Op:
-    return Op(OpKind.BACKWARD_WEIGHT, stage, microbatch)
+    return Op(PipelineOpKind.BACKWARD_WEIGHT, stage, microbatch)
 
 
 def gradient(stage: int, microbatch: int) -> Op:
-    return Op(OpKind.BACKWARD_INPUT, stage, microbatch)
+    return Op(PipelineOpKind.BACKWARD_INPUT, stage, microbatch)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def gradient(stage: int, microbatch: int) -> Op:
         ),
     ],
 )
-def test_what_is_broken_is_named(broken: Schedule, sentence: str) -> None:
+def test_what_is_broken_is_named(broken: PipelineSchedule, sentence: str) -> None:
     assert violations(PLAIN) == violations(SPLIT) == ()
     assert sentence in violations(broken)
 

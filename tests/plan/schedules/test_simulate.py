@@ -7,23 +7,23 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule, Shape
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from skein.plan.schedules.table import make_schedule
 from tests.plan.schedules.builders import backward, forward, priced
 from tests.support.scheduling.pricing import Links, Sharing, StageCost
 from tests.support.scheduling.simulate import simulate
 
 
-def source(op: Op, schedule: Schedule) -> Op | None:
+def source(op: Op, schedule: PipelineSchedule) -> Op | None:
     """The op whose output `op` waits for, besides the one before it on its worker."""
-    if op.kind is OpKind.FORWARD:
+    if op.kind is PipelineOpKind.FORWARD:
         return forward(op.stage - 1, op.microbatch) if op.stage else None
-    if op.kind is OpKind.BACKWARD_WEIGHT or op.stage == schedule.num_stages - 1:
+    if op.kind is PipelineOpKind.BACKWARD_WEIGHT or op.stage == schedule.num_stages - 1:
         return None
     return op._replace(stage=op.stage + 1)
 
 
-def relaxed(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> dict[Op, float]:
+def relaxed(schedule: PipelineSchedule, stages: Sequence[StageCost], links: Links) -> dict[Op, float]:
     """Ends of all ops by the longest way to each, links shared by nobody."""
     end_s = {op: 0.0 for ops in schedule.ops_by_worker for op in ops}
     changed = True
@@ -45,7 +45,7 @@ def relaxed(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> di
 
 
 def carried_bytes(op: Op, stages: Sequence[StageCost]) -> int:
-    if op.kind is OpKind.FORWARD:
+    if op.kind is PipelineOpKind.FORWARD:
         return stages[op.stage].output_bytes
     return stages[op.stage - 1].gradient_bytes
 
@@ -53,7 +53,7 @@ def carried_bytes(op: Op, stages: Sequence[StageCost]) -> int:
 class Ticking:
     """Second by second; a transfer waits for lines that are in use or that an earlier one waits for."""
 
-    def __init__(self, schedule: Schedule, stages: Sequence[StageCost], links: Links) -> None:
+    def __init__(self, schedule: PipelineSchedule, stages: Sequence[StageCost], links: Links) -> None:
         self.schedule, self.stages, self.links = schedule, stages, links
         self.now = 0
         self.to_run = [deque(ops) for ops in schedule.ops_by_worker]
@@ -83,11 +83,11 @@ class Ticking:
 
     def _ways(self, op: Op) -> tuple[int, int]:
         place = self.schedule.worker_by_stage
-        return place[op.stage], place[op.stage + (1 if op.kind is OpKind.FORWARD else -1)]
+        return place[op.stage], place[op.stage + (1 if op.kind is PipelineOpKind.FORWARD else -1)]
 
     def _leave(self, op: Op) -> None:
-        is_last = op.stage == (self.schedule.num_stages - 1 if op.kind is OpKind.FORWARD else 0)
-        if op.kind is OpKind.BACKWARD_WEIGHT or is_last:
+        is_last = op.stage == (self.schedule.num_stages - 1 if op.kind is PipelineOpKind.FORWARD else 0)
+        if op.kind is PipelineOpKind.BACKWARD_WEIGHT or is_last:
             return
         sender, receiver = self._ways(op)
         latency = int(self.links.latency_s[sender, receiver])
@@ -100,7 +100,7 @@ class Ticking:
             else:
                 self.arrived.add(op)
         else:
-            self.waiting.append((self.now, op.kind is OpKind.FORWARD, op.microbatch, op.stage, op))
+            self.waiting.append((self.now, op.kind is PipelineOpKind.FORWARD, op.microbatch, op.stage, op))
 
     def _start_ops(self) -> None:
         for worker, ops in enumerate(self.to_run):
@@ -128,7 +128,7 @@ class Ticking:
             taken |= lines
 
 
-def ends(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> dict[Op, float]:
+def ends(schedule: PipelineSchedule, stages: Sequence[StageCost], links: Links) -> dict[Op, float]:
     ran = simulate(schedule, stages, links)
     return {
         op: end_s
@@ -137,7 +137,7 @@ def ends(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> dict[
     }
 
 
-Priced = tuple[Schedule, tuple[StageCost, ...], Links]
+Priced = tuple[PipelineSchedule, tuple[StageCost, ...], Links]
 
 
 @given(priced(Sharing.NONE))
@@ -160,7 +160,7 @@ def test_transfers_never_overlap_on_an_uplink_or_a_downlink(pipeline: Priced) ->
                 assert one.start_s + carried_bytes(one.op, stages) <= other.start_s
 
 
-def three_workers(sharing: Sharing) -> tuple[Schedule, list[StageCost], Links]:
+def three_workers(sharing: Sharing) -> tuple[PipelineSchedule, list[StageCost], Links]:
     """Two microbatches, 1 s per op, 4 s per transfer, over links of 1 s."""
     stages = [
         StageCost(forward_s=1, input_s=0.5, weight_s=0.5, output_bytes=4, gradient_bytes=4) for _ in range(3)

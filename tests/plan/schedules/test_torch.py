@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from skein.plan.schedules.ops import Op, OpKind, Shape
+from skein.plan.schedules.ops import Op, PipelineOpKind, Shape
 from skein.plan.schedules.table import GENERATORS, make_schedule
 
 NAME_THERE = {
@@ -15,10 +15,10 @@ NAME_THERE = {
     "zb_v": "ZBVZeroBubble",
 }
 KIND_THERE = {
-    "FORWARD": OpKind.FORWARD,
-    "FULL_BACKWARD": OpKind.BACKWARD,
-    "BACKWARD_INPUT": OpKind.BACKWARD_INPUT,
-    "BACKWARD_WEIGHT": OpKind.BACKWARD_WEIGHT,
+    "FORWARD": PipelineOpKind.FORWARD,
+    "FULL_BACKWARD": PipelineOpKind.BACKWARD,
+    "BACKWARD_INPUT": PipelineOpKind.BACKWARD_INPUT,
+    "BACKWARD_WEIGHT": PipelineOpKind.BACKWARD_WEIGHT,
 }
 
 
@@ -37,7 +37,7 @@ def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
     if name == "one_f_one_b":
         # Its last row counts forwards from 1 to m, which torch's own validation refuses; the runtime is right.
         orders[-1] = [
-            op._replace(microbatch=op.microbatch - 1) if op.kind is OpKind.FORWARD else op
+            op._replace(microbatch=op.microbatch - 1) if op.kind is PipelineOpKind.FORWARD else op
             for op in orders[-1]
         ]
     return orders

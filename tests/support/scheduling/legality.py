@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule
 from skein.units import format_bytes
 from tests.support.scheduling.pricing import StageCost
 
@@ -24,7 +24,7 @@ class Peak:
 
 
 def violations(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     *,
     stages: Sequence[StageCost] | None = None,
     memory_bytes: Sequence[int] | None = None,
@@ -46,7 +46,7 @@ def violations(
     return tuple(shortages(peaks(schedule, stages), memory_bytes))
 
 
-def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[Peak, ...]:
+def peaks(schedule: PipelineSchedule, stages: Sequence[StageCost]) -> tuple[Peak, ...]:
     """What each worker holds at most. Ops run in the given order, so this is no matter of time."""
     return tuple(_peak(ops, stages) for ops in schedule.ops_by_worker)
 
@@ -63,7 +63,7 @@ def shortages(needed: Sequence[Peak], memory_bytes: Sequence[int]) -> Iterator[s
             )
 
 
-def deadlock(schedule: Schedule) -> str | None:
+def deadlock(schedule: PipelineSchedule) -> str | None:
     """Who waits for whom for ever, if anybody, in a schedule that is complete and in order on each worker."""
     num_stages = schedule.num_stages
     left: set[_Output] = set()
@@ -79,7 +79,7 @@ def deadlock(schedule: Schedule) -> str | None:
                 break
             reached[worker] += 1
             left.add(_output(op))
-            to = op.stage + (1 if op.kind is OpKind.FORWARD else -1)
+            to = op.stage + (1 if op.kind is PipelineOpKind.FORWARD else -1)
             if 0 <= to < num_stages and schedule.worker_by_stage[to] != worker:
                 may_go.append(schedule.worker_by_stage[to])
     stuck = {
@@ -95,27 +95,29 @@ _Output = tuple[bool, int, int]
 
 def _output(op: Op) -> _Output:
     """What an op leaves for others: an activation or a gradient, which is the same from B and from I."""
-    return (op.kind is OpKind.FORWARD, op.stage, op.microbatch)
+    return (op.kind is PipelineOpKind.FORWARD, op.stage, op.microbatch)
 
 
 def _source(op: Op, num_stages: int) -> Op | None:
     """The op of a neighbouring stage whose output `op` takes, if any."""
-    if op.kind is OpKind.FORWARD:
+    if op.kind is PipelineOpKind.FORWARD:
         return Op(op.kind, op.stage - 1, op.microbatch) if op.stage > 0 else None
-    if op.kind is OpKind.BACKWARD_WEIGHT or op.stage + 1 == num_stages:
+    if op.kind is PipelineOpKind.BACKWARD_WEIGHT or op.stage + 1 == num_stages:
         return None
     return Op(op.kind, op.stage + 1, op.microbatch)
 
 
 def _own(op: Op) -> Op | None:
     """The op of the same stage that `op` goes on from, if any."""
-    if op.kind is OpKind.FORWARD:
+    if op.kind is PipelineOpKind.FORWARD:
         return None
-    before = OpKind.BACKWARD_INPUT if op.kind is OpKind.BACKWARD_WEIGHT else OpKind.FORWARD
+    before = (
+        PipelineOpKind.BACKWARD_INPUT if op.kind is PipelineOpKind.BACKWARD_WEIGHT else PipelineOpKind.FORWARD
+    )
     return Op(before, op.stage, op.microbatch)
 
 
-def _places(schedule: Schedule) -> Iterator[str]:
+def _places(schedule: PipelineSchedule) -> Iterator[str]:
     for worker, ops in enumerate(schedule.ops_by_worker):
         for op in ops:
             if not 0 <= op.stage < schedule.num_stages:
@@ -126,7 +128,7 @@ def _places(schedule: Schedule) -> Iterator[str]:
                 yield f"w{worker} has {op}, which w{schedule.worker_by_stage[op.stage]} holds"
 
 
-def _completeness(schedule: Schedule) -> Iterator[str]:
+def _completeness(schedule: PipelineSchedule) -> Iterator[str]:
     counts = Counter(op for ops in schedule.ops_by_worker for op in ops)
     for stage, worker in enumerate(schedule.worker_by_stage):
         for microbatch in range(schedule.num_microbatches):
@@ -134,7 +136,7 @@ def _completeness(schedule: Schedule) -> Iterator[str]:
 
 
 def _visit(stage: int, microbatch: int, counts: Mapping[Op, int]) -> Iterator[str]:
-    forward, backward, inputs, weights = (Op(kind, stage, microbatch) for kind in OpKind)
+    forward, backward, inputs, weights = (Op(kind, stage, microbatch) for kind in PipelineOpKind)
     is_split = bool(counts.get(inputs) or counts.get(weights))
     if is_split and counts.get(backward):
         yield f"has {backward} beside {inputs if counts.get(inputs) else weights}"
@@ -144,7 +146,7 @@ def _visit(stage: int, microbatch: int, counts: Mapping[Op, int]) -> Iterator[st
             yield f"lacks {op}" if count == 0 else f"has {op} {count} times"
 
 
-def _order(schedule: Schedule) -> Iterator[str]:
+def _order(schedule: PipelineSchedule) -> Iterator[str]:
     for worker, ops in enumerate(schedule.ops_by_worker):
         done: set[_Output] = set()
         for op in ops:
@@ -153,11 +155,11 @@ def _order(schedule: Schedule) -> Iterator[str]:
                     continue
                 if _output(needed) not in done:
                     yield f"w{worker} has {op} before {needed}, which it needs"
-            if op.kind is not OpKind.BACKWARD_WEIGHT:
+            if op.kind is not PipelineOpKind.BACKWARD_WEIGHT:
                 done.add(_output(op))
 
 
-def _circle(stuck: Mapping[int, Op], schedule: Schedule) -> str:
+def _circle(stuck: Mapping[int, Op], schedule: PipelineSchedule) -> str:
     """Follow who waits for whom from the first stuck worker until it closes."""
     seen: dict[int, str] = {}
     worker = min(stuck)
@@ -176,15 +178,15 @@ def _peak(ops: Sequence[Op], stages: Sequence[StageCost]) -> Peak:
     for op in ops:
         cost = stages[op.stage]
         match op.kind:
-            case OpKind.FORWARD:
+            case PipelineOpKind.FORWARD:
                 num_held += 1
                 num_bytes += cost.activation_bytes
-            case OpKind.BACKWARD:
+            case PipelineOpKind.BACKWARD:
                 num_held -= 1
                 num_bytes -= cost.activation_bytes
-            case OpKind.BACKWARD_INPUT:
+            case PipelineOpKind.BACKWARD_INPUT:
                 num_bytes -= cost.activation_bytes - cost.kept_bytes
-            case OpKind.BACKWARD_WEIGHT:
+            case PipelineOpKind.BACKWARD_WEIGHT:
                 num_held -= 1
                 num_bytes -= cost.kept_bytes
         most_held, most_bytes = max(most_held, num_held), max(most_bytes, num_bytes)

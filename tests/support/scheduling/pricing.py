@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.plan.schedules.ops import OpKind, Placement, Shape
+from skein.plan.schedules.ops import PipelineOpKind, PipelinePlacement, Shape
 from skein.topology.links import F64
 
 
@@ -29,16 +29,16 @@ class StageCost:
     def backward_s(self) -> float:
         return self.input_s + self.weight_s
 
-    def op_s(self, kind: OpKind) -> float:
+    def op_s(self, kind: PipelineOpKind) -> float:
         """Seconds of one op of this kind."""
         match kind:
-            case OpKind.FORWARD:
+            case PipelineOpKind.FORWARD:
                 return self.forward_s
-            case OpKind.BACKWARD:
+            case PipelineOpKind.BACKWARD:
                 return self.backward_s
-            case OpKind.BACKWARD_INPUT:
+            case PipelineOpKind.BACKWARD_INPUT:
                 return self.input_s
-            case OpKind.BACKWARD_WEIGHT:
+            case PipelineOpKind.BACKWARD_WEIGHT:
                 return self.weight_s
 
 
@@ -48,7 +48,7 @@ class Cut:
 
     stages: tuple[StageCost, ...]
     num_chunks: int = 1
-    placement: Placement = Placement.LOOP
+    placement: PipelinePlacement = PipelinePlacement.LOOP
 
     @property
     def num_workers(self) -> int:
@@ -63,7 +63,7 @@ class Cut:
         )
 
 
-def even_cut(shares: Sequence[StageCost], num_chunks: int, placement: Placement) -> Cut:
+def even_cut(shares: Sequence[StageCost], num_chunks: int, placement: PipelinePlacement) -> Cut:
     """Each worker's whole share in `num_chunks` equal chunks; tensors between stages keep their size.
 
     Args:

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from skein.plan.schedules.ops import Op, OpKind, Schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.legality import Peak, deadlock, peaks
 from tests.support.scheduling.pricing import Links, Sharing, StageCost
 
@@ -42,7 +42,7 @@ class Simulation:
         return tuple(ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True))
 
 
-def simulate(schedule: Schedule, stages: Sequence[StageCost], links: Links) -> Simulation:
+def simulate(schedule: PipelineSchedule, stages: Sequence[StageCost], links: Links) -> Simulation:
     """Run `schedule` strictly in its order.
 
     Args:
@@ -94,14 +94,14 @@ class _Run:
     can go. Only where transfers wait for each other must they be taken in the order of time: those go through a heap.
     """
 
-    def __init__(self, schedule: Schedule, stages: Sequence[StageCost], links: Links) -> None:
+    def __init__(self, schedule: PipelineSchedule, stages: Sequence[StageCost], links: Links) -> None:
         self._schedule, self._sharing = schedule, links.sharing
         num_stages, num_workers = schedule.num_stages, schedule.num_workers
         never: list[float | None] = [None] * schedule.num_microbatches
         at_once: list[float | None] = [0.0] * schedule.num_microbatches
         self._activation_s = [at_once, *([*never] for _ in range(num_stages - 1))]
         self._gradient_s = [[*never] for _ in range(num_stages)]
-        self._op_s = [{kind: stage.op_s(kind) for kind in OpKind} for stage in stages]
+        self._op_s = [{kind: stage.op_s(kind) for kind in PipelineOpKind} for stage in stages]
         self._onwards = [
             _way(schedule.worker_by_stage, i, i + 1, stage.output_bytes, links)
             for i, stage in enumerate(stages[:-1])
@@ -144,23 +144,23 @@ class _Run:
 
     def _input_s(self, op: Op) -> float | None:
         match op.kind:
-            case OpKind.FORWARD:
+            case PipelineOpKind.FORWARD:
                 return self._activation_s[op.stage][op.microbatch]
-            case OpKind.BACKWARD_WEIGHT:
+            case PipelineOpKind.BACKWARD_WEIGHT:
                 return 0.0  # its input gradient is earlier in the same list
             case _:
                 return self._gradient_s[op.stage][op.microbatch]
 
     def _leave(self, op: Op, end_s: float) -> None:
-        if op.kind is OpKind.BACKWARD_WEIGHT:
+        if op.kind is PipelineOpKind.BACKWARD_WEIGHT:
             return
-        if op.kind is OpKind.FORWARD and op.stage == self._schedule.num_stages - 1:
+        if op.kind is PipelineOpKind.FORWARD and op.stage == self._schedule.num_stages - 1:
             self._gradient_s[op.stage][op.microbatch] = end_s
-        elif op.kind is OpKind.FORWARD or op.stage > 0:
+        elif op.kind is PipelineOpKind.FORWARD or op.stage > 0:
             self._send(op, self._way(op), end_s)
 
     def _way(self, op: Op) -> _Way:
-        return self._onwards[op.stage] if op.kind is OpKind.FORWARD else self._backwards[op.stage - 1]
+        return self._onwards[op.stage] if op.kind is PipelineOpKind.FORWARD else self._backwards[op.stage - 1]
 
     def _send(self, op: Op, way: _Way, now_s: float) -> None:
         if way.sender == way.receiver:
@@ -170,7 +170,7 @@ class _Run:
             self.transfers.append(Transfer(op, way.sender, way.receiver, now_s, arrival_s))
             self._arrive(op, way, arrival_s)
         else:
-            is_activation = op.kind is OpKind.FORWARD
+            is_activation = op.kind is PipelineOpKind.FORWARD
             heappush(self._requests, _Request(now_s, is_activation, op.microbatch, op.stage, op))
 
     def _transfer(self, request: _Request) -> None:
@@ -183,7 +183,7 @@ class _Run:
         self._arrive(request.op, way, arrival_s)
 
     def _arrive(self, op: Op, way: _Way, now_s: float) -> None:
-        arrivals_s = self._activation_s if op.kind is OpKind.FORWARD else self._gradient_s
+        arrivals_s = self._activation_s if op.kind is PipelineOpKind.FORWARD else self._gradient_s
         arrivals_s[way.to_stage][op.microbatch] = now_s
         self._may_go.append(way.receiver)
 

@@ -24,8 +24,8 @@ from skein.protocol.coordinator.runs.phase import (
 )
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.membership.membership import (
+    IncarnationJoined,
     IsLeaving,
-    Joined,
     Lost,
     MembershipChange,
     Rejected,
@@ -87,7 +87,7 @@ class Run:
     def changed(self, change: MembershipChange, *, now: float) -> None:
         """Somebody came, went or wants to go."""
         match change:
-            case Joined():
+            case IncarnationJoined():
                 self._joined(change.worker, now=now)
             case Returned():
                 self._fence.broke(change.worker, now=now)
