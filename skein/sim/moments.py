@@ -57,7 +57,7 @@ BASES: Final = ("line 1x3", "line 2x3", "line 1x4", "line 2x4 on 5", "line 3x3 o
 """Shapes that seeds walk over, for every rule: one to three stages, three or four walkers or replicas."""
 WHOLE_BASES: Final = ("line 1x3", "line 1x4", "line 1x4 on 5")
 """The same for rules that want models in one stage."""
-UNEVEN: Final = ("diloco", "overlapped", "lsgd_eager")
+UNEVEN: Final = tuple(word for word, (rule, _) in RULES.items() if rule.lateness or rule.is_eager)
 """Rules that do not wait for late walkers: with every second seed, some workers are slow for a while."""
 _SLOW: Final = ((0.8, WorkerId("w0001"), 12.0, 6.0), (3.0, WorkerId("w0002"), 8.0, 4.0))
 """When, who, how many times as slow, and for how long."""
@@ -173,7 +173,7 @@ def finely_cut(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> 
 
 def shape_for(rule: str, seed: int) -> SimShape:
     """The shape that a seed is judged on."""
-    bases = WHOLE_BASES if rule == "lsgd_eager" else BASES
+    bases = WHOLE_BASES if RULES[rule][0].is_eager else BASES
     return shape_of(f"{bases[seed % len(bases)]} by {rule}")
 
 

@@ -453,9 +453,10 @@ class Steps:
 
     def _report_done(self, stage: StageIndex) -> None:
         assert self.pipeline is not None
-        if (Phase.TRAIN, stage) in self._reported or not self.pipeline.is_done(stage):
+        reported = (Phase.TRAIN, stage)
+        if reported in self._reported or not self.pipeline.is_done(stage):
             return
-        self._reported.add((Phase.TRAIN, stage))
+        self._reported.add(reported)
         self._standing.tell(
             StageDone(
                 generation=self._standing.generation,
