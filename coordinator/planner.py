@@ -1,110 +1,42 @@
 """Planning as Ray tasks, so that a long search uses the cluster and never blocks the coordinator.
 
 Rules of this file
-- Every request is answered: by tasks, by others if those are lost or late, or by this process.
-- A search runs several seeds side by side. Each hands out whatever is better than what it had, as soon as it has it;
-  so a task that dies, or a budget that ends, costs what would have been found later and nothing else.
-- Of what is found the least predicted step counts (with what moving costs, spread over the steps to come), of equal
-  ones the first seed's. Seeds differ in nothing else, and their effort is counted in moves; so equal requests on an
-  equal cluster have equal answers while all tasks live.
+- Every request is answered: by tasks, by others if those are lost or late, or by this process. What is searched for and
+  which find counts is told by `portfolio`; this file ships.
 - Nobody waits for the compiler: until the search is compiled the plan is the balanced one, and the answer says that a
   better one may be had.
 """
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, reckoned_s
-from skein.plan.changing.moving import between_s
-from skein.plan.check import violations
-from skein.plan.plan import Infeasible, Plan
+from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
-from skein.rng import key
+from skein.protocol.coordinator.runs.placing.portfolio import (
+    FoundPlan,
+    answered,
+    best_of,
+    plan_here,
+    search,
+    seeds_of,
+    wants_search,
+)
 
 PLAN_S = 20.0
 """What one try may take beyond the job's budget, waiting for a free CPU included."""
 NUM_TRIES = 2
 NICENESS = 15
 """Of processes that plan."""
-MAX_SEEDS = 8
-"""More searches of one problem find hardly more."""
-_SLICES = (0.2, 0.8)
-"""Of the budget: a short search first, for the case that the long one never ends."""
 _log = logging.getLogger("coordinator")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPlan:
-    """What a search has found so far, and what a step costs with its share of moving."""
-
-    made: PlanMade
-    cost_s: float
-
-
-def plan_here(asked: MakePlan) -> PlanMade:
-    """A plan that holds, made by this process without a search."""
-    job, fleet, previous = asked.job, asked.fleet, asked.previous
-    current_s = None if previous is None else reckoned_s(job, fleet, previous)
-    result = _held(make_plan(job, fleet, previous, job.seed), asked)
-    move_s = between_s(job, fleet, previous, result) if isinstance(result, Plan) else 0.0
-    return _answer(asked, result, current_s=current_s, move_s=move_s)
-
-
-def _answer(
-    asked: MakePlan, result: Plan | Infeasible, *, current_s: float | None = None, move_s: float = 0.0
-) -> PlanMade:
-    return PlanMade(request=asked.request, result=result, current_s=current_s, move_s=move_s)
-
-
-def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
-    if isinstance(plan, Infeasible):
-        return plan
-    wrong = violations(plan, asked.job, asked.fleet)
-    return Infeasible(reason=f"the planner made a plan that {wrong[0]}") if wrong else plan
-
-
-def search(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
-    """Plans that hold, each better than the one before; nothing if none exists."""
-    # Only here: the coordinator's own process starts without numba.
-    from skein.plan.searched import make_plan as make_searched_plan
-    from skein.plan.searched import reckoned_s as reckoned_by_search_s
-
-    previous, least_s = asked.previous, math.inf
-    current_s = None if previous is None else reckoned_by_search_s(asked.job, asked.fleet, previous)
-    for share in _SLICES:
-        budget_s = share * asked.job.plan.budget_s
-        until_s = time.monotonic() + budget_s
-        plan = make_searched_plan(
-            _with_budget(asked.job, budget_s),
-            asked.fleet,
-            previous,
-            seed,
-            may_go_on=lambda until_s=until_s: time.monotonic() < until_s,  # type: ignore[misc]
-            steps_left=asked.steps_left,
-        )
-        plan = _held(plan, asked)
-        if isinstance(plan, Infeasible):
-            return
-        move_s = between_s(asked.job, asked.fleet, previous, plan)
-        cost_s = plan.predicted_step_s + move_s / max(1, asked.steps_left)
-        if cost_s < least_s:
-            least_s = cost_s
-            yield FoundPlan(made=_answer(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
-
-
-def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
-    return job.model_copy(update={"plan": job.plan.model_copy(update={"budget_s": budget_s})})
 
 
 def warm_up() -> None:
@@ -145,7 +77,7 @@ def _warm_up_behind() -> None:
 
 def _search_behind(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
     _step_back()
-    yield from search(asked, seed)
+    yield from search(asked, seed, now=time.monotonic)
 
 
 _plan_task = ray.remote(num_cpus=1, max_retries=2)(_plan_behind)
@@ -170,7 +102,7 @@ class RayPlanner:
 
     async def __call__(self, asked: MakePlan) -> PlanMade:
         """The plan, or why there is none; never an exception of Ray's."""
-        if asked.job.plan.method == "balanced" or asked.job.plan.budget_s == 0:
+        if not wants_search(asked.job):
             return await self._balanced(asked)
         if await self._is_warm(asked.job.plan.budget_s):
             found = await self._portfolio(asked)
@@ -189,7 +121,7 @@ class RayPlanner:
                     return await running
             except RayTaskError as error:
                 # It would fail here too.
-                return _answer(asked, Infeasible(reason=f"the planner failed: {_last_line(error)}"))
+                return answered(asked, Infeasible(reason=f"the planner failed: {_last_line(error)}"))
             except TimeoutError:
                 _log.warning("job=%s no plan within %.0f s, trying again", job.name, self._limit_s)
             except RayError as error:
@@ -203,20 +135,17 @@ class RayPlanner:
     async def _portfolio(self, asked: MakePlan) -> PlanMade | None:
         """The best of several seeds within the time there is; None if none of them found anything."""
         best: dict[int, FoundPlan] = {}
-        searches = [self._follow(asked, number, best) for number in range(_num_seeds())]
+        seeds = seeds_of(asked.job, _num_cpus())
+        searches = [self._follow(asked, number, seed, best) for number, seed in enumerate(seeds)]
         try:
             async with asyncio.timeout(asked.job.plan.budget_s + self._limit_s):
                 await asyncio.gather(*searches)
         except TimeoutError:
             _log.warning("job=%s some searches did not end in time", asked.job.name)
-        if not best:
-            return None
-        number = min(best, key=lambda n: (best[n].cost_s, n))
-        return best[number].made
+        return best_of(best)
 
-    async def _follow(self, asked: MakePlan, number: int, best: dict[int, FoundPlan]) -> None:
+    async def _follow(self, asked: MakePlan, number: int, seed: int, best: dict[int, FoundPlan]) -> None:
         """Keep what search number `number` finds, for as long as it lives."""
-        seed = key(asked.job.seed, "portfolio", number) if number else asked.job.seed
         stream = _search_task.remote(asked, seed)
         try:
             async for coming in stream:
@@ -257,10 +186,9 @@ class RayPlanner:
         return True
 
 
-def _num_seeds() -> int:
-    """One search for each CPU of the cluster."""
+def _num_cpus() -> float:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return max(1, min(MAX_SEEDS, int(resources.get("CPU", 1))))
+    return resources.get("CPU", 1.0)
 
 
 def _last_line(error: Exception) -> str:

@@ -9,13 +9,15 @@ import ray
 from ray.exceptions import RayTaskError, WorkerCrashedError
 
 from coordinator import planner
-from coordinator.planner import NUM_TRIES, FoundPlan, RayPlanner, plan_here, search
+from coordinator.planner import NUM_TRIES, RayPlanner
 from skein.config.job import PlanSpec
 from skein.plan import searched
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.runs.placing import portfolio
+from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan, plan_here, search
 from skein.topology.fleet import Fleet, FleetWorker
 from skein.types import SiteId, WorkerId
 from tests.coordinator.builders import hello, job_spec, one_worker_plan
@@ -115,7 +117,7 @@ async def test_a_question_that_is_withdrawn_ends_its_task(monkeypatch: pytest.Mo
 
 
 def test_a_plan_that_does_not_hold_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", lambda *_: one_worker_plan())
+    monkeypatch.setattr(portfolio, "make_plan", lambda *_: one_worker_plan())
     made = plan_here(asked(fleet=Fleet(workers=(), links=())))
     assert isinstance(made.result, Infeasible)
     assert "w1" in made.result.reason
@@ -237,7 +239,11 @@ async def test_where_the_search_cannot_be_compiled_plans_are_balanced(
 
 def test_a_search_hands_out_plans_that_hold_each_better_than_the_last() -> None:
     question = asked("search", budget_s=0.02)
-    plans = [found.made.result for found in search(question, 1) if isinstance(found.made.result, Plan)]
+    plans = [
+        found.made.result
+        for found in search(question, 1, now=lambda: 0.0)
+        if isinstance(found.made.result, Plan)
+    ]
     assert plans
     assert all(violations(plan, question.job, question.fleet) == () for plan in plans)
     steps_s = [plan.predicted_step_s for plan in plans]
@@ -248,17 +254,19 @@ def test_the_plan_so_far_is_reckoned_beside_the_new_one() -> None:
     # A search goes by the mean under 3 % jitter.
     for method, by in (("search", 0.03), ("balanced", 1e-9)):
         question = replace(asked(method, budget_s=0.02), previous=one_worker_plan())
-        made = plan_here(question) if method == "balanced" else [*search(question, 1)][-1].made
+        made = (
+            plan_here(question) if method == "balanced" else [*search(question, 1, now=lambda: 0.0)][-1].made
+        )
         assert made.current_s == pytest.approx(one_worker_plan().predicted_step_s, rel=by)
 
 
 def test_a_search_keeps_a_plan_that_does_not_hold_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(one_worker_plan(), paths=())
     monkeypatch.setattr(searched, "make_plan", lambda *_, **__: wrong)
-    assert list(search(asked("search", budget_s=0.02), 1)) == []
+    assert list(search(asked("search", budget_s=0.02), 1, now=lambda: 0.0)) == []
 
 
 def test_a_search_finds_nothing_where_no_plan_exists() -> None:
     question = asked("search", budget_s=0.02, fleet=Fleet(workers=(), links=()))
     assert isinstance(make_plan(question.job, question.fleet, None, 0), Infeasible)
-    assert list(search(question, 1)) == []
+    assert list(search(question, 1, now=lambda: 0.0)) == []

@@ -8,11 +8,12 @@ import psutil
 import pytest
 import ray
 
-from coordinator.planner import FoundPlan, RayPlanner
+from coordinator.planner import RayPlanner
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.check import violations
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan
+from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan
 from skein.topology.fleet import Fleet
 from tests.plan.builders import fleet, job
 
@@ -65,9 +66,9 @@ class Watched(RayPlanner):
 
     found: dict[int, FoundPlan]
 
-    async def _follow(self, asked: MakePlan, number: int, best: dict[int, FoundPlan]) -> None:
+    async def _follow(self, asked: MakePlan, number: int, seed: int, best: dict[int, FoundPlan]) -> None:
         self.found = best
-        await super()._follow(asked, number, best)
+        await super()._follow(asked, number, seed, best)
 
 
 async def until_compiled(planner: RayPlanner) -> None:
