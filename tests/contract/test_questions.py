@@ -31,7 +31,7 @@ RULE_NAMES = {
     name for spec in SPECS if (field := spec.model_fields.get("rule")) for name in get_args(field.annotation)
 }
 HOMES = {
-    "rule": {"skein/config/aggregation.py", "skein/numeric/aggregate/choose.py"},
+    "rule": {"skein/config/aggregation.py", "skein/numeric/aggregate/rules.py"},
     "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/check.py"},
     "phase": {"skein/protocol/messages/tensors.py"},
     "walkers": {"skein/config/rule.py"},

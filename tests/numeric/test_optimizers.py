@@ -13,8 +13,8 @@ from torch import Tensor
 from bench.reference import torch_optimizer
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.numeric.optim import elementwise
-from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.groups import decayed_names
+from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Tensors, Walker
 
 RATE = 3e-3

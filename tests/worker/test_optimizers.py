@@ -10,9 +10,9 @@ from torch import Tensor
 from bench.reference import batch_of, run_reference, whole_model
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
-from skein.numeric.aggregate.choose import rule_of
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.optim.groups import decayed_names
+from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Walker
 from skein.protocol.log.records import StageFiles
 from skein.protocol.worker.ops import SaveOp, SnapshotOp

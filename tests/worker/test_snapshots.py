@@ -8,7 +8,7 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError
-from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.rules import rule_of
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId

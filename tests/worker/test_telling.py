@@ -10,10 +10,10 @@ from torch import Tensor
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Walker
 from worker.compute.telling import EVERY, is_told, residual_norm, sent_bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError
-from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
 from skein.protocol.messages.directives import Member, Prefetch, StepRecord
 from skein.protocol.worker.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent

@@ -9,7 +9,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.model.neighbours import counterparts
-from skein.numeric.aggregate.choose import rule_of
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Walker
 from skein.types import StageSpec
 from worker.compute.state import copied, named

@@ -14,8 +14,8 @@ from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError
 from skein.model.layers import tied_names
-from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.rule import Rule, Terms
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import unflatten
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group

@@ -14,8 +14,8 @@ from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError
 from skein.model.parameters import layer_parameters
-from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.rule import Rule
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 from skein.types import StageSpec
 from worker.model.base import parameter_dtype

@@ -17,7 +17,7 @@ from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import OneBit
 from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
-from skein.numeric.compress.choose import compressor_of
+from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.walker import Tensors, Walker
 
 _NUM_PEERS = 4

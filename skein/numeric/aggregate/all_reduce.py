@@ -22,8 +22,8 @@ from skein.config.rule import Due
 from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.robust import combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
-from skein.numeric.compress.choose import compressor_of
 from skein.numeric.compress.compressor import Form
+from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.compress.feedback import FeedbackOwner, encode_with, no_residual
 from skein.numeric.gradients import flatten, shard_bounds, unflatten
 from skein.numeric.optim.groups import decayed_names

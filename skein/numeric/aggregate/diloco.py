@@ -42,8 +42,8 @@ from skein.numeric.aggregate.fragments import (
 )
 from skein.numeric.aggregate.robust import Part, combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
-from skein.numeric.compress.choose import compressor_of
 from skein.numeric.compress.compressor import Compressor, Form
+from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.gradients import vector_norm
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer

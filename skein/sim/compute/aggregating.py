@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.numeric.aggregate.choose import rule_of
 from skein.numeric.aggregate.exchanging.member import StepExchanges, measured, newcomer, replicated
 from skein.numeric.aggregate.rule import Offer, Talk, Terms
+from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast

@@ -27,8 +27,8 @@ from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule, Talk
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, flatten, squared_norm
-from skein.numeric.optim.choose import optimizer_of
 from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from tests.support.walks import drawn, problem, terms_at
 

@@ -21,7 +21,7 @@ from skein.numeric.aggregate.diloco import (
 from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
 from skein.numeric.aggregate.exchanging.overlapped import put, take
 from skein.numeric.aggregate.fragments import fragment_spans, gathered
-from skein.numeric.compress.choose import compressor_of
+from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.optim.adamw import AdamW
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker

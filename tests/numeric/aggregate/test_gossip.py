@@ -17,7 +17,7 @@ from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, SENT, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import StateClass, Walker
 from skein.rng import stream
 from skein.topology.graphs import GraphKind, Mixing, mesh, mixing_at, ring, static_exponential, without

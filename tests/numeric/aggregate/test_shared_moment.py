@@ -18,7 +18,7 @@ from skein.numeric.aggregate.shared_moment import (
     SharedMoment,
 )
 from skein.numeric.gradients import flatten
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Tensors, Walker
 from skein.topology.graphs import Mixing, ring, without
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.numeric.compress.choose import COMPRESSOR_BY_NAME, compressor_of
 from skein.numeric.compress.compressor import Compressor
+from skein.numeric.compress.compressors import COMPRESSOR_BY_NAME, compressor_of
 from skein.numeric.compress.feedback import FeedbackOwner, encode_with, no_residual
 from skein.numeric.compress.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
 from skein.numeric.walker import StateClass

@@ -9,7 +9,7 @@ from client.planning.estimates import Estimate, estimate, estimate_of_job, estim
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.config.rule import Wire
-from skein.numeric.compress.choose import compressor_of
+from skein.numeric.compress.compressors import compressor_of
 from skein.plan.agreeing.costs import Circle
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.plan.balanced import make_plan

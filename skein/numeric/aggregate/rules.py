@@ -12,7 +12,7 @@ from skein.numeric.aggregate.lsgd import LsgdRule
 from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule
-from skein.numeric.optim.choose import optimizer_of
+from skein.numeric.optim.optimizers import optimizer_of
 
 
 def rule_of(spec: aggregation.AggregationSpec, optimizer: OptimizerSpec) -> Rule:
