@@ -132,7 +132,7 @@ class Fence:
             parts.improving.answered(made, now=now)
         elif isinstance(plan, Infeasible):
             self._stopping.pause(plan.reason, now=now)
-        elif parts.placement.is_recut(plan) and parts.savings.is_behind():
+        elif parts.holdings.is_recut(plan) and parts.savings.is_behind():
             self._stopping.save_held("saving, for stages are cut anew", ThenRecut())
         else:
             parts.improving.chose(plan, parts.candidates(), may_improve=made.may_improve)
@@ -153,7 +153,7 @@ class Fence:
             if first.opens_generation:
                 self.open(first.reason, now=now)
             return
-        lacking = parts.storage.lacks(parts.placement.sources(plan), now=now)
+        lacking = parts.storage.lacks(parts.holdings.sources(plan), now=now)
         if lacking.must_wait:
             self._stopping.wait(lacking.reason)
         elif lacking.reason:

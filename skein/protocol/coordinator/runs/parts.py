@@ -12,6 +12,7 @@ from skein.protocol.coordinator.runs.improving.improving import Improving
 from skein.protocol.coordinator.runs.incidents import Incidents
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.asking import Asking
+from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
 from skein.protocol.coordinator.runs.steps.leading import Leading
@@ -54,8 +55,9 @@ class Parts:
         self.storage = Storage(job, self.blame, self.gathering, outbox)
         self.savings = Savings(job, self.members, outbox)
         self.evaluation = Evaluation(job, self.members, outbox)
-        self.placement = Placement(job, self.members, outbox, links=links, measured=measured)
-        self.asking = Asking(job, self.members, absence, self.placement, measured, outbox, now=now)
+        self.holdings = Holdings(job, self.members)
+        self.placement = Placement(job, self.members, self.holdings, outbox, links=links, measured=measured)
+        self.asking = Asking(job, self.members, absence, self.holdings, measured, outbox, now=now)
         self.improving = Improving(job, self.members, self.placement, measured, outbox, links)
         self.leading = Leading(job, self.members, outbox)
         self.stepping = Stepping(job, self.placement, self.members, self.leading, outbox)
@@ -63,7 +65,7 @@ class Parts:
         self.ending = Ending(job, outbox)
         self.vigil = Vigil(self.members, measured, now=now)
         # In this order: what several have to say of one thing stands in the log as it always has.
-        self._told: tuple[RunPart, ...] = (
+        self.told: tuple[RunPart, ...] = (
             self.members,
             measured,
             self.placement,
@@ -83,22 +85,22 @@ class Parts:
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for under older ones is void."""
-        for part in self._told:
+        for part in self.told:
             part.fenced(now=now)
 
     def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone; `is_missed`: the phase depended on it."""
-        for part in self._told:
+        for part in self.told:
             part.lost(change, is_missed=is_missed, now=now)
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step is recorded, and not announced yet."""
-        for part in self._told:
+        for part in self.told:
             part.committed(record, plan, now=now)
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
         """A plan is recorded and assigned."""
-        for part in self._told:
+        for part in self.told:
             part.adopted(adoption, now=now)
 
     # --- who is here ---

@@ -74,7 +74,7 @@ class Stopping:
         """No plan exists: save what is held, then wait for more workers."""
         parts = self._parts
         parts.gathering.failed(may_pardon=parts.blame.strikes.may_pardon, now=now)
-        if parts.placement.held() is None or not parts.savings.is_behind():
+        if parts.holdings.held() is None or not parts.savings.is_behind():
             self.wait(reason)
             return
         self.save_held(f"saving, for no plan exists: {reason}", ThenWait(reason=reason))
@@ -83,7 +83,7 @@ class Stopping:
 
     def save_held(self, reason: str, then: ThenWait | ThenRecut) -> None:
         """No plan fits what is held as it is: save it, all of it being there."""
-        held = self._parts.placement.held()
+        held = self._parts.holdings.held()
         assert held is not None
         self._parts.members.place(held.workers)
         self._save_first(held, then, reason)

@@ -15,7 +15,7 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.ending import rewind_of
 from skein.protocol.coordinator.runs.placing.giving_up import LONGEST_S, clock_time, patience_s, waits_until
-from skein.protocol.coordinator.runs.placing.placement import Placement
+from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
@@ -50,7 +50,7 @@ class Asking:
         job: JobHistory,
         members: Members,
         absence: Absence,
-        placement: Placement,
+        holdings: Holdings,
         measured: Measured,
         outbox: Outbox,
         *,
@@ -64,7 +64,7 @@ class Asking:
         self._live = members.live
         self._absence = absence
         self._members = members
-        self._placement = placement
+        self._holdings = holdings
         self._measured = measured
         self._out = outbox
         self._is_ending = False
@@ -112,7 +112,7 @@ class Asking:
 
     def before(self, plan: Plan, *, now: float) -> First | None:
         """Whether `plan` is put in place now: None; else what is done first."""
-        sources = self._placement.sources(plan)
+        sources = self._holdings.sources(plan)
         self.outcome = ""
         if rewind_of(self._job) is not None or not _is_loss(sources, self._job):
             self.over()
@@ -139,7 +139,7 @@ class Asking:
         awaited = {member: held for member, held in self._silent().items() if now < ends_at[member]}
         here = {member: held for member, held in job.may_hold.items() if self._is_here(member)}
         acks = {worker: ack for worker, ack in self._members.acks.items() if worker in self._live}
-        if not awaited or self._placement.held(self._would_tell(here | awaited) | acks) is None:
+        if not awaited or self._holdings.held(self._would_tell(here | awaited) | acks) is None:
             self._tell_outcome(ends_at.keys() - awaited.keys(), now - since)
             return None
         self._is_ending = True
@@ -243,9 +243,9 @@ class Asking:
         if not silent:
             return False
         acks = {**self._members.acks, **self._would_tell(silent)}
-        if self._placement.held(acks) is not None:
+        if self._holdings.held(acks) is not None:
             return True
-        return _loss(self._placement.sources(plan, acks)) < _loss(sources)
+        return _loss(self._holdings.sources(plan, acks)) < _loss(sources)
 
     def _would_tell(self, known: Mapping[GenerationMember, frozenset[ChunkVersion]]) -> dict[WorkerId, Ack]:
         """What these would say if they have all that they may hold."""

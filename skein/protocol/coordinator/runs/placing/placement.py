@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.plan.agreeing.broadcast import BroadcastProblem, parents_of
-from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.redundancy import shortfalls
 from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
@@ -14,22 +13,21 @@ from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.averaging import averaging_of
+from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.planning import (
     fleet_of,
-    held_plan,
     recorded_plan,
     who_reads_other_data,
 )
 from skein.protocol.coordinator.runs.placing.resuming import Resumed, resume
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
-from skein.protocol.coordinator.runs.placing.walking import held_walkers, walker_sources
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Averaged, PlanAdopted, RolledBack
 from skein.protocol.membership.membership import Entry
-from skein.protocol.messages.directives import Resumption, SourceKind, StepRecord
-from skein.protocol.messages.reports import Ack, ChunksReady
+from skein.protocol.messages.directives import Resumption, StepRecord
+from skein.protocol.messages.reports import ChunksReady
 from skein.topology.fleet import Fleet, Link
 from skein.topology.links import link_cost_s
 from skein.types import ChunkRef, MicrobatchId, WorkerId
@@ -42,6 +40,7 @@ class Placement(RunPart):
         self,
         job: JobHistory,
         members: Members,
+        holdings: Holdings,
         outbox: Outbox,
         *,
         links: Mapping[tuple[WorkerId, WorkerId], Link],
@@ -56,10 +55,6 @@ class Placement(RunPart):
         """What the plan goes on with, until the step in progress is over."""
         self._is_begun = False
         """Everybody has what this plan gave them, and was told to begin a step."""
-        self._built: Plan | None = None
-        """The last plan of which everybody had all that it gave them."""
-        self._given: set[ChunkRef] = set()
-        """Chunks that plans since have given somebody."""
         self._whole: Plan | None = None
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
@@ -67,6 +62,7 @@ class Placement(RunPart):
         self._job = job
         self._spec_json = job.spec.canonical_json()
         self._members = members
+        self._holdings = holdings
         self._out = outbox
         self.links = links
         self._measured = measured
@@ -102,7 +98,7 @@ class Placement(RunPart):
             before = self.plan or self._adopted_before()
             # What is held does not tell who belongs to one walker.
             are_lines = self._job.spec.aggregation.walkers.are_lines
-            self._ask(fleet, before if are_lines and before is not None else self.held() or before)
+            self._ask(fleet, before if are_lines and before is not None else self._holdings.held() or before)
         return recorded
 
     def _adopted_before(self) -> Plan | None:
@@ -146,34 +142,6 @@ class Placement(RunPart):
         is_answer = made.request == self.awaited
         self.awaited = None if is_answer else self.awaited
         return is_answer
-
-    def _walked(self) -> Plan | None:
-        """Whose walkers are what members hold: those of the last plan that was built by all, or that made a step."""
-        return self._built or (None if self._job.worked is None else self._job.worked.plan)
-
-    def _changed(self) -> set[ChunkRef]:
-        """What plans since may have given somebody; after a restart, as far as the log tells."""
-        worked = self._job.worked
-        if self._built is not None or worked is None:
-            return self._given
-        fallen = (x for x in walkers_of(worked.plan) if x not in self._job.standing)
-        return self._given.union(*fallen)
-
-    def held(self, acks: Mapping[WorkerId, Ack] | None = None) -> Plan | None:
-        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones.
-
-        Args:
-            acks: what they hold, if not what they have said.
-        """
-        acks = self._members.acks if acks is None else acks
-        if rewind_of(self._job) is not None:
-            return None  # Nobody wants it.
-        if self._job.spec.aggregation.walkers.are_lines:
-            before = self._walked()
-            if before is None:
-                return None
-            return held_walkers(before, acks, version=self._job.version, given=self._changed())
-        return held_plan(acks, version=self._job.version, parallel=self._job.spec.parallel)
 
     def expected(self) -> Mapping[ChunkRef, tuple[MicrobatchId, ...]]:
         """The ledger that each chunk will have at the end of the present step."""
@@ -259,11 +227,6 @@ class Placement(RunPart):
         self._adopt(resumed.plan, sources, resumed.resumptions)
         return resumed.plan
 
-    def is_recut(self, plan: Plan) -> bool:
-        """Whether `plan` wants stages that nobody has, though the whole model is here in other pieces."""
-        held = self.held()
-        return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
-
     def put(self, plan: Plan, *, because: str = "", now: float) -> Sources:
         """Record the plan and assign it, after a recorded roll-back or average if a stage is held by nobody.
 
@@ -281,27 +244,13 @@ class Placement(RunPart):
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
             plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
-        sources = self.sources(plan)
+        sources = self._holdings.sources(plan)
         if sources.averaged:
             self._average(sources, now=now)
         self._roll_back_to(sources, because, now=now)
-        self._given.update(at for at, x in sources.by_chunk.items() if x.kind is not SourceKind.KEEP)
+        self._holdings.gave(sources)
         self._adopt(plan, sources, {})
         return sources
-
-    def sources(self, plan: Plan, acks: Mapping[WorkerId, Ack] | None = None) -> Sources:
-        """Where the state of each of a plan's chunks would come from, by what members have said or by `acks`."""
-        job, acks = self._job, self._members.acks if acks is None else acks
-        version, checkpoint = job.version, job.newest_checkpoint
-        rewind = rewind_of(job)
-        if rewind is not None:
-            # Whatever is held has seen what is to be forgotten.
-            version, acks = rewind.version, {}
-            checkpoint = next((x for x in job.checkpoints if x.version == version), None)
-        if job.spec.aggregation.walkers.are_lines:
-            before, given = self._walked(), self._changed()
-            return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
-        return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
 
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
         history, job = self._out.history, self._job
@@ -361,8 +310,8 @@ class Placement(RunPart):
             return False
         self._members.ready[worker] = report
         if self._members.is_ready:
-            self._built = self.plan
-            self._given.clear()
+            assert self.plan is not None
+            self._holdings.built(self.plan)
         return self._members.is_ready
 
     def odd_readers(self) -> tuple[WorkerId, ...]:
