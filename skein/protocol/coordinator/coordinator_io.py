@@ -74,7 +74,7 @@ class PauseAsked:
 class ResumeAsked:
     """A client wants a job to go on that is held or has ended, or is about to; perhaps to another number of steps.
 
-    Nothing happens where `skein.protocol.lifecycle.check_resumable` refuses it.
+    Nothing happens where `skein.protocol.coordinator.lifecycle.check_resumable` refuses it.
     """
 
     job: JobId
