@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from skein.config.rule import RuleSpec
-from skein.numeric.aggregate import choose
+from skein.numeric.aggregate import rules
 from skein.numeric.aggregate.rule import Rule
 from tests.contract.source import PACKAGES, ROOT, parse, python_files
 
@@ -22,7 +22,7 @@ for known in SPECS:
     SPECS += known.__subclasses__()
 RULES = {spec.__name__ for spec in SPECS[1:]} | {
     base.__name__
-    for found in vars(choose).values()
+    for found in vars(rules).values()
     for base in getattr(found, "__mro__", ())
     if Rule in base.__mro__ and base is not Rule
 }
