@@ -30,7 +30,7 @@ from skein.topology.fleet import Fleet, FleetWorker, Profile
 from skein.types import Epoch, Incarnation, JobId, SiteId, StageIndex, Step, WorkerId
 from tests.support.turns import until
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 """Far above what anything here takes; reached only when something hangs."""
 
 

@@ -14,7 +14,7 @@ from coordinator.launch.leash import leashed
 from coordinator.launch.subprocesses import WorkerProcesses, worker_command
 from skein.errors import UserError
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 """Far above what a process takes to start or to end; reached only when something hangs."""
 FOREVER = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"]
 HOLDS = [

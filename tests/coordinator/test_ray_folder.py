@@ -18,7 +18,7 @@ from coordinator.launch.folder import MAX_BYTES, take_folder
 from coordinator.launcher import USAGE, CoordinatorOptions, run_coordinator
 from skein.errors import UserError
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 HOLDS = (
     "import os, signal, sys; f = open(sys.argv[1], 'a'); os.setsid(); print('up', flush=True); signal.pause()"
 )

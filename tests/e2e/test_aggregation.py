@@ -26,7 +26,7 @@ from skein.wire.views import CheckpointFinished, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text
 
 NUM_STEPS, NUM_WORKERS = 24, 4
-PATIENCE_S, POLL_S = 30.0, 0.2
+PATIENCE_S, POLL_S = 300.0, 0.2
 
 RULES: dict[str, tuple[AggregationSpec, OptimizerSpec]] = {
     "int8": (AllReduce(wire="int8"), AdamWSpec(learning_rate=3e-3, warmup_steps=4)),

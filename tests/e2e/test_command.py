@@ -21,7 +21,7 @@ from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
 
 DONE, FAILED, USAGE = 0, 1, 2
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=100,
+        timeout=600,
         check=False,
     )
 

@@ -19,7 +19,7 @@ from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 POLL_S = 0.1
 LATENCY_S = 0.020
 """Of the preset, one way."""

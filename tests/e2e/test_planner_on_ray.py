@@ -17,7 +17,7 @@ from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan
 from skein.topology.fleet import Fleet
 from tests.plan.builders import fleet, job
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 POLL_S = 0.05
 
 

@@ -22,7 +22,7 @@ from skein.wire.views import StepFinished, WentBack, WorkerState
 from tests.e2e.jobs import text_job, write_text
 from tests.e2e.test_recovery import losses_of, wait_for_step
 
-START_S = 120.0
+START_S = 300.0
 """Two coordinators start their own Ray, on a busy machine."""
 NUM_STEPS = 40
 _POLL_S = 0.05

@@ -23,7 +23,7 @@ from client.local import NotStarted
 from skein.errors import UserError
 
 PROBLEM = namespaces.why_not()
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Far above what anything here takes; reached only when something is lost."""
 
 

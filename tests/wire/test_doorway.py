@@ -9,7 +9,7 @@ import pytest
 from skein.wire.serving import doorway
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::"])

@@ -24,7 +24,7 @@ from worker.process import WorkerSetting, work
 Context: TypeAlias = "aio.ServicerContext[object, object]"
 R = TypeVar("R", bound=Report | LogLines)
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 """Nothing here takes long; this only turns a hang into a failure."""
 WELCOME = Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=0.05)
 

@@ -81,7 +81,7 @@ def log_of(
 def written(log: BoundaryLog) -> None:
     """Wait until the writer has nothing left to do: a job of its own stands behind all others."""
     assert log._writer is not None
-    log._writer.submit(int).result(timeout=10.0)
+    log._writer.submit(int).result(timeout=120)
 
 
 # --- memory ---

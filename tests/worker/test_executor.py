@@ -329,7 +329,7 @@ def test_a_step_that_begins_anew_gives_the_same_bits(text: Path, labs: list[Lab]
 def run(executor: Executor, op: Op) -> OpOutcome:
     future: Future[Ran] = Future()
     executor.run(op, {}, future.set_result)
-    return future.result(timeout=10).done.outcome
+    return future.result(timeout=120).done.outcome
 
 
 def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs: list[Lab]) -> None:
@@ -343,9 +343,11 @@ def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs:
     assert isinstance(outcome, OpFailed)
     assert not outcome.is_fatal
     assert "built" in outcome.reason
-    executor.call(partial(executor.compute.hold, lab.benches[path.hops[0].worker].holding)).result(timeout=10)
+    executor.call(partial(executor.compute.hold, lab.benches[path.hops[0].worker].holding)).result(
+        timeout=120
+    )
     assert run(executor, forward) is None
-    assert executor.call(lambda: 7).result(timeout=10) == 7
+    assert executor.call(lambda: 7).result(timeout=120) == 7
     executor.stop()
 
 
@@ -375,7 +377,7 @@ def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
         raise UserError("a", 1, "give 2")
 
     with pytest.raises(UserError, match="give 2"):
-        executor.call(refuse).result(timeout=10)
+        executor.call(refuse).result(timeout=120)
     executor.stop()
 
 

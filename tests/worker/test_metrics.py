@@ -130,7 +130,7 @@ async def test_metrics_are_served_until_stopped() -> None:
 
 
 def read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         found: bytes = answer.read()
         return found
 

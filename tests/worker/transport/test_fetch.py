@@ -27,7 +27,7 @@ from worker.transport.fetching import fetch
 from worker.transport.fetching.fetch import MAX_FRUITLESS
 from worker.transport.fetching.state import StateAssembly, state_parts
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 """Far above what anything here takes; reached only when something hangs."""
 STAGE, VERSION = StageIndex(1), Step(7)
 STATE = {

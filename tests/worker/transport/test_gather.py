@@ -174,7 +174,7 @@ async def test_a_state_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.M
     async with donors(late) as members, sending() as sender:
         gathered = gathering(sender)
         running = asyncio.create_task(gathered.run(members))
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(120.0):
             await late.is_asked_again.wait()
         here |= STATE
         await running
