@@ -54,7 +54,7 @@ class OpRow:
     Args:
         letter: in plan files and pictures.
         is_last: it is done at the last hop of a path; others at every hop before that.
-        takes: the boundary tensor that it waits for; where its path begins there is none.
+        takes: the boundary tensor that it waits for, if any; where its path begins there is none.
         gives: the boundary tensor that it makes, for which the neighbouring hop waits.
         uses: what it waits for at its own chunk, and uses up.
         leaves: what it leaves at its own chunk.
@@ -66,7 +66,7 @@ class OpRow:
 
     letter: str
     is_last: bool = False
-    takes: Direction
+    takes: Direction | None = None
     gives: Direction | None = None
     uses: Kept | None = None
     leaves: Kept | None = None
@@ -166,8 +166,10 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
     for kind, hop in places:
         makers[hop, kind.row.gives].append((kind, hop))
         makers[hop, kind.row.leaves].append((kind, hop))
-    inputs = {(kind, hop): makers[hop - kind.row.takes.step, kind.row.takes] for kind, hop in places}
-    own = {(kind, hop): makers[hop, kind.row.uses] if kind.row.uses else [] for kind, hop in places}
+    inputs = {
+        (x, hop): makers[hop - x.row.takes.step, x.row.takes] if x.row.takes else [] for x, hop in places
+    }
+    own = {(x, hop): makers[hop, x.row.uses] if x.row.uses else [] for x, hop in places}
     followers: defaultdict[_Place, list[_Place]] = defaultdict(list)
     for place in places:
         for awaited in (*inputs[place], *own[place]):

@@ -59,7 +59,7 @@ class ComputeOp:
     def operand(self) -> HopKey | None:
         """The boundary tensor that it takes; None at a path's beginning, which takes the data."""
         takes = self.kind.row.takes
-        if self.hop < takes.step:
+        if takes is None or self.hop < takes.step:
             return None
         return HopKey(takes, self.phase, self.step, self.microbatch, self.hop)
 
