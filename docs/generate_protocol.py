@@ -26,6 +26,7 @@ from skein.protocol.membership import membership
 from skein.protocol.messages import directives, reports, tensors
 from skein.protocol.rounds import round
 from skein.protocol.worker import ops, pipeline, reduction, steps, timing, worker, worker_io
+from skein.types import GroupId
 
 PAGE = Path(__file__).with_name("protocol.md")
 
@@ -168,6 +169,7 @@ OPS = (
 
 
 _ALIASES: dict[object, str] = {
+    GroupId: "GroupId",
     reports.Report: "Report",
     directives.Directive: "Directive",
     tensors.TensorHeader: "TensorHeader",

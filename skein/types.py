@@ -1,8 +1,9 @@
 """Names that every package shares. Words are those of docs/glossary.md."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 JobId = NewType("JobId", str)
 WorkerId = NewType("WorkerId", str)
@@ -20,8 +21,6 @@ Step = NewType("Step", int)
 """0-based. Step t turns parameters of version t into version t + 1."""
 StageIndex = NewType("StageIndex", int)
 MicrobatchId = NewType("MicrobatchId", int)
-GroupId = NewType("GroupId", str)
-"""One reduction: "s3" is stage 3's own tensors, "tied" those that two stages share."""
 
 
 class Layout(StrEnum):
@@ -102,6 +101,86 @@ class ChunkRef:
 
     stage: StageIndex
     worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The group of all holders of a stage, who sum what only that stage has."""
+
+    stage: StageIndex
+
+    def __str__(self) -> str:
+        return f"s{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """The group of the holders of the first and the last stage, who sum the tensors that both have."""
+
+    def __str__(self) -> str:
+        return "tied"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The group of one chunk, whose sums are weighed on their own."""
+
+    chunk: ChunkRef
+
+    def __str__(self) -> str:
+        return f"s{self.chunk.stage}@{self.chunk.worker}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """The group of those holders of a stage who take part in one exchange of the job's rule."""
+
+    stage: StageIndex
+    fragment: int | None = None
+    """The piece of a walker that is exchanged, where a rule exchanges one piece at a time."""
+    leader: int | Literal["all"] | None = None
+    """The walker whose followers these are, by position; "all": all follow one; None: nobody leads."""
+
+    def __str__(self) -> str:
+        if self.fragment is not None:
+            return f"x{self.stage}.f{self.fragment}"
+        return f"x{self.stage}" if self.leader is None else f"x{self.stage}.{self.leader}"
+
+
+GroupId = Own | Tied | Local | Exchanged
+"""Who reduces or exchanges what. Its `str` is what logs and messages have of it; `parse_group` reads that."""
+
+_GROUP = re.compile(
+    r"tied|s(?P<own>\d{1,10})(@(?P<worker>.+))?"
+    r"|x(?P<stage>\d{1,10})(\.(f(?P<fragment>\d{1,10})|(?P<leader>\d{1,10})|(?P<all>all)))?",
+    re.ASCII | re.DOTALL,
+)
+
+
+def parse_group(text: str) -> GroupId:
+    """The group whose `str` is `text`.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> [parse_group(text) for text in ("s2", "tied", "x2.f1")]
+    [Own(stage=2), Tied(), Exchanged(stage=2, fragment=1, leader=None)]
+    >>> str(parse_group("x2.all")), str(parse_group("s2@w1"))
+    ('x2.all', 's2@w1')
+    """
+    found = _GROUP.fullmatch(text)
+    if found is None:
+        raise ValueError(f"group {text!r}: must be like s2, s2@w1, tied, x2, x2.f1, x2.0 or x2.all")
+    if found["own"] is not None:
+        own = StageIndex(int(found["own"]))
+        return Local(ChunkRef(stage=own, worker=WorkerId(found["worker"]))) if found["worker"] else Own(own)
+    if found["stage"] is None:
+        return Tied()
+    return Exchanged(
+        stage=StageIndex(int(found["stage"])),
+        fragment=None if found["fragment"] is None else int(found["fragment"]),
+        leader="all" if found["all"] else None if found["leader"] is None else int(found["leader"]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

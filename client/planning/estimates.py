@@ -18,7 +18,7 @@ from skein.plan.load import job_layers, stage_loads, tied_bytes
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import LinkMatrices, link_cost_s
-from skein.types import GroupId, StageSpec
+from skein.types import GroupId, Own, StageSpec, Tied
 from skein.units import format_bytes
 
 
@@ -151,17 +151,15 @@ def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId
     layers, word = job_layers(job), word_bytes(job)
     shared = tied_bytes(job, layers, stages) // word
     tensors = [len(layer) for layer in layer_parameters(job.model)]
-    held = {}
+    held: dict[GroupId, _Held] = {}
     for load in stage_loads(job, layers, stages):
         first, stop = load.stage.first, load.stage.stop
         shares = shared > 0 and (first == 0) != (stop == len(layers))
         num_tensors = sum(tensors[first:stop]) - shares
-        held[GroupId(f"s{load.stage.index}")] = _Held(
-            num_parameters=load.own_bytes // word, num_tensors=num_tensors
-        )
+        held[Own(load.stage.index)] = _Held(num_parameters=load.own_bytes // word, num_tensors=num_tensors)
     if shared:
         ends = job.parallel.layout.num_ends
-        held[GroupId("tied")] = _Held(num_parameters=shared, num_tensors=1, ends=ends)
+        held[Tied()] = _Held(num_parameters=shared, num_tensors=1, ends=ends)
     return held
 
 

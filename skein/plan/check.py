@@ -11,7 +11,7 @@ from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
 from skein.topology.fleet import Fleet
-from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
+from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, Own, StageIndex, StageSpec, Tied, WorkerId
 from skein.units import format_bytes
 
 
@@ -192,11 +192,12 @@ def _alternates(plan: Plan) -> Iterator[str]:
 
 def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
     layers = job_layers(job)
-    expected = {f"s{stage.index}": [stage.index] for stage in plan.stages}
+    expected: dict[GroupId, list[StageIndex]] = {Own(stage.index): [stage.index] for stage in plan.stages}
     if tied_bytes(job, layers, plan.stages):
-        expected["tied"] = [plan.stages[0].index, plan.stages[-1].index]
-    if sorted(group.group for group in plan.groups) != sorted(expected):
-        yield f"groups {[group.group for group in plan.groups]}, expected {list(expected)}"
+        expected[Tied()] = [plan.stages[0].index, plan.stages[-1].index]
+    groups = [str(group.group) for group in plan.groups]
+    if sorted(groups) != sorted(map(str, expected)):
+        yield f"groups {groups}, expected {list(map(str, expected))}"
     for group in plan.groups:
         yield from _group(group, plan, expected.get(group.group, []))
         yield from _pattern(group, job)

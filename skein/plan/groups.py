@@ -15,7 +15,7 @@ from skein.plan.place import Pool
 from skein.plan.plan import Alternates, Group
 from skein.topology.consensus import choose
 from skein.topology.links import LinkMatrices
-from skein.types import ChunkRef, GroupId, StageSpec, WorkerId
+from skein.types import ChunkRef, GroupId, Own, StageSpec, Tied, WorkerId
 
 _MAX_ALTERNATES = 8
 """Of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
@@ -44,23 +44,21 @@ def groups_of(
 ) -> Iterator[tuple[Group, int]]:
     """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
 
-    def group(name: str, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
+    def group(name: GroupId, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
         workers = tuple(dict.fromkeys(member.worker for member in members))
         shards = num_shards(num_bytes, len(workers))
         pattern = pattern_of(job.aggregation, workers, shards, num_bytes, pool)
         weights = _measured_weights(job, workers, num_bytes, pool)
-        return Group(
-            group=GroupId(name), members=members, num_shards=shards, pattern=pattern, weights=weights
-        )
+        return Group(group=name, members=members, num_shards=shards, pattern=pattern, weights=weights)
 
     for stage, load in zip(stages, loads, strict=True):
         members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
-        yield group(f"s{stage.index}", members, load.own_bytes), load.own_bytes
+        yield group(Own(stage.index), members, load.own_bytes), load.own_bytes
     if shared_bytes:
         ends = tuple(
             chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
         )
-        yield group("tied", ends, shared_bytes), shared_bytes
+        yield group(Tied(), ends, shared_bytes), shared_bytes
 
 
 def _measured_weights(

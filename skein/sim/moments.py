@@ -12,7 +12,6 @@ from typing import Final
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.plan.agreeing.rounds import is_exchange
 from skein.plan.balanced import make_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import DrainAsked
@@ -31,7 +30,7 @@ from skein.sim.scenario import LIMIT_S, Outcome, make_world, run_to_end, small_f
 from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
-from skein.types import JobState, SiteId, WorkerId
+from skein.types import Exchanged, JobState, SiteId, WorkerId
 
 MOMENTS: Final = (
     "probing",
@@ -125,10 +124,12 @@ class WatchedWorld(World):
         super()._do(worker, command)
         match command:
             case SendTensor(envelope=envelope) if isinstance(envelope.header, ShardTensor):
-                if is_exchange(envelope.header.group):
+                if isinstance(envelope.header.group, Exchanged):
                     is_part = envelope.header.kind is ShardKind.PART
                     self._at("part out" if is_part else "result out", worker)
-            case RunOp(op=ApplyOp(record=record)) if any(is_exchange(x.group) for x in record.results):
+            case RunOp(op=ApplyOp(record=record)) if any(
+                isinstance(x.group, Exchanged) for x in record.results
+            ):
                 self._at("applying", worker)
             case _:
                 pass
@@ -140,7 +141,7 @@ class WatchedWorld(World):
         return outcome
 
     def _send_report(self, worker: SimWorker, report: Report) -> None:
-        is_vote = isinstance(report, Vote) and is_exchange(report.group)
+        is_vote = isinstance(report, Vote) and isinstance(report.group, Exchanged)
         if is_vote:
             self._at("voting", worker)
         if worker.is_alive:
@@ -150,7 +151,7 @@ class WatchedWorld(World):
 
     def _append(self, record: Record) -> None:
         results = record.record.results if isinstance(record, StepCommitted) else ()
-        is_exchanged = any(is_exchange(x.group) for x in results)
+        is_exchanged = any(isinstance(x.group, Exchanged) for x in results)
         if is_exchanged:
             self._at("appending", None)
         if self.is_up:
@@ -226,7 +227,9 @@ def judge_struck(world: WatchedWorld) -> Outcome:
             case Incident() if record.num_steps_lost and num_struck < 2:
                 raise Violated(f"an incident lost {record.num_steps_lost} steps")
             case StepCommitted():
-                named = {(x.group, x.attempt) for x in record.record.results if is_exchange(x.group)}
+                named = {
+                    (x.group, x.attempt) for x in record.record.results if isinstance(x.group, Exchanged)
+                }
                 if not named <= world.model.checked:
                     raise Violated(f"step {record.record.step} has exchanges that not all took part in")
             case _:

@@ -19,9 +19,8 @@ from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip,
 from skein.config.job import CheckpointSpec, JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.model.families.llama import LlamaModel
-from skein.plan.agreeing.rounds import is_exchange, is_local
 from skein.protocol.log.records import checkpoint_folder, walker_prefix
-from skein.types import JobState, Step
+from skein.types import Exchanged, JobState, Local, Step
 from skein.wire.views import CheckpointFinished, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text
 
@@ -182,7 +181,7 @@ def test_fast_walkers_do_not_wait_for_slow_ones(cluster: Cluster, text: Path) ->
         records = [e.body.record for e in job.history() if isinstance(e.body, StepFinished)]
     assert status.state is JobState.FINISHED, status.reason
     assert [record.step for record in records] == list(range(NUM_STEPS))
-    num_walkers = [sum(is_local(x.group) for x in record.results) for record in records]
+    num_walkers = [sum(isinstance(x.group, Local) for x in record.results) for record in records]
     assert min(num_walkers) < 4, "processes on two cores do not all end a step together, so somebody was late"
     assert [n for step, n in enumerate(num_walkers) if step % 6 == 5] == [4] * (NUM_STEPS // 6)
     assert records[-1].loss < records[0].loss - 0.3
@@ -201,7 +200,7 @@ def test_fragments_are_exchanged_while_steps_go_on(cluster: Cluster, text: Path)
         records = [e.body.record for e in job.history() if isinstance(e.body, StepFinished)]
     assert status.state is JobState.FINISHED, status.reason
     assert [record.step for record in records] == list(range(NUM_STEPS))
-    ended = [record.step for record in records if any(is_exchange(x.group) for x in record.results)]
+    ended = [record.step for record in records if any(isinstance(x.group, Exchanged) for x in record.results)]
     # Due at the end of every third step, each ends two steps later; the last ends with the job.
     assert ended == [4, 7, 10, 13, 16, 19, 22, 23]
     assert records[-1].loss < records[0].loss - 0.5

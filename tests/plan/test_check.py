@@ -15,7 +15,7 @@ from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkPlan, Infeasible, Path, Plan, PlannedOp
-from skein.types import ChunkRef, GroupId, Layout, StageIndex, WorkerId
+from skein.types import ChunkRef, Layout, StageIndex, WorkerId, parse_group
 from tests.plan.builders import fleet, job, planned, without
 from tests.support.plans import schedule
 
@@ -92,7 +92,7 @@ def test_a_good_plan_has_no_violations() -> None:
         (with_others(lambda x: (x.chunk,)), "is no alternate of"),
         (with_others(lambda x: x.others * 2), "has an alternate twice"),
         (replace(PLAN, groups=PLAN.groups[:-1]), "groups ['s0', 's1', 's2'], expected"),
-        (replace(PLAN, groups=(replace(PLAN.groups[0], group=GroupId("x")), *PLAN.groups[1:])), "groups ['x'"),
+        (replace(PLAN, groups=(replace(PLAN.groups[0], group=parse_group("s9")), *PLAN.groups[1:])), "groups ['s9'"),
         (
             replace(PLAN, groups=(replace(PLAN.groups[0], members=PLAN.groups[0].members[:1]), *PLAN.groups[1:])),
             "group s0 has other members",

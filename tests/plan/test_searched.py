@@ -88,7 +88,7 @@ def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_ste
     spec = job(stages=4, replicas=1, num_layers=6, num_microbatches=4, vocab_size=20_000)
     on = two_offices()
     plan = planned(brief(spec, budget_s=0.3), on)
-    [tied] = [group for group in plan.groups if group.group == "tied"]
+    [tied] = [group for group in plan.groups if str(group.group) == "tied"]
     assert len({worker[1:] in "13" for worker in tied.workers}) == 1
     # Apart, 20,000 x 64 numbers would cross at 1 MB/s: 5 MB there and 5 MB back, half of it each way by each.
     assert plan.predicted_step_s < 5.0

@@ -8,7 +8,7 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import Commit, ExchangeTerms, Prepare, Save
 from skein.protocol.messages.reports import StageDone
 from skein.protocol.worker.ops import ApplyOp, LossOp, PackOp, SaveOp
-from skein.types import Epoch, Generation, GroupId, Step
+from skein.types import Epoch, Generation, Step, parse_group
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import attempt, ledger
@@ -123,7 +123,7 @@ def test_an_exchange_of_a_version_to_come_is_taken_up_with_that_version(
     step: int, taken_at: int | None
 ) -> None:
     hand = in_time_and_applying(keeps_late=False)
-    group = Group(group=GroupId("x0"), members=(MINE, OTHERS), num_shards=2)
+    group = Group(group=parse_group("x0"), members=(MINE, OTHERS), num_shards=2)
     terms = ExchangeTerms(
         reach=Reach.ALL,
         learning_rate=0.1,

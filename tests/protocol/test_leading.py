@@ -16,7 +16,7 @@ from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Membership
 from skein.protocol.messages.reports import EvaluationDone, Vote
 from skein.protocol.messages.tensors import Phase
-from skein.types import Generation, GroupId, JobId, Layout, MicrobatchId, SiteId, Step, WorkerId
+from skein.types import Generation, JobId, Layout, MicrobatchId, SiteId, Step, WorkerId, parse_group
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import attempt
@@ -59,14 +59,14 @@ def score(machine: Leading, losses: Mapping[str, float]) -> Leaders | None:
 def led_by(index: int) -> Group:
     members = tuple(chunk(0, name) for name in NAMES)
     pattern = Broadcast(leader=index, parents=(index,) * len(members))
-    return Group(group=GroupId("x0.all"), members=members, num_shards=1, pattern=pattern)
+    return Group(group=parse_group("x0.all"), members=members, num_shards=1, pattern=pattern)
 
 
 def says(digest: str, *, probe_loss: float | None = None) -> Vote:
     return Vote(
         generation=Generation(1),
         step=STEP,
-        group=GroupId("x0.all"),
+        group=parse_group("x0.all"),
         attempt=attempt(),
         digest=digest,
         squared_norm=1.0,

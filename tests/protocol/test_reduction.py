@@ -11,7 +11,7 @@ from skein.plan.plan import Group
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
 from skein.protocol.worker.ops import JoinOp, PackOp, Parcel, SumOp
 from skein.protocol.worker.reduction import Exchange, Moves, ReductionOp, handed_out
-from skein.types import ChunkRef, GroupId, Step, WorkerId
+from skein.types import ChunkRef, Step, WorkerId, parse_group
 from tests.support.plans import chunk
 from tests.support.reports import attempt
 
@@ -20,7 +20,7 @@ def group_of(
     *members: ChunkRef, num_shards: int, pattern: Pattern | None = None, weights: tuple[Row, ...] = ()
 ) -> Group:
     return Group(
-        group=GroupId("s0"),
+        group=parse_group("s0"),
         members=members,
         num_shards=num_shards,
         pattern=pattern or Direct(),
@@ -34,7 +34,7 @@ def exchange(worker: str) -> Exchange:
 
 def tensor(kind: ShardKind, shard: int, member: ChunkRef) -> ShardTensor:
     return ShardTensor(
-        kind=kind, step=Step(3), group=GroupId("s0"), attempt=attempt(), shard=shard, member=member
+        kind=kind, step=Step(3), group=parse_group("s0"), attempt=attempt(), shard=shard, member=member
     )
 
 

@@ -50,7 +50,7 @@ from skein.protocol.messages.reports import (
     Suspected,
     Vote,
 )
-from skein.types import Generation, GroupId, JobId, JobState, StageIndex, Step, WorkerId
+from skein.types import Generation, JobId, JobState, StageIndex, Step, WorkerId, parse_group
 from tests.support.desk import GRACE_S, Desk, checkpoint
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
@@ -301,7 +301,7 @@ def test_reports_of_another_generation_are_dropped() -> None:
         Vote(
             generation=Generation(1),
             step=Step(0),
-            group=GroupId("s0"),
+            group=parse_group("s0"),
             attempt=attempt(),
             digest="",
             squared_norm=1.0,

@@ -13,7 +13,17 @@ from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import CheckpointCommitted, JobSubmitted
 from skein.protocol.messages.directives import ChunkVersion, GroupResult, SourceKind
 from skein.protocol.messages.reports import Ack
-from skein.types import Attempt, Epoch, Generation, GroupId, JobId, Layout, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    Epoch,
+    Generation,
+    JobId,
+    Layout,
+    StageSpec,
+    Step,
+    WorkerId,
+    parse_group,
+)
 from tests.support.desk import checkpoint
 from tests.support.hands import record
 from tests.support.jobs import small_job
@@ -128,9 +138,9 @@ def test_each_worker_is_told_its_chunks_origins_and_groups() -> None:
     assert [origin.microbatch for origin in first.origins] == [0, 2]
     assert first.evaluation_origins == first.origins
     assert first.num_evaluation_paths == 4
-    assert [group.group for group in first.groups] == ["s0", "s2"]
+    assert [str(group.group) for group in first.groups] == ["s0", "s2"]
     assert middle.origins == middle.evaluation_origins == ()
-    assert [group.group for group in middle.groups] == ["s1"]
+    assert [str(group.group) for group in middle.groups] == ["s1"]
 
 
 def test_evaluation_begins_where_its_own_paths_do() -> None:
@@ -175,7 +185,7 @@ def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | Non
     """Of the last step: squared norms of summed gradients over half a token each."""
     results = tuple(
         GroupResult(
-            group=GroupId(f"s{stage}"),
+            group=parse_group(f"s{stage}"),
             attempt=Attempt(epoch=Epoch(1), generation=Generation(1), number=0),
             digest="",
             squared_norm=norm,

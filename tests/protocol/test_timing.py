@@ -6,7 +6,7 @@ from skein.protocol.messages.reports import TimesMeasured
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
 from skein.protocol.worker.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
-from skein.types import Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import Generation, MicrobatchId, StageIndex, Step, WorkerId, parse_group
 from tests.support.plans import chunk, path
 from tests.support.reports import attempt
 
@@ -64,7 +64,7 @@ def test_evaluation_and_everything_that_is_not_a_path_does_not_count() -> None:
     shard = ShardTensor(
         kind=ShardKind.PART,
         step=Step(0),
-        group=GroupId("s0"),
+        group=parse_group("s0"),
         attempt=attempt(),
         shard=0,
         member=chunk(0, "w0a"),

@@ -53,13 +53,13 @@ from skein.protocol.worker.worker_io import (
 from skein.types import (
     Epoch,
     Generation,
-    GroupId,
     Incarnation,
     JobId,
     MicrobatchId,
     StageIndex,
     Step,
     WorkerId,
+    parse_group,
 )
 from tests.support.hands import JOB, Hand
 from tests.support.plans import chunk, grid_plan, stage_spec
@@ -426,7 +426,7 @@ TRUE = Envelope(
     header=ShardTensor(
         kind=ShardKind.PART,
         step=Step(0),
-        group=GroupId("s0"),
+        group=parse_group("s0"),
         attempt=attempt(),
         shard=0,
         member=chunk(0, "w0b"),

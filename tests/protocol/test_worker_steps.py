@@ -32,7 +32,7 @@ from skein.protocol.worker.worker_io import (
     RunOp,
     SaveFailed,
 )
-from skein.types import Epoch, Generation, GroupId, StageIndex, Step
+from skein.types import Epoch, Generation, StageIndex, Step, parse_group
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
 from tests.support.reports import attempt, ledger
@@ -131,7 +131,7 @@ def test_a_reduction_votes_with_what_was_joined() -> None:
     assert isinstance(hand.running, JoinOp)
     hand.end()
     cast = only(hand.said(), Vote)
-    assert (cast.group, cast.attempt, cast.digest) == ("s0", attempt(), "same")
+    assert (str(cast.group), cast.attempt, cast.digest) == ("s0", attempt(), "same")
 
 
 def test_a_reduction_of_other_parts_than_the_ledger_is_refused() -> None:
@@ -165,7 +165,12 @@ def test_parts_are_packed_before_anything_else_and_go_to_their_owners() -> None:
 
 def shard(kind: ShardKind, index: int, of: str, *, step: int) -> ShardTensor:
     return ShardTensor(
-        kind=kind, step=Step(step), group=GroupId("s0"), attempt=attempt(0), shard=index, member=chunk(0, of)
+        kind=kind,
+        step=Step(step),
+        group=parse_group("s0"),
+        attempt=attempt(0),
+        shard=index,
+        member=chunk(0, of),
     )
 
 

@@ -7,7 +7,7 @@ from skein.protocol.messages.reports import Suspected
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, LossOp
 from skein.protocol.worker.worker_io import DropTensor, SendFailed
-from skein.types import Generation, GroupId, JobId, MicrobatchId, Step, WorkerId
+from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId, parse_group
 from tests.support.hands import envelope
 from tests.support.plans import chunk
 from tests.support.reports import attempt, ledger
@@ -78,7 +78,7 @@ def test_a_tensor_of_a_step_that_is_over_is_dropped() -> None:
         ShardTensor(
             kind=ShardKind.PART,
             step=Step(0),
-            group=GroupId("s1"),
+            group=parse_group("s1"),
             attempt=attempt(),
             shard=0,
             member=chunk(1, "w1a"),

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from skein.config.job import BudgetSpec
 from skein.config.optimizer import AdamWSpec
-from skein.plan.agreeing.rounds import is_exchange
 from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.compute.aggregating import AggregatingModel, HeldStage
@@ -18,7 +17,7 @@ from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, make_world, run_to_end, small_fleet
 from skein.sim.shapes import SimShape, shape_of
 from skein.sim.world import World
-from skein.types import StageIndex, StageSpec
+from skein.types import Exchanged, StageIndex, StageSpec
 from tests.support.extent import part
 from tests.support.worlds import kill_everything, of_kind, run_until, version_of, worker
 
@@ -56,7 +55,9 @@ def test_a_job_runs_to_its_end_and_every_exchange_keeps_what_it_must(base: str, 
     world, model = run(shape_of(f"{base} by {rule}"))
     committed = [record.record for record in of_kind(world.log, StepCommitted)]
     assert [record.step for record in committed] == list(range(STEPS))
-    named = {(x.group, x.attempt) for record in committed for x in record.results if is_exchange(x.group)}
+    named = {
+        (x.group, x.attempt) for record in committed for x in record.results if isinstance(x.group, Exchanged)
+    }
     assert named
     assert model.checked == named
 
@@ -73,7 +74,7 @@ def test_walkers_meet_in_the_last_step_of_their_epochs(rule: str) -> None:
     run_to_end(world, limit_s=LIMIT_S)
     committed = [record.record for record in of_kind(world.log, StepCommitted)]
     assert [record.step for record in committed] == list(range(STEPS - 1))
-    assert any(is_exchange(result.group) for result in committed[-1].results)
+    assert any(isinstance(result.group, Exchanged) for result in committed[-1].results)
 
 
 @pytest.mark.parametrize("rule", ["diloco", "decentlam", "qg_dmsgd", "lsgd", "int8", "one_bit_lamb"])

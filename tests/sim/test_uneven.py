@@ -9,14 +9,14 @@ from statistics import median
 
 import pytest
 
-from skein.plan.agreeing.rounds import is_exchange, is_local
+from skein.plan.agreeing.rounds import exchanged_stage
 from skein.protocol.log.records import GenerationOpened, Incident, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.compute.aggregating import AggregatingModel
 from skein.sim.scenario import LIMIT_S, make_world, run_to_end, small_fleet
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
-from skein.types import GroupId
+from skein.types import ChunkRef, Exchanged, Local, StageIndex
 from tests.support.worlds import of_kind, worker
 
 STEPS = 12
@@ -34,7 +34,9 @@ def run(text: str, disturb: Callable[[World], None]) -> tuple[list[StepRecord], 
     assert len(of_kind(world.log, GenerationOpened)) == 1
     records = [record.record for record in of_kind(world.log, StepCommitted)]
     assert [record.step for record in records] == list(range(STEPS))
-    named = {(x.group, x.attempt) for record in records for x in record.results if is_exchange(x.group)}
+    named = {
+        (x.group, x.attempt) for record in records for x in record.results if isinstance(x.group, Exchanged)
+    }
     assert named
     assert named <= model.checked
     return records, model
@@ -48,7 +50,11 @@ def slow(index: int, factor: float, *, at_s: float, seconds: float | None = None
 
 def left_out(records: list[StepRecord], num_chunks: int) -> list[int]:
     """Steps that some chunks have no part in."""
-    return [record.step for record in records if sum(is_local(x.group) for x in record.results) < num_chunks]
+    return [
+        record.step
+        for record in records
+        if sum(isinstance(x.group, Local) for x in record.results) < num_chunks
+    ]
 
 
 @pytest.mark.parametrize("rule", ["diloco", "overlapped"])
@@ -115,8 +121,10 @@ def test_who_stands_still_for_a_while_catches_up(at_s: float) -> None:
 
 def test_exchanges_beside_steps_end_as_many_steps_later_and_the_last_with_the_job() -> None:
     records, _ = run("line 2x3 by overlapped", lambda _: None)
-    ended = [(record.step, x.group) for record in records for x in record.results if is_exchange(x.group)]
-    of_one = [(step, group) for step, group in ended if group.startswith("x0")]
+    ended = [
+        (record.step, x.group) for record in records for x in record.results if isinstance(x.group, Exchanged)
+    ]
+    of_one = [(step, group) for step, group in ended if exchanged_stage(group) == 0]
     # Due at the end of steps 0, 2, 3, 5, 6, 8, 9 and 11, two steps later; the job has none after 11.
     assert [step for step, _ in of_one] == [2, 4, 5, 7, 8, 10, 11, 11]
     assert len(ended) == 2 * len(of_one)
@@ -124,9 +132,11 @@ def test_exchanges_beside_steps_end_as_many_steps_later_and_the_last_with_the_jo
 
 def test_between_two_exchanges_fast_walkers_make_more_steps() -> None:
     records, _ = run("line 1x3 by lsgd_eager", slow(1, 4.0, at_s=0.0))
-    made = Counter(x.group for record in records for x in record.results if is_local(x.group))
-    slowest = GroupId(f"s0@{worker(1)}")
+    made = Counter(x.group for record in records for x in record.results if isinstance(x.group, Local))
+    slowest = Local(ChunkRef(stage=StageIndex(0), worker=worker(1)))
     assert all(n > made[slowest] for group, n in made.items() if group != slowest)
-    at_exchanges = [record for record in records if any(is_exchange(x.group) for x in record.results)]
+    at_exchanges = [
+        record for record in records if any(isinstance(x.group, Exchanged) for x in record.results)
+    ]
     assert [record.step for record in at_exchanges] == [3, 7, 11]
-    assert all(sum(is_local(x.group) for x in record.results) == 3 for record in at_exchanges)
+    assert all(sum(isinstance(x.group, Local) for x in record.results) == 3 for record in at_exchanges)

@@ -51,6 +51,7 @@ from skein.types import (
     SiteId,
     Step,
     WorkerId,
+    parse_group,
 )
 from tests.support.reports import attempt, profile
 
@@ -79,7 +80,7 @@ def record(
     """A decision on `step`, naming these attempts by group."""
     results = tuple(
         GroupResult(
-            group=GroupId(group), attempt=tried, digest="same", squared_norm=1.0, weight=1.0, num_tokens=1
+            group=parse_group(group), attempt=tried, digest="same", squared_norm=1.0, weight=1.0, num_tokens=1
         )
         for group, tried in (attempts or {}).items()
     )
@@ -101,7 +102,7 @@ def record(
 def alone(group: str, parts: Sequence[Ledger]) -> Group:
     """A group of just those whose ledgers are listed."""
     members = tuple(ChunkRef(stage=part.stage, worker=part.worker) for part in parts)
-    return Group(group=GroupId(group), members=members, num_shards=1)
+    return Group(group=parse_group(group), members=members, num_shards=1)
 
 
 class Hand:
@@ -263,14 +264,20 @@ class Hand:
         )
 
     def prepare(
-        self, group: str, parts: Sequence[Ledger], *, number: int = 0, step: int = 0, generation: int = 1
+        self,
+        group: str | GroupId,
+        parts: Sequence[Ledger],
+        *,
+        number: int = 0,
+        step: int = 0,
+        generation: int = 1,
     ) -> list[WorkerCommand]:
         return self.hear(
             Prepare(
                 epoch=Epoch(1),
                 generation=Generation(generation),
                 step=Step(step),
-                group=self._groups.get(GroupId(group)) or alone(group, parts),
+                group=self._groups.get(parse_group(str(group))) or alone(str(group), parts),
                 attempt=attempt(number),
                 parts=tuple(parts),
                 exchange=None,

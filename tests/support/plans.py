@@ -13,7 +13,7 @@ from skein.plan.plan import (
     PlannedOp,
     Schedule,
 )
-from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId, parse_group
 
 
 def holder(stage: int, replica: int) -> WorkerId:
@@ -109,12 +109,12 @@ def plan_of(
     num_stages = max(c.stage for c in listed) + 1
     members = {s: tuple(c for c in listed if c.stage == s) for s in range(num_stages)}
     groups = [
-        Group(group=GroupId(f"s{s}"), members=members[s], num_shards=min(num_shards, len(members[s])))
+        Group(group=parse_group(f"s{s}"), members=members[s], num_shards=min(num_shards, len(members[s])))
         for s in members
     ]
     if is_tied:
         ends = (*members[0], *members[num_stages - 1])
-        groups.append(Group(group=GroupId("tied"), members=ends, num_shards=num_shards))
+        groups.append(Group(group=parse_group("tied"), members=ends, num_shards=num_shards))
     return Plan(
         layout=layout,
         stages=tuple(stage_spec(s) for s in range(num_stages)),

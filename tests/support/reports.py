@@ -15,6 +15,7 @@ from skein.types import (
     StageIndex,
     Step,
     WorkerId,
+    parse_group,
 )
 
 
@@ -81,7 +82,7 @@ def attempt(number: int = 0, *, generation: int = 1, epoch: int = 1) -> Attempt:
 
 
 def vote(
-    group: str,
+    group: str | GroupId,
     *,
     number: int = 0,
     digest: str = "same",
@@ -92,7 +93,7 @@ def vote(
     return Vote(
         generation=Generation(1),
         step=Step(step),
-        group=GroupId(group),
+        group=parse_group(str(group)),
         attempt=attempt(number),
         digest=digest,
         squared_norm=squared_norm,

@@ -44,10 +44,12 @@ from skein.types import (
     StageIndex,
     StageSpec,
     Step,
+    Tied,
     WorkerId,
+    parse_group,
 )
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import TIED, Chunk
+from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done, Holding, operand_keys
 from worker.compute.payload import Payload, PayloadStore
 from worker.data.dataset import open_dataset
@@ -147,7 +149,7 @@ def arrange(
     chunks = tuple(ref for ring in rings for ref in ring)
     groups = [
         Group(
-            group=GroupId(f"s{stage.index}"),
+            group=parse_group(f"s{stage.index}"),
             members=tuple(ref for ref in chunks if ref.stage == stage.index),
             num_shards=job.parallel.replicas,
             pattern=pattern,
@@ -157,7 +159,7 @@ def arrange(
     if tied_names(job.model) and len(stages) > 1:
         ends = {stages[0].index, stages[-1].index}
         members = tuple(ref for ref in chunks if ref.stage in ends)
-        groups.append(Group(group=TIED, members=members, num_shards=2, pattern=pattern))
+        groups.append(Group(group=Tied(), members=members, num_shards=2, pattern=pattern))
     visited = ways or [[stage.index for stage in stages]]
     paths = tuple(
         Path(hops=tuple(rings[m % len(rings)][stage] for stage in visited[m % len(visited)]))

@@ -8,7 +8,7 @@ import torch
 from skein.plan.ops import Direction
 from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
 from skein.protocol.worker.ops import HopKey
-from skein.types import GroupId, MicrobatchId, Step
+from skein.types import MicrobatchId, Step, parse_group
 from skein.wire.extra import DType
 from tests.support.plans import chunk
 from tests.support.reports import attempt
@@ -16,7 +16,12 @@ from worker.boundary import BoundaryLog, TemporaryFile, is_logged
 from worker.bundle import Bundle, WireTensor, num_bytes_of, to_torch, to_wire
 
 SHARD = ShardTensor(
-    kind=ShardKind.PART, step=Step(0), group=GroupId("s0"), attempt=attempt(), shard=0, member=chunk(0, "w0")
+    kind=ShardKind.PART,
+    step=Step(0),
+    group=parse_group("s0"),
+    attempt=attempt(),
+    shard=0,
+    member=chunk(0, "w0"),
 )
 
 

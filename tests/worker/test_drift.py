@@ -10,7 +10,7 @@ from skein.plan.agreeing.exchange import Row
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.worker.ops import JoinOp, PackOp
-from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId, parse_group
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
 from worker.compute.chunk import Chunk
@@ -19,7 +19,10 @@ from worker.telling.aggregating import Gauges
 
 MEMBERS = tuple(ChunkRef(stage=StageIndex(0), worker=WorkerId(name)) for name in ("a", "b"))
 GROUP = Group(
-    group=GroupId("x0.f0"), members=MEMBERS, num_shards=1, weights=(Row(members=(0, 1), weights=(0.5, 0.5)),)
+    group=parse_group("x0.f0"),
+    members=MEMBERS,
+    num_shards=1,
+    weights=(Row(members=(0, 1), weights=(0.5, 0.5)),),
 )
 TERMS = ExchangeTerms(
     reach=Reach.ALL, learning_rate=0.0, scales=(), due_step=Step(3), num_steps=100, taken_at=Step(4)

@@ -12,7 +12,16 @@ from skein.plan.ops import Direction
 from skein.protocol.log.records import Incident, StepCommitted
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
-from skein.types import Attempt, ChunkRef, GroupId, JobState, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    JobState,
+    MicrobatchId,
+    StageIndex,
+    Step,
+    WorkerId,
+    parse_group,
+)
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import FETCH_STATE, PART_REPLY, TENSOR_PART
 from skein.wire.extra import (
@@ -48,7 +57,7 @@ def forged(here: Cluster, victim: Running, turn: int, name: str) -> Envelope:
     header: TensorHeader = ShardTensor(
         kind=(ShardKind.PART, ShardKind.RESULT)[turn % 2],
         step=machine.version,
-        group=GroupId(f"s{stage}"),
+        group=parse_group(f"s{stage}"),
         attempt=attempt,
         shard=turn % 3,
         member=ChunkRef(stage=stage, worker=WorkerId(name)),

@@ -36,13 +36,13 @@ from skein.types import (
     Attempt,
     ChunkRef,
     Generation,
-    GroupId,
     JobId,
     MicrobatchId,
     StageIndex,
     StageSpec,
     Step,
     WorkerId,
+    parse_group,
 )
 from skein.wire.channel import open_channel
 from tests.support.plans import schedule
@@ -53,7 +53,7 @@ from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
 JOB, STAGE = JobId("tiny-1"), StageSpec(index=StageIndex(0), first=0, stop=6)
-GROUP = GroupId("s0")
+GROUP = parse_group("s0")
 NUM_MICROBATCHES = 4
 
 

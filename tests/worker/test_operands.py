@@ -14,7 +14,7 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
 from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
-from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId, parse_group
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
 from worker.bundle import Bundle, WireTensor
@@ -37,7 +37,7 @@ RULES: dict[str, AggregationSpec] = {
 def group(rule: AggregationSpec) -> Group:
     name = "x0.f0" if isinstance(rule, DiLoCo) else "x0"
     both = Row(members=(0, 1), weights=(0.5, 0.5))
-    return Group(group=GroupId(name), members=(ME, PEER), num_shards=1, weights=(both,))
+    return Group(group=parse_group(name), members=(ME, PEER), num_shards=1, weights=(both,))
 
 
 def key(kind: ShardKind, rule: AggregationSpec) -> ShardTensor:

@@ -16,7 +16,7 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Walker
 from skein.protocol.log.records import StageFiles
 from skein.protocol.worker.ops import SaveOp, SnapshotOp
-from skein.types import Generation, GroupId, JobId, StageIndex, Step, WorkerId
+from skein.types import Generation, JobId, StageIndex, Step, WorkerId, parse_group
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.bundle import to_torch
 from worker.chunks.checkpoint import UrlArchive, read_state, write_stage
@@ -190,7 +190,7 @@ def test_what_was_applied_brings_a_snapshot_to_the_very_bits(lab: Lab) -> None:
             bring_forward(
                 state,
                 record,
-                {GroupId(group): to_torch(tensor) for group, tensor in result.items()},
+                {parse_group(group): to_torch(tensor) for group, tensor in result.items()},
                 stage=StageIndex(stage),
                 model=lab.job.model,
                 rule=rule_of(lab.job.aggregation, lab.job.optimizer),

@@ -12,13 +12,13 @@ from skein.types import (
     ChunkRef,
     Epoch,
     Generation,
-    GroupId,
     Incarnation,
     JobId,
     MicrobatchId,
     StageIndex,
     Step,
     WorkerId,
+    parse_group,
 )
 from worker.bundle import num_bytes_of
 from worker.compute.payload import PayloadStore, key_of, pack, unpack
@@ -36,7 +36,9 @@ def hop(step: int = 0, *, phase: Phase = Phase.TRAIN, direction: Direction = Dir
 
 def shard(kind: ShardKind) -> ShardTensor:
     attempt = Attempt(epoch=Epoch(1), generation=Generation(1), number=0)
-    return ShardTensor(kind=kind, step=Step(0), group=GroupId("s0"), attempt=attempt, shard=0, member=HERE)
+    return ShardTensor(
+        kind=kind, step=Step(0), group=parse_group("s0"), attempt=attempt, shard=0, member=HERE
+    )
 
 
 def envelope(header: TensorHeader, generation: int = 1) -> Envelope:

@@ -11,7 +11,7 @@ from skein.errors import LocalError
 from skein.numeric.aggregate.rules import rule_of
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.protocol.worker.ops import SnapshotOp
-from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId
+from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId, parse_group
 from tests.worker.lab import Lab, tiny_job
 from worker.bundle import to_torch
 from worker.compute import snapshots
@@ -48,7 +48,7 @@ def state_at(lab: Lab, version: int, stage: int = 0) -> dict[str, Tensor]:
 
 def results_of(lab: Lab, step: int, stage: int = 0) -> dict[GroupId, Tensor]:
     found = kept(lab, stage).result_of(JOB, StageIndex(stage), Step(step))
-    return {} if found is None else {GroupId(name): to_torch(tensor) for name, tensor in found.items()}
+    return {} if found is None else {parse_group(name): to_torch(tensor) for name, tensor in found.items()}
 
 
 def advance(lab: Lab, state: dict[str, Tensor], record: StepRecord, stage: int = 0) -> None:

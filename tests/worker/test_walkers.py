@@ -29,7 +29,17 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside
-from skein.types import ChunkRef, Epoch, Generation, GroupId, Precision, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    ChunkRef,
+    Epoch,
+    Generation,
+    Precision,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+    parse_group,
+)
 from skein.wire.extra import ManifestReply
 from tests.worker.holders import JOB, Keeper, keeping
 from tests.worker.lab import CPU, GENERATION, tiny_job
@@ -160,7 +170,7 @@ async def _ended(
         origins=(),
         num_evaluation_paths=num_walkers,
         evaluation_origins=(),
-        groups=(Group(group=GroupId("s0"), members=members, num_shards=num_walkers),),
+        groups=(Group(group=parse_group("s0"), members=members, num_shards=num_walkers),),
         resumption=None,
         begins=begins,
     )

@@ -21,7 +21,7 @@ from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
 from skein.protocol.messages.directives import Member, Prefetch, StepRecord
 from skein.protocol.worker.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
-from skein.types import GroupId, JobId, StageIndex, Step
+from skein.types import GroupId, JobId, StageIndex, Step, parse_group
 from skein.units import format_bytes
 from worker.bundle import WireTensor, to_torch
 from worker.compute.snapshots import bring_forward, changes
@@ -239,7 +239,7 @@ class FetchedCopy:
     async def _result_of(self, member: Member, record: StepRecord) -> Mapping[GroupId, Tensor]:
         prefetch = self.prefetch
         found = await self._givers.fetch_result(member, prefetch.job, prefetch.stage.index, record.step)
-        results = {GroupId(name): to_torch(tensor) for name, tensor in found.items()}
+        results = {parse_group(name): to_torch(tensor) for name, tensor in found.items()}
         digests = {result.group: result.digest for result in record.results}
         for group, flat in results.items():
             if await asyncio.to_thread(digest, flat) != digests.get(group):

@@ -20,16 +20,9 @@ from skein.numeric.gradients import unflatten
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
-from skein.types import ChunkRef, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, Tied, WorkerId
 from worker.compute.state import STEP, by_name, copied, named, saved
 from worker.model.stage import Stage, build_stage
-
-TIED = GroupId("tied")
-
-
-def own_group(stage: StageIndex) -> GroupId:
-    """The group that reduces what only `stage` holds."""
-    return GroupId(f"s{stage}")
 
 
 def update(
@@ -86,16 +79,16 @@ class Chunk:
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
         """Gives every parameter a zero accumulator in the vector of its group: `tied` where `groups` says so."""
         me = ChunkRef(stage=self.stage.index, worker=worker)
-        is_shared = any(group.group == TIED and me in group.members for group in groups)
+        is_shared = any(group.group == Tied() and me in group.members for group in groups)
         shared = tied_names(self.module.spec) & self.params.keys() if is_shared else frozenset()
         own = self.params.keys() - shared
-        self._names = {own_group(self.stage.index): tuple(sorted(own)), TIED: tuple(sorted(shared))}
+        self._names = {Own(self.stage.index): tuple(sorted(own)), Tied(): tuple(sorted(shared))}
         self._accumulators = {group: self._laid_out(group) for group in self._names}
 
     def join(self, groups: Iterable[Group], worker: WorkerId) -> None:
         """Takes its place among the members of the stage's group; what depends on who they are is begun anew."""
         me = ChunkRef(stage=self.stage.index, worker=worker)
-        members = next((x.members for x in groups if x.group == own_group(self.stage.index)), (me,))
+        members = next((x.members for x in groups if x.group == Own(self.stage.index)), (me,))
         place = len(members), members.index(me)
         # Who was lost and replaced has taken with it what means over all members were made of.
         is_other = self._members not in ((), members)

@@ -20,7 +20,7 @@ from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
-from skein.plan.agreeing.rounds import exchanged_stage, is_exchange
+from skein.plan.agreeing.rounds import exchanged_stage
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord
 from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
@@ -185,12 +185,10 @@ class Exchanging:
         Raises:
             LocalError: it does, and the result is not here.
         """
-        named = f"x{chunk.stage.index}"
         keys = [
             (x.group, x.attempt)
             for x in record.results
-            if is_exchange(x.group)
-            and x.group.partition(".")[0] == named
+            if exchanged_stage(x.group) == chunk.stage.index
             and (x.group, x.attempt) in self._dues
             and ((x.group, x.attempt) in self._ends_with) is beside
         ]

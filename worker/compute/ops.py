@@ -19,7 +19,6 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
-from skein.plan.agreeing.rounds import local_group
 from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, Resumption, StepRecord
@@ -49,14 +48,17 @@ from skein.types import (
     Generation,
     GroupId,
     JobId,
+    Local,
     MicrobatchId,
+    Own,
     StageIndex,
     StageSpec,
     Step,
+    Tied,
     WorkerId,
 )
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import TIED, Chunk, own_group
+from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, claim_of
 from worker.compute.operands import check_operands
 from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, concatenated, pack, unpack
@@ -354,7 +356,7 @@ class Compute:
                 joined = replace(joined, probe_loss=self._probed(chunk, flat, op.step))
             return joined
         if not op.results:
-            flat = chunk.accumulator(TIED if group.group == TIED else own_group(chunk.stage.index))
+            flat = chunk.accumulator(group.group if isinstance(group.group, Tied) else Own(chunk.stage.index))
         else:
             shards = [unpack(operands[key], self.device)[SHARD] for key in op.results]
             flat = concatenated([shard.to(chunk.dtype) for shard in shards])
@@ -422,7 +424,7 @@ class Compute:
         if record.decision is not Decision.APPLY:
             chunk.apply(record, results)
             return
-        alone = local_group(ChunkRef(stage=chunk.stage.index, worker=self._held.worker)).group
+        alone = Local(ChunkRef(stage=chunk.stage.index, worker=self._held.worker))
         weight_by_group = {result.group: result.weight for result in record.results}
         walker = self._exchanges.finish(record, chunk, beside=False)
         if walker is not None:

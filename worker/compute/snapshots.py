@@ -18,9 +18,9 @@ from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
 from skein.protocol.messages.directives import ChunkVersion, Decision, StepRecord
 from skein.protocol.worker.ops import SnapshotOp
-from skein.types import Generation, GroupId, JobId, StageIndex, StageSpec, Step
+from skein.types import Generation, GroupId, JobId, Own, StageIndex, StageSpec, Step, Tied
 from worker.bundle import WireTensor, to_wire
-from worker.compute.chunk import TIED, Chunk, own_group, update
+from worker.compute.chunk import Chunk, update
 from worker.compute.state import copied, named, walker_of
 
 PIECE_BYTES = 64 << 20
@@ -130,7 +130,7 @@ class Snapshots:
         if not keeping or not changes(record, chunk.stage.index):
             return
         result = {
-            str(group): to_wire(group, self._to_keep(chunk, group, result_by_group[group]))
+            str(group): to_wire(str(group), self._to_keep(chunk, group, result_by_group[group]))
             for group in chunk.groups
         }
         num_bytes = sum(len(tensor.data) for tensor in result.values())
@@ -220,7 +220,7 @@ def changes(record: StepRecord, stage: StageIndex) -> bool:
 
     What is tied is held at the ends of every path, so a stage's groups have equal weights.
     """
-    own = own_group(stage)
+    own = Own(stage)
     return record.decision is Decision.APPLY and any(x.group == own and x.weight for x in record.results)
 
 
@@ -243,7 +243,7 @@ def bring_forward(
         return
     walker = walker_of(state, rule)
     grads = _gradients(walker.params, record, result_by_group, stage=stage, model=model)
-    weight = next(x.weight for x in record.results if x.group == own_group(stage))
+    weight = next(x.weight for x in record.results if x.group == Own(stage))
     update(rule, walker, grads, record, weight=weight)
     state |= named(walker, copied(rule.slots))
 
@@ -256,10 +256,10 @@ def _gradients(
     stage: StageIndex,
     model: AnyModel,
 ) -> dict[str, Tensor]:
-    is_shared = any(result.group == TIED for result in record.results)
+    is_shared = any(result.group == Tied() for result in record.results)
     shared = tied_names(model) & params.keys() if is_shared else frozenset[str]()
     grads: dict[str, Tensor] = {}
-    for group, names in ((own_group(stage), params.keys() - shared), (TIED, shared)):
+    for group, names in ((Own(stage), params.keys() - shared), (Tied(), shared)):
         wanted = {name: params[name] for name in sorted(names)}
         num_elements = sum(tensor.numel() for tensor in wanted.values())
         flat = result_by_group.get(group)

@@ -37,9 +37,9 @@ from skein.types import (
     ChunkRef,
     Epoch,
     Generation,
-    GroupId,
     Incarnation,
     JobId,
+    Own,
     StageIndex,
     Step,
     WorkerId,
@@ -130,7 +130,7 @@ class Station:
     async def all_reduce(self, step: int, vector: Tensor, pattern: Pattern) -> Tensor:
         """The sum of everybody's vectors."""
         members = tuple(ChunkRef(stage=StageIndex(0), worker=name) for name in self._members)
-        group = Group(group=GroupId("s0"), members=members, num_shards=len(members), pattern=pattern)
+        group = Group(group=Own(StageIndex(0)), members=members, num_shards=len(members), pattern=pattern)
         self._vector = vector
         self._joined = asyncio.get_running_loop().create_future()
         self._exchange = Exchange(self.name, Step(step), _ATTEMPT)

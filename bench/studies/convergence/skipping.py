@@ -40,9 +40,9 @@ from skein.protocol.rounds.round import (
 )
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.rng import stream
-from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
+from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Own, Step, WorkerId
 from worker.compute.batches import BatchReader
-from worker.compute.chunk import Chunk, own_group
+from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done, Holding
 from worker.compute.state import STEP
 from worker.data.dataset import open_dataset
@@ -150,9 +150,7 @@ class SkippingTraining:
         layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
         self._stages = cut(layers, job.parallel.stages, job.parallel.layout)
         self._refs = tuple(ChunkRef(stage=stage.index, worker=_HERE) for stage in self._stages)
-        self._groups = tuple(
-            Group(group=own_group(ref.stage), members=(ref,), num_shards=1) for ref in self._refs
-        )
+        self._groups = tuple(Group(group=Own(ref.stage), members=(ref,), num_shards=1) for ref in self._refs)
         self.chunks = {s.index: Chunk.drawn(job, s, version=Step(0), device=_CPU) for s in self._stages}
         self._compute = Compute(_CPU)
         self._compute.hold(self._holding())

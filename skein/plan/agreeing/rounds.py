@@ -16,7 +16,7 @@ from skein.plan.agreeing.exchange import Broadcast, Direct, Neighbours, Row
 from skein.plan.agreeing.quorum import Eager, Quorum, token_weights
 from skein.plan.plan import Group, Plan
 from skein.topology.graphs import GraphKind, Mixing, mixing_at
-from skein.types import ChunkRef, GroupId, StageIndex, WorkerId
+from skein.types import ChunkRef, Exchanged, GroupId, Local, StageIndex, WorkerId
 
 _PIECES = 4
 """In how many pieces each shard of a leader's parameters is handed on, so that nobody waits for the whole."""
@@ -62,26 +62,12 @@ class Leaders:
 
 def local_group(chunk: ChunkRef) -> Group:
     """A chunk on its own."""
-    return Group(group=GroupId(f"s{chunk.stage}@{chunk.worker}"), members=(chunk,), num_shards=1)
-
-
-def is_local(group: GroupId) -> bool:
-    """Whether a group is a chunk on its own."""
-    return "@" in group
-
-
-def is_exchange(group: GroupId) -> bool:
-    """Whether a group is that of an exchange, and no reduction."""
-    return group.startswith("x")
+    return Group(group=Local(chunk), members=(chunk,), num_shards=1)
 
 
 def exchanged_stage(group: GroupId) -> StageIndex | None:
-    """Of which stage a group exchanges something; None for a reduction.
-
-    >>> exchanged_stage(GroupId("x2.all")), exchanged_stage(GroupId("s2"))
-    (2, None)
-    """
-    return StageIndex(int(group[1:].partition(".")[0])) if is_exchange(group) else None
+    """The stage whose holders exchange something in this group; None for a reduction."""
+    return group.stage if isinstance(group, Exchanged) else None
 
 
 def plain_groups(plan: Plan) -> StepGroups:
@@ -136,7 +122,7 @@ def step_groups(
             return replace(groups, units=alone, num_tokens=(), clips_result=True)
         sharing = tuple(len(members) for members in chunks for _ in members)
         return replace(groups, units=alone, num_sharing=sharing)
-    units = tuple(tuple(local_group(x).group for x in walker) for walker in zip(*chunks, strict=True))
+    units = tuple(tuple(Local(x) for x in walker) for walker in zip(*chunks, strict=True))
     groups = replace(groups, units=units, may_lose_some=True)
     return replace(
         groups,
@@ -162,14 +148,12 @@ def weighed(group: Group, num_tokens: Sequence[int]) -> Group:
 
 def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Group:
     """An exchange in which shards have owners, all members count alike, and all get all results."""
-    n, name = len(group.members), f"x{group.members[0].stage}"
-    if aggregation.num_fragments > 1:
-        name = f"{name}.f{due.fragment}"
+    n, is_in_pieces = len(group.members), aggregation.num_fragments > 1
     row = Row(members=tuple(range(n)), weights=(1.0 / n,) * n)
     num_shards = 1 if aggregation.is_whole else group.num_shards
     return replace(
         group,
-        group=GroupId(name),
+        group=Exchanged(stage=group.members[0].stage, fragment=due.fragment if is_in_pieces else None),
         num_shards=num_shards,
         pattern=Direct(),
         weights=(row,) * num_shards,
@@ -181,8 +165,8 @@ def _exchanges(
     group: Group, due: Due, aggregation: AggregationSpec, *, seed: int, leaders: Leaders | None, tree: Tree
 ) -> list[Group]:
     """What one stage's holders exchange."""
-    name, n = GroupId(f"x{group.members[0].stage}"), len(group.members)
-    base = replace(group, group=name, pattern=Direct(), weights=(), fragment=due.fragment)
+    stage, n = group.members[0].stage, len(group.members)
+    base = replace(group, group=Exchanged(stage=stage), pattern=Direct(), weights=(), fragment=due.fragment)
     if aggregation.leadership is not None:
         return [] if leaders is None else _pulls(base, due.reach, leaders, tree)
     if aggregation.neighbourhood is not None:
@@ -203,7 +187,7 @@ def _pulls(base: Group, reach: Reach, leaders: Leaders, tree: Tree) -> list[Grou
     for leader, walkers in sorted(followers.items()):
         members, place = tuple(base.members[i] for i in walkers), walkers.index(leader)
         if len(walkers) > 1:
-            name = GroupId(f"{base.group}.{leader}" if reach is Reach.GROUP else f"{base.group}.all")
+            name = Exchanged(stage=members[0].stage, leader=leader if reach is Reach.GROUP else "all")
             pattern = Broadcast(leader=place, parents=tree([x.worker for x in members], place))
             pieces = base.num_shards * _PIECES
             groups.append(replace(base, group=name, members=members, pattern=pattern, num_shards=pieces))

@@ -7,7 +7,6 @@ from math import inf, isfinite, prod
 from typing import assert_never
 
 from skein.config.job import JobSpec, with_steps
-from skein.plan.agreeing.rounds import is_exchange, local_group
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
@@ -37,7 +36,19 @@ from skein.protocol.log.records import (
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
 from skein.protocol.messages.positions import LogPosition
-from skein.types import ChunkRef, Epoch, Generation, Incarnation, JobId, JobState, StageSpec, Step, WorkerId
+from skein.types import (
+    ChunkRef,
+    Epoch,
+    Exchanged,
+    Generation,
+    Incarnation,
+    JobId,
+    JobState,
+    Local,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 
 Holding = Mapping[GenerationMember, frozenset[StageSpec]]
 """By process, what a plan gives it."""
@@ -417,9 +428,9 @@ def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
     if record.decision is not Decision.APPLY:
         return job.learned
     num_tokens = {result.group: result.num_tokens for result in record.results}
-    if any(is_exchange(group) for group in num_tokens):
+    if any(isinstance(group, Exchanged) for group in num_tokens):
         return ()
     members = job.plan.plan.groups[-1].members
-    now = [num_tokens.get(local_group(member).group, 0) for member in members]
+    now = [num_tokens.get(Local(member), 0) for member in members]
     before = job.learned or (0,) * len(now)
     return tuple(a + b for a, b in zip(before, now, strict=True))

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
 from skein.errors import OutOfRangeError
+from skein.types import GroupId
 
 MAX_INTEGER = 2**63 - 1
 """Above this a uint64 is refused: SQLite and numpy hold signed integers."""
@@ -221,6 +222,8 @@ def _check_hint(hint: object, message: str, field: str) -> Check | None:
         hint = supertype
     if hint in (int, float):
         return _check_number(message, field)
+    if hint == GroupId:
+        return None  # A text on the wire: which there are, the plan says.
     if get_origin(hint) is tuple:
         inner = _check_hint(get_args(hint)[0], message, field)
         return None if inner is None else _check_each(inner)

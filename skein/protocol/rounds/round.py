@@ -20,7 +20,7 @@ from typing import assert_never
 
 from skein.config.rule import Reach
 from skein.plan.agreeing.quorum import Eager, Quorum
-from skein.plan.agreeing.rounds import StepGroups, local_group, weighed
+from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
 from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
@@ -28,7 +28,7 @@ from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.rounds.votes import ruling, told
 from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
 from skein.protocol.worker.ops import exact_sum
-from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, MicrobatchId, Step, WorkerId
+from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
 # --- events ---
 
@@ -210,7 +210,7 @@ class Round:
 
     def story(self, group: GroupId) -> tuple[str, ...]:
         """The last lines about a group."""
-        return self._story.of(group)
+        return self._story.of(str(group))
 
     def group(self, vote: Vote) -> Group | None:
         """The group that a vote is on, if it is on the attempt that was asked for last, and on the head's stage."""
@@ -248,7 +248,7 @@ class Round:
         attempt = Attempt(epoch=self._epoch, generation=self._generation, number=number)
         self._attempts[group.group] = attempt
         self._votes[group.group] = {}
-        self._story.tell(group.group, f"attempt {number}", now=now)
+        self._story.tell(str(group.group), f"attempt {number}", now=now)
         if group.group in self._reach:
             group = self._weighed(group)
         parts = tuple(self._done[member].ledger for member in group.members if member in self._done)
@@ -261,7 +261,7 @@ class Round:
             return group
         assert numbers is not None
         before = before or (0,) * len(group.members)
-        now = [numbers.num_tokens_by_group.get(local_group(member).group) for member in group.members]
+        now = [numbers.num_tokens_by_group.get(Local(member)) for member in group.members]
         # Who is late may be anywhere in its step: it takes what the others have come to.
         return weighed(group, [0 if b is None else a + b for a, b in zip(before, now, strict=True)])
 
@@ -274,7 +274,7 @@ class Round:
         return ExchangeTerms(
             reach=self._reach[group.group],
             learning_rate=self.terms.learning_rate,
-            scales=tuple(weights.get(local_group(member).group, 0.0) for member in group.members),
+            scales=tuple(weights.get(Local(member), 0.0) for member in group.members),
             due_step=self.terms.step,
             num_steps=self.terms.num_steps,
             checkers=self._checkers.get(group.group, ()),
@@ -392,9 +392,9 @@ class Round:
         return total if len(fit) == len(told) or not num_fit else total * (sum(tokens.values()) / num_fit)
 
     def _decide(self, numbers: Numbers) -> StepRecord:
-        votes = [self._results[group] for group in sorted(self._results)]
+        votes = [self._results[group] for group in sorted(self._results, key=str)]
         spoilt = [v.group for v in votes if v.group in self._reach and not v.is_finite]
-        reason = numbers.reason or ("result not finite in " + ", ".join(spoilt) if spoilt else "")
+        reason = numbers.reason or ("result not finite in " + ", ".join(map(str, spoilt)) if spoilt else "")
         norm, clip = numbers.gradient_norm, numbers.clip
         if self._step_groups.clips_result and not reason:
             norm = sqrt(exact_sum(v.squared_norm for v in votes if v.group in self._reach))

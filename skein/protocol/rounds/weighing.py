@@ -79,7 +79,7 @@ def weigh(
     elif not isfinite(loss_sum) and not groups.may_lose_some:
         reason = "loss not finite"
     elif spoilt and not (groups.may_lose_some and finite):
-        reason = "gradient not finite in " + ", ".join(sorted(spoilt))
+        reason = "gradient not finite in " + ", ".join(sorted(map(str, spoilt)))
     elif not finite or (len(finite) < len(norms) and not groups.may_lose_some):
         reason = "gradient norm not finite"
     return Numbers(

@@ -7,13 +7,12 @@ Rules of this file
 
 from collections.abc import Collection, Iterable
 
-from skein.plan.agreeing.rounds import is_exchange, is_local, local_group
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, GroupResult, Prepare, StepRecord
 from skein.protocol.messages.tensors import ShardTensor, TensorHeader
 from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
 from skein.protocol.worker.reduction import Exchange, Moves
-from skein.types import Attempt, ChunkRef, GroupId, StageSpec, Step, WorkerId
+from skein.types import Attempt, ChunkRef, Exchanged, GroupId, Local, StageSpec, Step, WorkerId
 
 MAX_UNEXPLAINED = 64
 """So many exchanges may have shards here that no directive has explained yet; peers can make no more be remembered."""
@@ -74,7 +73,7 @@ class Exchanges:
     def arrive(self, header: ShardTensor) -> tuple[Exchange, Moves] | None:
         """Take a shard; None if it concerns nothing here."""
         is_own = header.member.stage in {stage.index for stage in self._stages}
-        if header.group not in self._groups and not (is_exchange(header.group) and is_own):
+        if header.group not in self._groups and not (isinstance(header.group, Exchanged) and is_own):
             return None
         if (header.group, header.attempt) not in self._by_key and self._num_unexplained >= MAX_UNEXPLAINED:
             return None
@@ -115,12 +114,12 @@ class Exchanges:
         """Whether a step was decided without the chunks here: others were weighed one by one, and none of these."""
         groups = {result.group for result in record.results}
         return (
-            any(map(is_local, groups))
+            any(isinstance(group, Local) for group in groups)
             and groups.isdisjoint(self._local)
-            and not any(map(is_exchange, groups))
+            and not any(isinstance(group, Exchanged) for group in groups)
         )
 
     @property
     def _local(self) -> Collection[GroupId]:
         """The groups of chunks on their own."""
-        return {local_group(ChunkRef(stage=x.index, worker=self._me)).group for x in self._stages}
+        return {Local(ChunkRef(stage=x.index, worker=self._me)) for x in self._stages}

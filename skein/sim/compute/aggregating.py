@@ -17,7 +17,7 @@ from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
-from skein.plan.agreeing.rounds import exchanged_stage, local_group
+from skein.plan.agreeing.rounds import exchanged_stage
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import (
     Assign,
@@ -32,7 +32,18 @@ from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp
 from skein.sim.compute.executor import Payload
 from skein.sim.compute.numeric import NumericExecutor, NumericModel, ParameterState
 from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
-from skein.types import Attempt, ChunkRef, Generation, GroupId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Generation,
+    GroupId,
+    Local,
+    Own,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 
 _Key = tuple[GroupId, Attempt]
 
@@ -180,7 +191,7 @@ class AggregatingExecutor(NumericExecutor):
     def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
         stage = chunk.stage
         self._drop_exchanges()
-        members = next(g.members for g in assign.groups if g.group == GroupId(f"s{stage.index}"))
+        members = next(g.members for g in assign.groups if g.group == Own(stage.index))
         before = self._groups_of.get(stage, ())
         held = self._begun(chunk, lineage, len(before), len(members))
         me = ChunkRef(stage=stage.index, worker=self.worker)
@@ -375,9 +386,9 @@ class AggregatingExecutor(NumericExecutor):
 
     def _step_alone(self, stage: StageIndex, record: StepRecord) -> None:
         """A step on the chunk's own sums, or its stage's; none for one that was too late."""
-        alone = local_group(ChunkRef(stage=stage, worker=self.worker)).group
+        alone = Local(ChunkRef(stage=stage, worker=self.worker))
         results = {x.group: x for x in record.results}
-        result = results.get(alone) or results.get(GroupId(f"s{stage}"))
+        result = results.get(alone) or results.get(Own(stage))
         if result is None or not result.weight:
             return
         walker, names = self._walkers[stage].walker, self._names(result.group, stage)

@@ -37,10 +37,20 @@ from skein.protocol.worker.ops import (
 )
 from skein.sim.compute.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
 from skein.sim.judging.invariants import INITIAL, Violated, Visits
-from skein.types import Attempt, Generation, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    Generation,
+    GroupId,
+    MicrobatchId,
+    Own,
+    StageIndex,
+    StageSpec,
+    Step,
+    Tied,
+    WorkerId,
+)
 
 F64 = NDArray[np.float64]
-TIED_GROUP = GroupId("tied")
 _TIED = "tied"
 _B, _D = 2, 3
 _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01
@@ -174,7 +184,7 @@ class NumericExecutor(SimExecutor):
         super().build(assign, given, times, visits)
         model, before = self._model, self._sums
         self._num_ways = max(1, assign.num_evaluation_paths)
-        self._is_tied_apart = any(group.group == TIED_GROUP for group in assign.groups)
+        self._is_tied_apart = any(group.group == Tied() for group in assign.groups)
         self._params, self._sums = {}, {}
         for chunk in assign.chunks:
             stage, names = chunk.stage.index, model.names(chunk.stage)
@@ -294,7 +304,7 @@ class NumericExecutor(SimExecutor):
         """What a stage contributes to a group."""
         names = self._model.names(self.chunks[stage].stage)
         is_of_tied = [name == _TIED and self._is_tied_apart for name in names]
-        wanted = group == TIED_GROUP
+        wanted = group == Tied()
         return tuple(name for name, is_tied in zip(names, is_of_tied, strict=True) if is_tied == wanted)
 
     def _vector(self, group: GroupId, stage: StageIndex) -> F64:
@@ -359,7 +369,7 @@ class NumericExecutor(SimExecutor):
             return before
         after = dict(before)
         for result in record.results:
-            is_ours = result.group == TIED_GROUP or result.group == GroupId(f"s{stage}")
+            is_ours = result.group == Tied() or result.group == Own(stage)
             names = self._names(result.group, stage) if is_ours and result.weight else ()
             if names:
                 factor = result.weight * record.clip

@@ -4,11 +4,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skein.plan.agreeing.exchange import Broadcast, Neighbours
-from skein.plan.agreeing.rounds import exchanged_stage, local_group
+from skein.plan.agreeing.rounds import exchanged_stage
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import GroupResult
 from skein.sim.judging.invariants import Violated, Visits
-from skein.types import Attempt, ChunkRef, GroupId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    Attempt,
+    ChunkRef,
+    Exchanged,
+    GroupId,
+    Local,
+    MicrobatchId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 
 Contributions = dict[tuple[Step, int, StageIndex], int]
 """How often each microbatch of each step was added up for each stage."""
@@ -69,7 +80,7 @@ class Judge:
 
     def check_results(self, chunk: ChunkRef, step: Step, results: Mapping[GroupId, GroupResult]) -> None:
         """What a chunk is updated with: its groups' sums, or its own, and what is exchanged for these."""
-        alone = local_group(chunk).group
+        alone = Local(chunk)
         if alone in results:
             self._check_own(results[alone], step, chunk)
         elif not is_late(chunk, results):
@@ -89,7 +100,7 @@ class Judge:
     def _check_exchange(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
         """Of each shard that came back, the contributions of those members whose parts make it, each once."""
         kept = self.joined.get((result.group, result.attempt))
-        if kept is None and "." not in result.group:
+        if kept is None and result.group == Exchanged(stage=chunk.stage):
             raise Violated(f"{chunk} takes part in {result.group} at step {step}, and has no result")
         if kept is None or (self.is_resumed and kept.taken_at is None):
             return  # Another leader's; or who has added up what is not the plan's any more.
@@ -140,4 +151,4 @@ def is_ledger(chunk: SimChunk, step: Step, microbatches: Sequence[MicrobatchId])
 
 def is_late(chunk: ChunkRef, results: Mapping[GroupId, GroupResult]) -> bool:
     """Whether a step was closed without a chunk's part, where each chunk has its own."""
-    return local_group(chunk).group not in results and any("@" in group for group in results)
+    return Local(chunk) not in results and any(isinstance(group, Local) for group in results)

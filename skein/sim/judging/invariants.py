@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from skein.plan.agreeing.rounds import is_exchange, local_group
 from skein.plan.plan import Plan
 from skein.protocol.log.history import History
 from skein.protocol.log.records import (
@@ -39,10 +38,12 @@ from skein.protocol.worker.worker import Worker
 from skein.types import (
     ChunkRef,
     Epoch,
+    Exchanged,
     Generation,
     Incarnation,
     JobId,
     JobState,
+    Local,
     MicrobatchId,
     StageIndex,
     StageSpec,
@@ -272,10 +273,10 @@ class Invariants:
             by_stage.setdefault(part.stage, []).extend(part.microbatches)
         visits = self.visits[prepare.generation].by_stage
         for stage, microbatches in by_stage.items():
-            is_alone = prepare.group.group == local_group(prepare.group.members[0]).group
+            is_alone = isinstance(prepare.group.group, Local)
             is_wrong = (
                 not set(microbatches) <= set(visits[stage]) or len(set(microbatches)) < len(microbatches)
-                if is_alone or is_exchange(prepare.group.group)
+                if is_alone or isinstance(prepare.group.group, Exchanged)
                 else sorted(microbatches) != sorted(visits[stage])
             )
             if is_wrong:

@@ -13,11 +13,13 @@ from numpy.random import Generator as Draw
 
 from skein.protocol.messages.ranges import MAX_INTEGER
 from skein.protocol.messages.reports import Hello, Report
+from skein.types import GroupId, Own, StageIndex
 
 SHARE = 0.4
 """Of a liar's reports, so many are mutated."""
 _INTEGERS = (0, -1, MAX_INTEGER, MAX_INTEGER + 1)
 _FLOATS = (nan, inf, -inf, -1.0, 0.0, 1e-300, 1e30, 1e308)
+_NO_STAGE = 10**9
 _NAMES = ("", "w0000", "w0001", "s0", "sim-1", "nobody")
 _KEPT = frozenset({"worker", "incarnation", "secret"})
 """Of a Hello: who says another's name there has no place in the world."""
@@ -41,7 +43,9 @@ def mutated(report: Report, draw: Draw) -> tuple[Report, ...]:
 
 def _places(value: object, above: Place = ()) -> Iterator[Place]:
     """Everything in a value that may be another."""
-    if is_dataclass(value):
+    if isinstance(value, GroupId):
+        yield above
+    elif is_dataclass(value):
         kept = _KEPT if isinstance(value, Hello) else frozenset()
         for field in fields(value):
             if field.name not in kept:
@@ -79,6 +83,8 @@ def _other(value: T, draw: Draw) -> T:
         found = _picked((*_FLOATS, 2.0 * value, -value), draw)
     elif isinstance(value, str):
         found = _picked((*_NAMES, f"{value}x"), draw)
+    elif isinstance(value, GroupId):
+        found = Own(StageIndex(0 if _picked((*_NAMES, ""), draw) == "s0" else _NO_STAGE))
     else:
         assert isinstance(value, tuple)
         found = _picked((value[1:], value[:-1], value[::-1], (*value, *value[:1]), ()), draw)

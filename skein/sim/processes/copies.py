@@ -26,7 +26,7 @@ from skein.sim.compute.executor import StageTimes
 from skein.sim.judging.invariants import Violated, lineage_after
 from skein.sim.lines.network import Network
 from skein.sim.processes.worker import SimWorker
-from skein.types import Generation, GroupId, Incarnation, JobId, StageSpec, Step, WorkerId
+from skein.types import Generation, Incarnation, JobId, Own, StageSpec, Step, WorkerId
 
 MIXED = "mixed"
 """Lineage of a copy with pieces of several histories."""
@@ -389,5 +389,5 @@ class SimCopies:
 
 def _counts(record: StepRecord, stage: StageSpec) -> bool:
     """Whether the step changes the stage: then its result is needed."""
-    own = GroupId(f"s{stage.index}")
+    own = Own(stage.index)
     return record.decision is Decision.APPLY and any(x.group == own and x.weight for x in record.results)

@@ -18,13 +18,13 @@ from skein.types import (
     ChunkRef,
     Epoch,
     Generation,
-    GroupId,
     Incarnation,
     JobId,
     MicrobatchId,
     StageIndex,
     Step,
     WorkerId,
+    parse_group,
 )
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.extra import DType, FetchStateRequest, Refusal, StateKind
@@ -73,7 +73,7 @@ def shard_envelope(shard: int = 0) -> Envelope:
         header=ShardTensor(
             kind=ShardKind.PART,
             step=Step(0),
-            group=GroupId("s0"),
+            group=parse_group("s0"),
             attempt=Attempt(epoch=Epoch(1), generation=Generation(1), number=0),
             shard=shard,
             member=PATH.hops[0],

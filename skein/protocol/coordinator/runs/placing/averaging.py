@@ -15,7 +15,7 @@ from skein.model.layers import AnyModel
 from skein.model.neighbours import counterparts
 from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import StepRecord
-from skein.types import StageIndex, StageSpec, Step
+from skein.types import Own, StageIndex, StageSpec, Step
 
 Beside = tuple[tuple[StageSpec, float], tuple[StageSpec, float]]
 """The stages before and after a lost one, each with its weight."""
@@ -72,4 +72,4 @@ def averaging_of(job: JobHistory) -> Averaging:
 def squared_norm(record: StepRecord | None, stage: StageIndex) -> float:
     """Of the mean gradient of what `stage` shares with no other, before clipping; 0 if the step says nothing of it."""
     results = () if record is None else record.results
-    return sum(x.squared_norm * x.weight * x.weight for x in results if x.group == f"s{stage}")
+    return sum(x.squared_norm * x.weight * x.weight for x in results if x.group == Own(stage))
