@@ -46,7 +46,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         checkpoint_version=None if checkpoint is None else checkpoint.version,
         submitted_wall_s=history.submitted_wall_s,
         spec=history.spec.canonical_json(),
-        plan="" if plan is None else plan.plan.reason,
+        plan="" if plan is None else str(plan.plan.reason),
         predicted_step_s=0.0 if plan is None else plan.plan.predicted_step_s,
         lower_bound_s=0.0 if plan is None else plan.plan.lower_bound_s,
         num_incidents=len(history.incidents),

@@ -22,6 +22,7 @@ from skein.model.layers import LayerSpec
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
+from skein.plan.clauses import About, Clause, Clauses
 from skein.plan.clock.timing import (
     Traffic,
     depths,
@@ -275,7 +276,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         groups=tuple(group for group, _ in groups),
         predicted_step_s=predicted_s,
         lower_bound_s=min(predicted_s, lower_bound_s(step, loads, pool)),
-        reason="; ".join(_reasons(seating, step, slots, wanted, loads, previous)),
+        reason=Clauses(tuple(_reasons(seating, step, slots, wanted, loads, previous))),
     )
     before = () if previous is None else [x.chunk for x in previous.chunks]
     plan = with_silent(plan, setting.job, loads, pool, before)
@@ -304,25 +305,25 @@ def _reasons(
     wanted: dict[ChunkRef, int],
     loads: Sequence[StageLoad],
     previous: Plan | None,
-) -> Iterator[str]:
-    """Clauses of the plan's reason."""
+) -> Iterator[Clause]:
     counts = [len(holders) for holders in seating.holders]
     fewest, most = min(counts), max(counts)
     replicas = counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
     num_busy = sum(1 for held in seating.held if held)
     stages = counted(len(counts), "stage")
-    yield f"{num_busy} of {counted(len(seating.held), 'worker')}: {stages} x {replicas}"
+    yield Clause(f"{num_busy} of {counted(len(seating.held), 'worker')}: {stages} x {replicas}")
     first, *others = sorted(chunk.stage for chunk in step.visits if chunk.worker == step.slowest)
-    yield f"{step.slowest} computes longest (stage {first}{and_more(others)})"
+    yield Clause(f"{step.slowest} computes longest (stage {first}{and_more(others)})")
     num_cut = sum(1 for chunk, depth in wanted.items() if slots[chunk] < depth)
     if num_cut:
-        yield f"memory cuts the microbatches in flight of {counted(num_cut, 'chunk')}"
+        yield Clause(f"memory cuts the microbatches in flight of {counted(num_cut, 'chunk')}")
     if previous is not None:
         before = {plan.chunk for plan in previous.chunks}
         moved = sorted(chunk for chunk in slots if chunk not in before)
         if moved:
             state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
-            yield f"moves {state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
+            what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
+            yield Clause(what, About.MOVES)
 
 
 def counted(count: int, what: str) -> str:

@@ -1,10 +1,10 @@
 """What is decided for one generation: who holds what, which way each microbatch goes, who does what when, and who
 reduces with whom."""
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
+from skein.plan.clauses import Clauses
 from skein.plan.ops import OpKind
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
@@ -144,8 +144,8 @@ class Plan:
     groups: tuple[Group, ...]
     predicted_step_s: float
     lower_bound_s: float
-    reason: str
-    """In one line, why this plan and not another."""
+    reason: Clauses
+    """Why this plan and not another."""
     chunk_times: tuple[ChunkTime, ...] = ()
     transfer_times: tuple[TransferTime, ...] = ()
 
@@ -166,23 +166,6 @@ class Plan:
                 if op.kind.row.is_accumulating:
                     visits[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op.microbatch)
         return {chunk: tuple(ids) for chunk, ids in visits.items()}
-
-    def content_hash(self) -> str:
-        """Hex SHA-256 over everything decided; equal plans have equal hashes."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
-MOVES = "; moves "
-"""Begins the last clause of a plan's reason, where it has that one."""
-
-
-def with_clause(plan: Plan, clause: str) -> Plan:
-    """`plan` with one clause more in its reason, before what it moves.
-
-    A plan's reason is clauses with semicolons between; what it moves comes last.
-    """
-    what, moves, moved = plan.reason.partition(MOVES)
-    return replace(plan, reason=f"{what}; {clause}{moves}{moved}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

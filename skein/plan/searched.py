@@ -6,7 +6,7 @@ Rules of this file
   a search on a machine that is too slow for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
+from skein.plan.clauses import Clause, Clauses
 from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import job_layers, stage_loads, tied_bytes
@@ -88,7 +89,7 @@ def make_plan(
     if uneven.predicted_step_s >= even.predicted_step_s or violations(uneven, job, fleet):
         return even
     better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
-    return replace(uneven, reason=f"{uneven.reason}; {widths(uneven)} layers a stage: {better}")
+    return replace(uneven, reason=uneven.reason.then(Clause(f"{widths(uneven)} layers a stage: {better}")))
 
 
 def _after(
@@ -139,7 +140,7 @@ def _follower(
         return None
     posed, found = followed.posed, followed.found
     plan = plan_of(job, balanced, posed, found, started=(held.plan.predicted_step_s, "the plan before"))
-    plan = replace(plan, reason=f"{plan.reason}; {followed.why}")
+    plan = replace(plan, reason=plan.reason.then(*followed.why))
     plan = with_silent(plan, job, posed.loads, pool, [x.chunk for x in held.plan.chunks])
     if violations(plan, job, fleet):
         return None
@@ -210,10 +211,8 @@ def _improved(
     better = with_silent(
         better, job, loads, pool, [x.chunk for x in (plan if held is None else held.plan).chunks]
     )
-    if held is not None and (moved := held.moved(better, loads)):
-        better = replace(better, reason=f"{better.reason}; {moved}")
-    if doubted := _doubted(fleet, posed):
-        better = replace(better, reason=f"{better.reason}; {doubted}")
+    moved = () if held is None else held.moved(better, loads)
+    better = replace(better, reason=better.reason.then(*moved, *_doubted(fleet, posed)))
     if violations(better, job, fleet):
         return plan
     return with_times(better, loads, pool, *op_times(fleet, loads, pool))
@@ -266,14 +265,14 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
     )
 
 
-def _doubted(fleet: Fleet, posed: Posed) -> str:
-    """Which links should be measured again, in a clause; nothing if none looks broken."""
+def _doubted(fleet: Fleet, posed: Posed) -> Iterator[Clause]:
+    """Which links should be measured again; nothing if none looks broken."""
     doubts = questioned_links(posed.problem.transfer_s, [worker.site for worker in fleet.workers])
-    if not doubts:
-        return ""
-    worst, workers = doubts[0], posed.pool.workers
-    link = f"{workers[worst.sender]} -> {workers[worst.receiver]}"
-    return f"measure {link} again: {worst.factor:.0f} times what {worst.like} take{and_more(doubts[1:])}"
+    if doubts:
+        worst, workers = doubts[0], posed.pool.workers
+        link = f"{workers[worst.sender]} -> {workers[worst.receiver]}"
+        why = f"{worst.factor:.0f} times what {worst.like} take{and_more(doubts[1:])}"
+        yield Clause(f"measure {link} again: {why}")
 
 
 def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:
@@ -314,14 +313,13 @@ def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
 
 
-def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: tuple[float, str]) -> str:
+def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: tuple[float, str]) -> Clauses:
     problem = posed.problem
-    what = base.reason.partition("; ")[0]
-    return "; ".join(
-        [
-            what,
-            f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}",
-            f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})",
-            f"bounded by {bound.binding}",
-        ]
+    return Clauses(
+        (
+            base.reason.all[0],
+            Clause(f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}"),
+            Clause(f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})"),
+            Clause(f"bounded by {bound.binding}"),
+        )
     )

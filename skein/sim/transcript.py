@@ -107,7 +107,7 @@ def brief(value: object) -> str:
         case Path():
             return ">".join(brief(hop) for hop in value.hops)
         case Plan():
-            return f"Plan({brief(value.reason)})"
+            return f"Plan({brief(str(value.reason))})"
         case Own() | Tied() | Local() | Exchanged():
             return str(value)
         case Member() | GenerationMember():

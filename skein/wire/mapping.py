@@ -9,7 +9,7 @@ fields, and keeps closures, so that no reflection is left per call:
     T | None                                optional field
     tuple[T, ...]                           repeated field
     A | B of dataclasses                    oneof of the field's name; members are found by message name
-    GroupId                                 string, its `str`
+    GroupId, Clauses                        string, their `str`
 
 A value that comes from elsewhere and does not fit raises `RemoteError`; so does a number that is outside what
 `skein.protocol.messages.ranges` has for its field.
@@ -26,6 +26,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from skein.errors import LocalError, RemoteError
+from skein.plan.clauses import Clauses, parse_clauses
 from skein.protocol.messages.ranges import COUNT, Range, range_of
 from skein.types import GroupId, parse_group
 
@@ -39,7 +40,7 @@ Read = Callable[[Message], object]
 RangeOf = Callable[[str, str], Range | None]
 """What a field of a message may be; None: any number that fits."""
 
-_READ_TEXT: dict[object, Callable[[str], object]] = {GroupId: parse_group}
+READ_TEXT: dict[object, Callable[[str], object]] = {GroupId: parse_group, Clauses: parse_clauses}
 """What travels as its `str`, and what reads that."""
 
 _KINDS = {
@@ -218,7 +219,7 @@ def _fits(base: object, field: FieldDescriptor) -> bool:
 def _field(hint: object, descriptor: Descriptor, name: str, ranges: RangeOf) -> tuple[Fill, Read]:
     """Closures over the parent message for a field that is more than an attribute."""
     where = f"{descriptor.name}.{name}"
-    if hint not in _READ_TEXT and get_origin(hint) in (types.UnionType, Union):
+    if hint not in READ_TEXT and get_origin(hint) in (types.UnionType, Union):
         alternatives = [argument for argument in get_args(hint) if argument is not type(None)]
         if len(alternatives) > 1:
             return _oneof(hint, descriptor, name, ranges)
@@ -302,9 +303,9 @@ def _child(hint: object, descriptor: Descriptor, where: str, ranges: RangeOf) ->
 def _scalar(
     hint: object, field: FieldDescriptor, where: str, ranges: RangeOf
 ) -> tuple[Callable[[object], object], Callable[[object], object]]:
-    if hint in _READ_TEXT:
+    if hint in READ_TEXT:
         _expect(_fits(str, field), where, hint)
-        return str, _reader(_READ_TEXT[hint], where)
+        return str, _reader(READ_TEXT[hint], where)
     base = _base(hint)
     if isinstance(base, type) and issubclass(base, StrEnum):
         return _enum(base, field, where)

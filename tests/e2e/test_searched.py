@@ -86,7 +86,7 @@ def test_searched_paths_that_skip_and_swap_train_like_one_torch_process(
         [plan] = plans_in(tmp_path / "cluster" / "state")
     shown_rows = capsys.readouterr().out
     assert all(f"stage {x.chunk.stage} on {x.chunk.worker}" in shown_rows for x in plan.chunk_times)
-    assert "before the search" in plan.reason
+    assert "before the search" in str(plan.reason)
     ways = [[int(hop.stage) for hop in path.hops[:-1]] for path in plan.paths]
     assert {len(way) for way in ways} == {4}
     wanted = run_skipping(job, NUM_STEPS, ways, cut_at=plan.stages)

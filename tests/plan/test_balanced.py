@@ -195,7 +195,7 @@ def test_who_holds_a_stage_alone_has_no_alternates() -> None:
 def test_four_workers_for_two_stages_and_two_replicas_hold_one_chunk_each() -> None:
     plan = planned(job(stages=2, replicas=2), fleet([1e10] * 4))
     assert sorted(stages_by_worker(plan).values()) == [[0], [0], [1], [1]]
-    assert plan.reason == "4 of 4 workers: 2 stages x 2 replicas; w0 computes longest (stage 1)"
+    assert str(plan.reason) == "4 of 4 workers: 2 stages x 2 replicas; w0 computes longest (stage 1)"
 
 
 def test_a_missing_worker_costs_a_replica_of_the_lighter_stage() -> None:
@@ -291,7 +291,7 @@ def test_slots_deepen_with_latency_and_shrink_with_memory() -> None:
     far = slots_of_the_first_stage(fleet([1e10] * 2, links=slow))
     tight = fleet([1e10] * 2, links=slow, memory_bytes=int(whole_model_bytes(spec) * 0.75))
     assert near < slots_of_the_first_stage(tight) < far
-    assert "memory cuts the microbatches in flight" in planned(spec, tight).reason
+    assert "memory cuts the microbatches in flight" in str(planned(spec, tight).reason)
 
 
 def test_too_little_memory_names_stage_need_and_what_there_is() -> None:
@@ -326,7 +326,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker() -> None:
     after = planned(spec, without(on, WorkerId("w0")), before)
     assert chunks(before) - chunks(after) == {ChunkRef(stage=StageIndex(1), worker=WorkerId("w0"))}
     assert chunks(after) - chunks(before) == {ChunkRef(stage=StageIndex(1), worker=WorkerId("w2"))}
-    assert "of state: stage 1 to w2" in after.reason
+    assert "of state: stage 1 to w2" in str(after.reason)
 
 
 def test_a_stage_that_lost_all_holders_gets_one_from_a_stage_with_two() -> None:

@@ -173,7 +173,7 @@ def test_a_link_far_off_its_like_is_named_and_not_used() -> None:
     links = [link(x, y, 0.5 if (x, y) == ("w1", "w4") else 0.001) for x in names for y in names if x != y]
     on = fleet([1e9] * 6, links=links)
     plan = planned(brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.2), on)
-    assert "measure w1 -> w4 again: " in plan.reason
+    assert "measure w1 -> w4 again: " in str(plan.reason)
     hops = {(a.worker, b.worker) for path in plan.paths for a, b in pairwise(path.hops)}
     assert not hops & {("w1", "w4"), ("w4", "w1")}
 
@@ -192,7 +192,7 @@ def test_planning_again_is_never_worse_and_moves_nothing_where_nothing_has_chang
     assert isinstance(again, Plan)
     assert again.predicted_step_s <= plan.predicted_step_s
     assert {x.chunk for x in again.chunks} == {x.chunk for x in plan.chunks}
-    assert "moves" not in again.reason
+    assert "moves" not in str(again.reason)
 
 
 @pytest.mark.parametrize(("steps_left", "is_moved"), [(1, False), (10**6, True)])
@@ -206,7 +206,7 @@ def test_a_slow_worker_is_left_for_an_idle_one_if_there_are_steps_enough_for_it(
     plan = make_plan(spec, fleet([1e9, 2e8, 1e9], links=links), even, 0, steps_left=steps_left)
     assert isinstance(plan, Plan)
     assert (WorkerId("w1") not in plan.workers) is is_moved
-    assert ("moves" in plan.reason) is is_moved
+    assert ("moves" in str(plan.reason)) is is_moved
 
 
 def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from skein.plan.balanced import make_plan
 from skein.plan.check import violations
+from skein.plan.clauses import parse_clauses
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.gathering import RETURN_S
@@ -222,7 +223,7 @@ def test_a_gain_is_measured_by_the_step_as_it_is() -> None:
 def test_a_worse_plan_the_same_plan_and_no_plan_are_not_taken() -> None:
     made = policy()
     assert made.verdict(answer(OTHER, current_s=0.4), PLAN, steps_left=10**6) is not None
-    same = replace(PLAN, reason="found again", predicted_step_s=0.1)
+    same = replace(PLAN, reason=parse_clauses("found again"), predicted_step_s=0.1)
     assert made.verdict(answer(same), PLAN, steps_left=10**6) == "it is the best known"
     assert made.verdict(answer(Infeasible(reason="too small")), PLAN, steps_left=10) == "too small"
 
@@ -278,7 +279,7 @@ def test_a_better_plan_is_put_in_place_between_two_steps_and_says_why() -> None:
     desk.acknowledge(desk.live, held_by(PLAN, NUM_STEPS + 1))
     assert desk.found(MakePlan) == []
     [adopted] = desk.recorded(PlanAdopted)
-    assert adopted.plan.reason == f"{OTHER.reason}; {why}; moves nothing"
+    assert str(adopted.plan.reason) == f"{OTHER.reason}; {why}; moves nothing"
     desk.ready(OTHER.workers)
     assert desk.told(Start)["w0a"].step == NUM_STEPS + 1
 
@@ -409,7 +410,7 @@ def test_a_plan_that_has_microbatches_visit_other_stages_says_so() -> None:
     desk.join(*names)
     desk.submit(spec)
     desk.settle(plan)
-    told = [record.plan.reason for record in desk.log if isinstance(record, PlanAdopted)]
+    told = [str(record.plan.reason) for record in desk.log if isinstance(record, PlanAdopted)]
     assert "other stages" not in told[-1]
     [asked] = make_steps(desk, plan, seconds=2.0)
     # The second microbatch goes the first one's way, and the other way round.
@@ -427,4 +428,4 @@ def test_a_plan_that_has_microbatches_visit_other_stages_says_so() -> None:
     desk.step(plan)
     desk.acknowledge(desk.live, held_by(plan, NUM_STEPS + 1))
     [adopted] = desk.recorded(PlanAdopted)
-    assert "microbatches visit other stages than before" in adopted.plan.reason
+    assert "microbatches visit other stages than before" in str(adopted.plan.reason)

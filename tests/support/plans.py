@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from skein.plan.clauses import parse_clauses
 from skein.plan.ops import OpKind
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import (
@@ -130,5 +131,5 @@ def plan_of(
         groups=tuple(groups),
         predicted_step_s=1.0,
         lower_bound_s=0.5,
-        reason="drawn",
+        reason=parse_clauses("drawn"),
     )

@@ -8,6 +8,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from skein.plan.clauses import Clauses, parse_clauses
 from skein.protocol.messages.ranges import Range, range_of
 from skein.types import GroupId, parse_group
 
@@ -17,6 +18,7 @@ _SCALARS: dict[object, st.SearchStrategy[object]] = {
     str: st.text(max_size=12),
     bytes: st.binary(max_size=12),
     bool: st.booleans(),
+    Clauses: st.text(max_size=12).map(parse_clauses),
     GroupId: st.sampled_from(("s0", "s12@w1", "tied", "x3", "x3.f1", "x3.0", "x3.all")).map(parse_group),
 }
 

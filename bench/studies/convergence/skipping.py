@@ -22,6 +22,7 @@ from skein.config.schedule import learning_rate
 from skein.errors import LocalError, UserError
 from skein.model.layers import layers_of, tied_names
 from skein.plan.agreeing.rounds import plain_groups
+from skein.plan.clauses import parse_clauses
 from skein.plan.cut import cut
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
@@ -224,7 +225,7 @@ class SkippingTraining:
             groups=self._groups,
             predicted_step_s=0.0,
             lower_bound_s=0.0,
-            reason="one microbatch after the other, on one worker",
+            reason=parse_clauses("one microbatch after the other, on one worker"),
         )
 
     # --- ops ---

@@ -1,12 +1,13 @@
 """What it costs to bring stages to workers that do not hold them: bytes of state over the links from who does."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import pool_of
+from skein.plan.clauses import About, Clause
 from skein.plan.load import StageLoad, job_layers, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan
@@ -80,12 +81,12 @@ class Held:
             return seconds[:, :-1]
         return seconds
 
-    def moved(self, plan: Plan, loads: Sequence[StageLoad]) -> str:
-        """What `plan` moves, in a clause; nothing if everything stays where it is."""
+    def moved(self, plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Clause]:
+        """What `plan` moves; nothing if everything stays where it is."""
         before = {placed.chunk for placed in self.plan.chunks}
         moved = sorted(placed.chunk for placed in plan.chunks if placed.chunk not in before)
-        if not moved:
-            return ""
-        state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
-        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-        return f"moves {state} of state: stage {moved[0].stage} to {moved[0].worker}{more}"
+        if moved:
+            state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
+            more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+            what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{more}"
+            yield Clause(what, About.MOVES)

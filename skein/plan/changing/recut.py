@@ -12,9 +12,10 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, pool_of
 from skein.plan.changing.silent import working
+from skein.plan.clauses import About
 from skein.plan.cut import cut
 from skein.plan.load import job_layers
-from skein.plan.plan import MOVES, Plan
+from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 
 
@@ -42,8 +43,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     made = make_plan(job, fleet, replace(plan, stages=stages), 0)
     if not isinstance(made, Plan) or made.stages != stages:
         return None
-    what, _, _ = made.reason.partition(MOVES)
-    return replace(made, reason=what)
+    return replace(made, reason=made.reason.before(About.MOVES))
 
 
 def widths(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from skein.plan.agreeing.exchange import Tree
+from skein.plan.clauses import Clause, Clauses
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
@@ -46,7 +47,9 @@ def rerouted(
     predicted_s = plan.predicted_step_s * max(1.0, _busiest_s(plan, paths) / _busiest_s(plan, plan.paths))
     reason = plan.reason
     if len(chunks) < len(plan.chunks):
-        reason = f"goes on with {len(workers)} workers, {predicted_s:.3g} s a step; before: {plan.reason}"
+        first, *others = plan.reason.all
+        now = Clause(f"goes on with {len(workers)} workers, {predicted_s:.3g} s a step")
+        reason = Clauses((now, Clause(f"before: {first}"), *others))
     return replace(
         plan,
         reason=reason,

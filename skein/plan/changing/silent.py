@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from skein.config.job import JobSpec
+from skein.plan.clauses import Clause
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import StageLoad, job_layers, slots_within, tied_bytes
 from skein.plan.place import Pool
-from skein.plan.plan import ChunkPlan, Plan, Schedule, with_clause
+from skein.plan.plan import ChunkPlan, Plan, Schedule
 from skein.types import ChunkRef, StageIndex, WorkerId
 
 
@@ -152,7 +153,7 @@ def _joined(plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, se
         groups=tuple(group for group, _ in groups),
         predicted_step_s=plan.predicted_step_s + slower_s(plan, job, loads, pool, refs),
     )
-    return with_clause(joined, _told([x.chunk for x in added]))
+    return replace(joined, reason=joined.reason.saying(_told([x.chunk for x in added])))
 
 
 def slower_s(
@@ -186,7 +187,7 @@ def _with_slots(
         yield ChunkRef(stage=StageIndex(at), worker=worker), slots
 
 
-def _told(added: Sequence[ChunkRef]) -> str:
+def _told(added: Sequence[ChunkRef]) -> Clause:
     """Who holds what silently, in a clause."""
     more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-    return f"silent holders: {added[0].worker} of stage {added[0].stage}{more}"
+    return Clause(f"silent holders: {added[0].worker} of stage {added[0].stage}{more}")

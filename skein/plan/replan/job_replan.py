@@ -1,12 +1,13 @@
 """A plan that follows another, as a routing that follows another: what it moves, for whom, and why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skein.plan.balanced import and_more
 from skein.plan.changing.moving import fetch_s
+from skein.plan.clauses import About, Clause
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.replan.before import LOST, Before
 from skein.plan.replan.routing import Moving, Replanned, replan
@@ -28,7 +29,7 @@ class Followed:
 
     posed: Posed
     found: Found
-    why: str
+    why: tuple[Clause, ...]
 
 
 def follow(
@@ -70,7 +71,7 @@ def follow(
     return Followed(
         posed=replace(posed, problem=problem, worker_of=after.routing.worker_of, path=after.routing.path),
         found=Found(routing=after.routing, step_s=step_s, jittered_s=after.step_s),
-        why=_why(after, posed, previous),
+        why=tuple(_why(after, posed, previous)),
     )
 
 
@@ -104,23 +105,23 @@ def _body(by_stage: F64, previous: Plan) -> F64:
     return together
 
 
-def _why(after: Replanned, posed: Posed, previous: Plan) -> str:
+def _why(after: Replanned, posed: Posed, previous: Plan) -> Iterator[Clause]:
     """What changed, what stays and what moves, in clauses."""
     workers = posed.pool.workers
     lost = sorted(set(previous.workers) - set(workers))
     movers = {workers[worker] for _, worker in after.moved}
     held = {workers[worker] for worker in after.routing.worker_of}
     new = sorted(held - set(previous.workers))
-    clauses = [
-        f"lost {_some(lost)}" if lost else "",
-        f"new {_some(new)}" if new else "",
-        "as before" if after.is_as_before else f"{len(held - movers)} workers stay",
-    ]
+    if lost:
+        yield Clause(f"lost {_some(lost)}")
+    if new:
+        yield Clause(f"new {_some(new)}")
+    yield Clause("as before" if after.is_as_before else f"{len(held - movers)} workers stay")
     if after.moved:
         (stage, worker), *others = after.moved
         what = f"stage {stage} to {workers[worker]}{and_more(others)}"
-        clauses.append(f"moves {format_bytes(after.moved_bytes)} of state in {after.move_s:.2g} s: {what}")
-    return "; ".join(clause for clause in clauses if clause)
+        state = f"{format_bytes(after.moved_bytes)} of state in {after.move_s:.2g} s"
+        yield Clause(f"{state}: {what}", About.MOVES)
 
 
 def _some(workers: Sequence[WorkerId]) -> str:

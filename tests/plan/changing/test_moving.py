@@ -5,6 +5,7 @@ import pytest
 
 from skein.plan.balanced import make_plan, pool_of
 from skein.plan.changing.moving import Held, fetch_s, move_s
+from skein.plan.clauses import About
 from skein.plan.load import job_layers, stage_loads
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId
@@ -77,7 +78,7 @@ def test_the_head_of_a_loop_goes_where_its_first_stage_goes() -> None:
 
 
 def test_what_moves_is_told_in_a_clause() -> None:
-    assert Held(plan=BEFORE, steps_left=1).moved(BEFORE, LOADS) == ""
-    told = Held(plan=BEFORE, steps_left=1).moved(plan_on("w2"), LOADS)
-    assert told.startswith("moves ")
-    assert told.endswith("of state: stage 0 to w2 and 1 more")
+    assert list(Held(plan=BEFORE, steps_left=1).moved(BEFORE, LOADS)) == []
+    [clause] = Held(plan=BEFORE, steps_left=1).moved(plan_on("w2"), LOADS)
+    assert clause.about is About.MOVES
+    assert clause.words.endswith("of state: stage 0 to w2 and 1 more")

@@ -11,6 +11,7 @@ from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan
 from skein.plan.changing.reroute import rerouted
 from skein.plan.check import violations
+from skein.plan.clauses import parse_clauses
 from skein.plan.order import left_undone
 from skein.plan.plan import ChunkTime, Plan
 from skein.topology.fleet import Fleet
@@ -83,12 +84,12 @@ def test_with_everybody_alive_nothing_changes(layout: Layout) -> None:
 
 
 def test_a_plan_without_some_workers_says_how_many_it_has_and_what_it_was() -> None:
-    plan = replace(grid_plan(stages=2, replicas=2), reason="the best of all")
+    plan = replace(grid_plan(stages=2, replicas=2), reason=parse_clauses("the best of all; and quick"))
     after = rerouted(plan, survivors(plan, {plan.workers[0]}), {})
     assert after is not None
-    assert "3 workers" in after.reason
-    assert f"{after.predicted_step_s:.3g} s" in after.reason
-    assert after.reason.endswith("before: the best of all")
+    assert "3 workers" in str(after.reason)
+    assert f"{after.predicted_step_s:.3g} s" in str(after.reason)
+    assert str(after.reason).endswith("before: the best of all; and quick")
 
 
 def test_what_a_lost_worker_did_goes_where_there_is_least_to_do() -> None:

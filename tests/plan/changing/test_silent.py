@@ -42,7 +42,7 @@ def test_slow_workers_hold_one_stage_each_where_there_are_enough_of_them() -> No
     plan = planned(job(), FAST_AND_SLOW)
     assert silent_by_worker(plan) == {"w2": [0], "w3": [1]}
     assert num_missing(plan, 2) == 0
-    assert "silent holders: w2 of stage 0 and 1 more" in plan.reason
+    assert "silent holders: w2 of stage 0 and 1 more" in str(plan.reason)
 
 
 def test_one_slow_worker_holds_all_stages_the_head_of_a_loop_included() -> None:

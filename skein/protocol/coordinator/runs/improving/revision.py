@@ -1,10 +1,12 @@
 """The plan that runs, looked at again after each step: asks for others beside it, and has a better one put in place."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from skein.plan.changing.redundancy import num_missing
-from skein.plan.plan import Plan, with_clause
+from skein.plan.clauses import About, Clause
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox, PlanMade
 from skein.protocol.coordinator.runs.improving.replanning import Replanning, Seen
 from skein.protocol.coordinator.runs.placing.placement import Placement
@@ -70,7 +72,7 @@ class Revision:
     def restore(self, plan: Plan) -> None:
         """A plan that needs no search gives the job back what it has lost."""
         self._placement.choose(plan)
-        self.wish = plan.reason.rpartition("; ")[2]
+        self.wish = str(plan.reason.all[-1])
 
     def give_up(self, why: str) -> None:
         """The chosen plan cannot be put in place."""
@@ -123,8 +125,8 @@ class Revision:
         if verdict is not None or not isinstance(made.result, Plan):
             self._out.log(f"job={self._job.job} keeps its plan ({self._why}): {verdict}")
             return
-        plan = with_clause(made.result, self._why)
-        if "; moves " not in plan.reason:
-            plan = with_clause(plan, "moves nothing")
-        self._placement.choose(plan)
+        reason = made.result.reason.saying(Clause(self._why))
+        if not reason.has(About.MOVES):
+            reason = reason.then(Clause("nothing", About.MOVES))
+        self._placement.choose(replace(made.result, reason=reason))
         self.wish = self._why

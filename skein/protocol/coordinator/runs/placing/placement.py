@@ -7,8 +7,9 @@ from skein.plan.agreeing.broadcast import BroadcastProblem, parents_of
 from skein.plan.changing.redundancy import shortfalls
 from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
+from skein.plan.clauses import About, Clause
 from skein.plan.load import job_layers, stage_loads
-from skein.plan.plan import ChunkPlan, Plan, with_clause
+from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
@@ -197,8 +198,8 @@ class Placement(RunPart):
         if violations(plan, self._job.spec, fleet_of(listed, self.links, self._measured)):
             return None
         back = sorted(set(plan.workers).difference(present.workers))
-        what, _, _ = whole.reason.partition("; with ")
-        self._restored = replace(plan, reason=f"{what}; with {', '.join(back)} again")
+        clause = Clause(f"{', '.join(back)} again", About.BACK)
+        self._restored = replace(plan, reason=whole.reason.before(About.BACK).then(clause))
         return self._restored
 
     def begun(self) -> None:
@@ -208,11 +209,11 @@ class Placement(RunPart):
     def go_on(self, resumed: Resumed) -> Plan:
         """Record the plan without those who are gone, and have the step in progress go on by it; gives that plan."""
         if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
-            what, _, _ = resumed.plan.reason.partition("; without ")
             gone = sorted(
                 {x.chunk.worker for x in (self.plan or resumed.plan).chunks}.difference(resumed.plan.workers)
             )
-            plan = replace(resumed.plan, reason=f"{what}; without {', '.join(gone) or 'some chunks'}")
+            clause = Clause(", ".join(gone) or "some chunks", About.GONE)
+            plan = replace(resumed.plan, reason=resumed.plan.reason.before(About.GONE).then(clause))
             resumed = replace(resumed, plan=plan)
             if self._whole is None and self.plan is not None:
                 self._whole = self.plan
@@ -243,7 +244,8 @@ class Placement(RunPart):
             self._whole = None
         before = self._job.plan
         if before is not None and self._job.version and ways(before.plan) != ways(plan):
-            plan = with_clause(plan, "microbatches visit other stages than before, or in another order")
+            clause = Clause("microbatches visit other stages than before, or in another order")
+            plan = replace(plan, reason=plan.reason.saying(clause))
         sources = self._holdings.sources(plan)
         if sources.averaged:
             self._average(sources, now=now)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from skein.config.job import ParallelSpec
 from skein.plan.check import misplaced_stages, violations
-from skein.plan.plan import MOVES, ChunkPlan, Plan
+from skein.plan.clauses import About, parse_clauses
+from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
@@ -41,8 +42,7 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
     if violations(plan, job.spec, fleet):
         return None
     # What the plan moved was moved then.
-    what, _, _ = plan.reason.partition(MOVES)
-    return replace(plan, reason=what)
+    return replace(plan, reason=plan.reason.before(About.MOVES))
 
 
 def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
@@ -64,7 +64,7 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
         groups=(),
         predicted_step_s=0.0,
         lower_bound_s=0.0,
-        reason="held",
+        reason=parse_clauses("held"),
     )
 
 
