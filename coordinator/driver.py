@@ -50,7 +50,7 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report
-from skein.types import Incarnation, JobId, WorkerId
+from skein.types import Incarnation, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
 MAX_WAITING = 8192
@@ -399,16 +399,15 @@ class Driver:
             case Halt():
                 raise LocalError(command.reason)
             case Log():
-                self._say(command.line)
+                self._say(command)
             case _:
                 assert_never(command)
 
-    def _say(self, line: str) -> None:
-        _log.info(line)
-        job = _job_in(line)
-        if job in self.machine.view.history.jobs:
-            text = LogLine(level=LogLevel.INFO, wall_s=self.now(), text=line)
-            self.journal.line(job, None, text)
+    def _say(self, said: Log) -> None:
+        _log.info(said.line)
+        if said.job is not None:
+            text = LogLine(level=LogLevel.INFO, wall_s=self.now(), text=said.line)
+            self.journal.line(said.job, None, text)
 
     def _tell_states(self) -> None:
         view = self.machine.view
@@ -451,11 +450,6 @@ class Driver:
 
 def _piece(records: Iterator[Record]) -> list[Record]:
     return list(islice(records, _READ_PIECE))
-
-
-def _job_in(line: str) -> JobId:
-    """The job that a line of the machine is about: `job=ID` comes first."""
-    return JobId(line.partition(" ")[0].removeprefix("job="))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -220,7 +220,7 @@ class Coordinator:
         spec = event.spec.canonical_json()
         submitted = JobSubmitted(job=job, key=event.key, spec=spec, wall_s=now, begins=event.begins)
         self._outbox.record(submitted)
-        self._outbox.log(f"job={job} submitted")
+        self._outbox.log("submitted", job=job)
 
     def _wish(self, event: CancelAsked | PauseAsked | ResumeAsked, *, now: float) -> None:
         job, run = self.history.jobs.get(event.job), self.runs.get(event.job)

@@ -206,9 +206,15 @@ class Halt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """A decision changed: one line for people."""
+    """A decision changed: one line for people, about `job` if that is given."""
 
-    line: str
+    words: str
+    job: JobId | None = None
+
+    @property
+    def line(self) -> str:
+        """The line as it is shown."""
+        return self.words if self.job is None else f"job={self.job} {self.words}"
 
 
 CoordinatorCommand = (
@@ -269,9 +275,9 @@ class Outbox:
         self.history.apply(record)
         self.commands.append(Append(record=record))
 
-    def log(self, line: str) -> None:
-        """Tell people."""
-        self.commands.append(Log(line=line))
+    def log(self, words: str, *, job: JobId | None = None) -> None:
+        """Tell people; lines about a job are kept with it."""
+        self.commands.append(Log(words=words, job=job))
 
     def drain(self) -> list[CoordinatorCommand]:
         """All commands since the last call."""

@@ -50,7 +50,7 @@ def pause(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Outbox, *
 def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float) -> None:
     job = run.job
     outbox.record(HaltAsked(job=job.job, state=state, reason=reason, wall_s=now))
-    outbox.log(f"job={job.job} is to be {state.value}: {reason}")
+    outbox.log(f"is to be {state.value}: {reason}", job=job.job)
     run.tick(now=now)
 
 
@@ -63,7 +63,7 @@ def resume(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: float) -
     if job.end is None and job.held is None and job.halt is None:
         return
     outbox.record(JobResumed(job=job.job, steps=event.steps, wall_s=now))
-    outbox.log(f"job={job.job} goes on, at {job.version} of {job.total_steps} steps")
+    outbox.log(f"goes on, at {job.version} of {job.total_steps} steps", job=job.job)
 
 
 def check_resumable(job: JobHistory, steps: int | None) -> None:
@@ -95,7 +95,7 @@ def end_unbegun(job: JobHistory, history: History, outbox: Outbox, *, now: float
     if job.version or not reason:
         return False
     outbox.record(JobEnded(job=job.job, state=JobState.FAILED, reason=reason, wall_s=now))
-    outbox.log(f"job={job.job} failed: {reason}")
+    outbox.log(f"failed: {reason}", job=job.job)
     return True
 
 

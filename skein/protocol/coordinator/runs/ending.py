@@ -88,7 +88,7 @@ class Ending(RunPart):
         )
         self._out.record(diverged)
         does = "" if job.spec.on_divergence != "ignore" else "; it goes on, for on_divergence is ignore"
-        self._out.log(f"job={job.job} {told(job, diverged)}{does}")
+        self._out.log(f"{told(job, diverged)}{does}", job=job.job)
 
     def due(self) -> Stop | Rewind | None:
         """What comes after the job's version instead of the next step; None if that does."""
@@ -109,12 +109,12 @@ class Ending(RunPart):
 
     def record(self, stop: Stop, *, now: float) -> None:
         """Record that the job is held, or how it has ended."""
-        job, line = self._job.job, f"job={self._job.job} {stop.state.value}: {stop.reason}"
+        job = self._job.job
         if stop.state is JobState.HELD:
             self._out.record(JobHeld(job=job, reason=stop.reason, wall_s=now))
         else:
             self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
-        self._out.log(line)
+        self._out.log(f"{stop.state.value}: {stop.reason}", job=job)
 
     def halted(self, saved: Step, *, may_save: bool, because: str = "") -> Stop | None:
         """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None.

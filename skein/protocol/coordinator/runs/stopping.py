@@ -68,7 +68,7 @@ class Stopping:
         parts.asking.over()
         parts.members.let_leaving_go()
         if reason != before:
-            parts.out.log(f"job={parts.job.job} paused: {reason}")
+            parts.out.log(f"paused: {reason}", job=parts.job.job)
 
     def pause(self, reason: str, *, now: float) -> None:
         """No plan exists: save what is held, then wait for more workers."""

@@ -250,7 +250,7 @@ class Savings(RunPart):
     def _tell(self, version: Step, said: str) -> None:
         line = f"checkpoint {version}: {said}"
         if line != self.waits_for:
-            self._out.log(f"job={self._job.job} checkpoint={version} {said}")
+            self._out.log(f"checkpoint={version} {said}", job=self._job.job)
         self.waits_for = line
 
     def record(self, checkpoint: CheckpointCommitted) -> None:
@@ -261,7 +261,7 @@ class Savings(RunPart):
         self._out.record(
             replace(checkpoint, keeps=kept_with(job, checkpoint.version, self._out.history.jobs.values()))
         )
-        self._out.log(f"job={job.job} checkpoint={checkpoint.version}")
+        self._out.log(f"checkpoint={checkpoint.version}", job=job.job)
         keep = tuple(kept.version for kept in job.checkpoints)
         self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))
 

@@ -34,7 +34,7 @@ def judge(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: fl
         )
         outbox.record(checked)
         said = f"is damaged and set aside: {event.reason}" if is_damaged else "is whole again"
-        outbox.log(f"job={job.job} checkpoint={version} {said}")
+        outbox.log(f"checkpoint={version} {said}", job=job.job)
 
 
 def lost_beginning(job: JobHistory, history: History) -> str:

@@ -62,7 +62,8 @@ class Backups:
         if why != self._why:
             every, newest = self._job.spec.backup.every_steps, self._whole or "none"
             self._out.log(
-                f"job={self._job.job} stages are not copied every {every} steps (newest copies: {newest}): {why}"
+                f"stages are not copied every {every} steps (newest copies: {newest}): {why}",
+                job=self._job.job,
             )
         self._why = why
 

@@ -91,7 +91,7 @@ class Joining:
         if report.error:
             del self._reading[worker]
             self._is_void = True
-            self._out.log(f"job={self._job.job} worker={worker} could not open the data: {report.error}")
+            self._out.log(f"worker={worker} could not open the data: {report.error}", job=self._job.job)
         else:
             self._reading[worker] = True
 
@@ -159,7 +159,7 @@ class Joining:
         transfer.reached, transfer.has_failed = None, True
         transfer.num_failures += 1
         self._out.log(
-            f"job={self._job.job} worker={worker} could not fetch stage {report.stage.index}: {report.error}"
+            f"worker={worker} could not fetch stage {report.stage.index}: {report.error}", job=self._job.job
         )
         if transfer.num_failures >= MAX_FAILURES:
             del self._transfers[at]

@@ -76,7 +76,7 @@ class Revision:
 
     def give_up(self, why: str) -> None:
         """The chosen plan cannot be put in place."""
-        self._out.log(f"job={self._job.job} keeps its plan ({self.wish}): {why}")
+        self._out.log(f"keeps its plan ({self.wish}): {why}", job=self._job.job)
         self._placement.choose(None)
         self.wish = None
 
@@ -123,7 +123,7 @@ class Revision:
         if isinstance(made.result, Plan) and self._is_safer(made.result, present):
             verdict = None
         if verdict is not None or not isinstance(made.result, Plan):
-            self._out.log(f"job={self._job.job} keeps its plan ({self._why}): {verdict}")
+            self._out.log(f"keeps its plan ({self._why}): {verdict}", job=self._job.job)
             return
         reason = made.result.reason.saying(Clause(self._why))
         if not reason.has(About.MOVES):

@@ -93,8 +93,9 @@ class Asking:
         if version is not None and self._told_of.get(incarnation) != version:
             self._told_of[incarnation] = version
             self._out.log(
-                f"job={self._job.job} worker={entry.hello.worker} is back, too late: what it may hold of version "
-                f"{version} was given up, and the job is at version {self._job.version}; it begins anew"
+                f"worker={entry.hello.worker} is back, too late: what it may hold of version "
+                f"{version} was given up, and the job is at version {self._job.version}; it begins anew",
+                job=self._job.job,
             )
 
     def opened(self, *, now: float) -> None:
@@ -189,7 +190,7 @@ class Asking:
         until = clock_time(max(ends_at[member] for member in members))
         told = f"waiting for {short(names)} until {until}: {cost}"
         if names != self._told:
-            self._out.log(f"job={self._job.job} {told}")
+            self._out.log(told, job=self._job.job)
         self._told = names
         return told
 

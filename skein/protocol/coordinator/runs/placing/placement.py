@@ -258,9 +258,9 @@ class Placement(RunPart):
         history, job = self._out.history, self._job
         self.plan = plan
         self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
-        self._out.log(f"job={job.job} generation={history.generation} plan: {plan.reason}")
+        self._out.log(f"generation={history.generation} plan: {plan.reason}", job=job.job)
         for found in shortfalls(plan, job.spec, self._members.fleet):
-            self._out.log(f"job={job.job} generation={history.generation} short: {found.words}")
+            self._out.log(f"generation={history.generation} short: {found.words}", job=job.job)
         told = assignments(
             plan,
             sources,
@@ -280,7 +280,7 @@ class Placement(RunPart):
         self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
         named = ", ".join(str(stage.index) for stage in stages)
         self._out.log(
-            f"job={job} version={version} averaged stage {named} of its neighbours: no worker holds it"
+            f"version={version} averaged stage {named} of its neighbours: no worker holds it", job=job
         )
 
     def _roll_back_to(self, sources: Sources, because: str, *, now: float) -> None:
@@ -304,7 +304,7 @@ class Placement(RunPart):
         rate = (
             "" if rewind is None else f"; on with {self._job.learning_rate_ratio:g} times the learning rate"
         )
-        self._out.log(f"job={job} rolled back from={version} to={sources.version}: {back.reason}{rate}")
+        self._out.log(f"rolled back from={version} to={sources.version}: {back.reason}{rate}", job=job)
 
     def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
         """A worker has its chunks: whether all have."""

@@ -39,7 +39,8 @@ def _count(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: floa
     tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
     budget = "" if num_steps is None else f"; {spec.budget.epochs:g} of them are {num_steps} steps"
     outbox.log(
-        f"job={job.job} data: an epoch is {num_train_samples} samples{tokens}, "
-        f"{-(-num_train_samples // spec.batch.samples)} steps{budget}"
+        f"data: an epoch is {num_train_samples} samples{tokens}, "
+        f"{-(-num_train_samples // spec.batch.samples)} steps{budget}",
+        job=job.job,
     )
     return counted

@@ -28,8 +28,9 @@ class Evaluation:
         if is_news and not self._available():
             wanted = self._job.spec.batch.microbatch_samples
             self._out.log(
-                f"job={self._job.job} is not evaluated: {num_validation_samples} validation samples are fewer than "
-                f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples"
+                f"is not evaluated: {num_validation_samples} validation samples are fewer than "
+                f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples",
+                job=self._job.job,
             )
 
     def is_due(self) -> bool:
@@ -66,7 +67,7 @@ class Evaluation:
         num_tokens = sum(r.num_tokens for r in reports)
         loss = exact_sum(r.loss_sum for r in reports) / max(1, num_tokens)
         self._out.record(Evaluated(job=job, version=version, loss=loss, num_tokens=num_tokens, wall_s=now))
-        self._out.log(f"job={job} step={version} validation_loss={loss:.4f}")
+        self._out.log(f"step={version} validation_loss={loss:.4f}", job=job)
         return True
 
     def _available(self) -> int:

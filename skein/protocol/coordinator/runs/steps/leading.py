@@ -151,12 +151,12 @@ class Leading(RunPart):
         if judge(checks, num_followers=len(group.members) - 1) is not ClaimRuling.LIED:
             return None
         self._liars.add(leader)
-        self._out.log(f"job={self._job.job} step={vote.step} leader={leader} is not what it claimed")
+        self._out.log(f"step={vote.step} leader={leader} is not what it claimed", job=self._job.job)
         return leader
 
     def _tell(self, leader: WorkerId, score: float) -> None:
         if leader != self._leader:
             self._out.log(
-                f"job={self._job.job} step={self._job.version} leader={leader} probe_loss={score:.4f}"
+                f"step={self._job.version} leader={leader} probe_loss={score:.4f}", job=self._job.job
             )
         self._leader = leader

@@ -135,7 +135,7 @@ class Stepping(RunPart):
                 self._remember(self.round, command.record, now=now)
             elif isinstance(command, Outvoted | RoundFailed):
                 for worker in command.blamed:
-                    self._out.log(f"job={self._job.job} worker={worker} struck: {command.reason}")
+                    self._out.log(f"worker={worker} struck: {command.reason}", job=self._job.job)
             ends.append(command)
         return ends
 
@@ -148,9 +148,10 @@ class Stepping(RunPart):
         self._past.append((*done_s, *[now - self._begun_at] * len(ended.late)))
         if ended.late:
             self._out.log(
-                f"job={self._job.job} step={ended.terms.step} without late walkers={list(ended.late)}: "
+                f"step={ended.terms.step} without late walkers={list(ended.late)}: "
                 f"{record.num_late_samples} of {ended.terms.batch_samples} samples left out after "
-                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s"
+                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s",
+                job=self._job.job,
             )
 
     def _ask(self, command: AskReduction) -> None:

@@ -86,4 +86,4 @@ class Blame(RunPart):
             self._log(f"pardoned={worker}")
 
     def _log(self, said: str) -> None:
-        self._out.log(f"job={self._job.job} {said}")
+        self._out.log(said, job=self._job.job)

@@ -85,7 +85,7 @@ class Members(RunPart):
             wall_s=now,
         )
         self._out.record(opened)
-        self._out.log(f"job={self._job.job} generation={opened.generation} members={len(members)}: {reason}")
+        self._out.log(f"generation={opened.generation} members={len(members)}: {reason}", job=self._job.job)
         fence = NewGeneration(
             epoch=history.epoch,
             generation=opened.generation,
