@@ -218,7 +218,7 @@ class Shape:
 def flops_per_s(job: JobSpec, scale: float) -> float:
     """Speed at which the work of a middle stage takes `UNIT_S`, scaled."""
     layers = job_layers(job)
-    loads = stage_loads(job, layers, cut(layers, job.parallel.stages, job.parallel.layout))
+    loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     return loads[1].flops / (UNIT_S * scale)
 
 

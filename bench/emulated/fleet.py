@@ -125,7 +125,7 @@ def ten_cities(addresses: Sequence[str], *, scale: float, activation_bytes: int)
 def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
     """What the job's ops take on a device that computes `flops_per_s`, for stages of equal work."""
     layers = job_layers(job)
-    loads = stage_loads(job, layers, cut(layers, job.parallel.stages, job.parallel.layout))
+    loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     return OpTimes(
         forward_s=tuple(load.forward_flops / flops_per_s for load in loads),
         backward_s=tuple(load.backward_flops / flops_per_s for load in loads),
@@ -136,7 +136,7 @@ def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
 def memory_for(job: JobSpec, slots: int) -> int:
     """Bytes that the fullest chunk takes with so many microbatches; the first stage's holder has the head of `loop`."""
     layers = job_layers(job)
-    loads = stage_loads(job, layers, cut(layers, job.parallel.stages, job.parallel.layout))
+    loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     needed = [load.memory_bytes(slots) for load in loads]
     if len(loads) > job.parallel.stages:
         needed[0] += loads[-1].memory_bytes(1)

@@ -23,7 +23,7 @@ from bench.emulated.job import ACTIVATION_BYTES, write_tokens
 from bench.plan import SLOTS, Shape, flops_per_s
 from bench.report import Row, finish, spread
 from skein.config.job import JobSpec
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.plan.searched import make_plan, reckoned_s
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
@@ -98,7 +98,7 @@ def lose(
     scratch = make_plan(job, after, None, job.seed)
     assert isinstance(plan, Plan), plan
     assert isinstance(scratch, Plan), scratch
-    state_bytes = {x.stage.index: x.state_bytes for x in stage_loads(job, job_layers(job), plan.stages)}
+    state_bytes = {x.stage.index: x.state_bytes for x in stage_loads(job, plan.stages)}
     held = {x.chunk for x in before.chunks if x.chunk.worker not in lost}
     survivors = Counter(chunk.stage for chunk in held)
     wanted = Counter(x.chunk.stage for x in scratch.chunks)

@@ -117,7 +117,6 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     from client.planning.estimates import estimate_of_plan
     from client.planning.files.fleetfile import parse_fleet_file
     from skein.plan.balanced import make_plan, pool_of
-    from skein.plan.load import job_layers
     from skein.plan.route.evaluate import ordered
     from skein.plan.route.job_problem import pose
 
@@ -127,7 +126,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     if isinstance(plan, Infeasible):
         raise NoPlan(plan.reason)
     fleet, unused = _timed(fleet, plan.stages)
-    posed = pose(job, fleet, plan, pool_of(job, fleet, job_layers(job)))
+    posed = pose(job, fleet, plan, pool_of(job, fleet))
     sites = tuple(str(worker.site) for worker in fleet.workers)
     return KnownProblem(
         problem=posed.problem if job.aggregation.walkers.sum_every_step else without_reduction(posed.problem),

@@ -149,10 +149,10 @@ class _Held:
 def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, _Held]:
     """By the names that plans give to groups."""
     layers, word = job_layers(job), word_bytes(job)
-    shared = tied_bytes(job, layers, stages) // word
+    shared = tied_bytes(job, stages) // word
     tensors = [len(layer) for layer in layer_parameters(job.model)]
     held: dict[GroupId, _Held] = {}
-    for load in stage_loads(job, layers, stages):
+    for load in stage_loads(job, stages):
         first, stop = load.stage.first, load.stage.stop
         shares = shared > 0 and (first == 0) != (stop == len(layers))
         num_tensors = sum(tensors[first:stop]) - shares

@@ -18,7 +18,6 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.model.layers import LayerSpec
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
@@ -80,11 +79,10 @@ def make_plan(
             reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
         )
     try:
-        layers = job_layers(job)
-        even = cut(layers, job.parallel.stages, job.parallel.layout)
+        even = cut(job_layers(job), job.parallel.stages, job.parallel.layout)
     except UserError as error:
         return Infeasible(reason=str(error))
-    setting = Setting(job=job, fleet=fleet, layers=layers, pool=pool_of(job, fleet, layers))
+    setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
     if previous is not None and _has_same_cut(previous, even, job.parallel.layout):
         plan = _replan(setting, previous)
         if plan is not None:
@@ -103,10 +101,9 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, as this planner predicts; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
-    layers = job_layers(job)
-    pool, loads = pool_of(job, fleet, layers), stage_loads(job, layers, plan.stages)
+    pool, loads = pool_of(job, fleet), stage_loads(job, plan.stages)
     chunks = tuple(placed.chunk for placed in plan.chunks)
-    groups = [*groups_of(job, plan.stages, chunks, loads, tied_bytes(job, layers, plan.stages), pool)]
+    groups = [*groups_of(job, plan.stages, chunks, loads, tied_bytes(job, plan.stages), pool)]
     pace = pace_of(pool, loads, *op_times(fleet, loads, pool))
     found_s = walked_s(plan.paths, plan.schedules, sums_of(groups, plan.layout, pool), pace)
     if found_s is not None:
@@ -122,11 +119,10 @@ class Setting:
 
     job: JobSpec
     fleet: Fleet
-    layers: tuple[LayerSpec, ...]
     pool: Pool
 
     def loads(self, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
-        return stage_loads(self.job, self.layers, stages)
+        return stage_loads(self.job, stages)
 
     def demand(self, stages: Sequence[StageSpec]) -> Demand:
         """Of the body stages; stage 0 carries the head stage of `LOOP`."""
@@ -171,7 +167,7 @@ class Setting:
         return skipping, distinct
 
 
-def pool_of(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
+def pool_of(job: JobSpec, fleet: Fleet) -> Pool:
     """The fleet as arrays; its round trips are of the largest boundary tensor."""
     links = link_cost_s(fleet)
     return Pool(
@@ -180,7 +176,9 @@ def pool_of(job: JobSpec, fleet: Fleet, layers: Sequence[LayerSpec]) -> Pool:
         speeds=np.array([max(worker.profile.flops_per_s, 1.0) for worker in fleet.workers]),
         memory_bytes=np.array([worker.profile.memory_bytes for worker in fleet.workers], dtype=np.int64),
         links=links,
-        round_trip_s=links.round_trip_s(job.batch.microbatch_samples * max(x.output_bytes for x in layers)),
+        round_trip_s=links.round_trip_s(
+            job.batch.microbatch_samples * max(x.output_bytes for x in job_layers(job))
+        ),
     )
 
 
@@ -222,9 +220,7 @@ def _plan_by_memory(setting: Setting) -> Plan | None:
     parallel, memory_bytes = setting.job.parallel, np.sort(setting.pool.memory_bytes)[::-1]
     largest = [float(max(x, 1)) for x in memory_bytes[: parallel.stages]]
     bearable = largest if len(largest) == parallel.stages else None
-    stages = cut_costs(
-        layer_bytes(setting.job, setting.layers), parallel.stages, parallel.layout, speeds=bearable
-    )
+    stages = cut_costs(layer_bytes(setting.job), parallel.stages, parallel.layout, speeds=bearable)
     seating = seat(setting.demand(stages), setting.pool)
     return None if isinstance(seating, Infeasible) else _finish(setting, stages, seating, None)
 
@@ -255,7 +251,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     step = traffic(paths, loads, pool)
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
-    shared = tied_bytes(setting.job, setting.layers, stages)
+    shared = tied_bytes(setting.job, stages)
     groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
     # An exchange is no part of every step; what it costs is told by client.planning.estimates.
     is_plain = setting.job.aggregation.walkers.sum_every_step

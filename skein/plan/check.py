@@ -191,9 +191,8 @@ def _alternates(plan: Plan) -> Iterator[str]:
 
 
 def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
-    layers = job_layers(job)
     expected: dict[GroupId, list[StageIndex]] = {Own(stage.index): [stage.index] for stage in plan.stages}
-    if tied_bytes(job, layers, plan.stages):
+    if tied_bytes(job, plan.stages):
         expected[Tied()] = [plan.stages[0].index, plan.stages[-1].index]
     groups = [str(group.group) for group in plan.groups]
     if sorted(groups) != sorted(map(str, expected)):
@@ -261,7 +260,7 @@ def _pattern(group: Group, job: JobSpec) -> Iterator[str]:
 
 
 def _memory(plan: Plan, job: JobSpec, fleet: Fleet) -> Iterator[str]:
-    loads = stage_loads(job, job_layers(job), plan.stages)
+    loads = stage_loads(job, plan.stages)
     needed: defaultdict[WorkerId, int] = defaultdict(int)
     for x in plan.chunks:
         if 0 <= x.chunk.stage < len(loads):

@@ -4,9 +4,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec, layers_of, stage_cost
+from skein.model.layers import AnyModel, LayerSpec, layers_of, stage_cost
 from skein.types import Precision, StageSpec
 
 _COPIES = 5
@@ -47,30 +48,35 @@ class StageLoad:
 
 
 def job_layers(job: JobSpec) -> tuple[LayerSpec, ...]:
-    """The layer list of the job's model at the job's sample length and precision.
+    """The layer list of the job's model at the job's sample length and precision, made once.
 
     Raises:
         UserError: see `skein.model.layers.layers_of`.
     """
-    return layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+    return _layers(job.model, job.data.sequence_tokens, job.precision)
 
 
-def stage_loads(
-    job: JobSpec, layers: Sequence[LayerSpec], stages: Sequence[StageSpec]
-) -> tuple[StageLoad, ...]:
+@lru_cache(maxsize=64)
+def _layers(model: AnyModel, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+    return layers_of(model, sequence_tokens=sequence_tokens, precision=precision)
+
+
+def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
     """What each of `stages` asks, in their order."""
+    layers = job_layers(job)
     return tuple(_load(job, layers, stage) for stage in stages)
 
 
-def tied_bytes(job: JobSpec, layers: Sequence[LayerSpec], stages: Sequence[StageSpec]) -> int:
+def tied_bytes(job: JobSpec, stages: Sequence[StageSpec]) -> int:
     """Bytes of the tensors that the first and the last stage both hold; 0 if they are one stage or share none."""
-    return layers[-1].num_tied_parameters * _word_bytes(job) if len(stages) > 1 else 0
+    return job_layers(job)[-1].num_tied_parameters * _word_bytes(job) if len(stages) > 1 else 0
 
 
-def layer_bytes(job: JobSpec, layers: Sequence[LayerSpec]) -> tuple[int, ...]:
+def layer_bytes(job: JobSpec) -> tuple[int, ...]:
     """Memory of each layer with one slot, boundaries apart: what a cut by memory balances."""
     samples = job.batch.microbatch_samples
-    return tuple(_COPIES * x.num_parameters * _word_bytes(job) + samples * x.activation_bytes for x in layers)
+    word = _word_bytes(job)
+    return tuple(_COPIES * x.num_parameters * word + samples * x.activation_bytes for x in job_layers(job))
 
 
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:

@@ -21,7 +21,7 @@ from skein.plan.check import violations
 from skein.plan.clauses import Clause, Clauses
 from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
-from skein.plan.load import job_layers, stage_loads, tied_bytes
+from skein.plan.load import stage_loads, tied_bytes
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.replan.job_replan import follow
@@ -123,7 +123,7 @@ def _follower(
     may_go_on: Callable[[], bool],
 ) -> Plan | None:
     """The plan that goes on from what is held; None if that cannot stay as it is."""
-    pool = pool_of(job, fleet, job_layers(job))
+    pool = pool_of(job, fleet)
     posed = pose(job, fleet, balanced, pool)
     if (posed.problem.slots < 1).all(axis=0).any():
         return None
@@ -151,7 +151,7 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, by the measure that searches go by; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
-    pool = pool_of(job, fleet, job_layers(job))
+    pool = pool_of(job, fleet)
     posed = pose(job, fleet, plan, pool)
     routing = routing_of(plan, posed)
     if routing is None:
@@ -181,9 +181,8 @@ def _improved(
     held: Held | None = None,
 ) -> Plan:
     """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
-    layers = job_layers(job)
-    pool = pool_of(job, fleet, layers)
-    loads = stage_loads(job, layers, plan.stages)
+    pool = pool_of(job, fleet)
+    loads = stage_loads(job, plan.stages)
     posed = pose(
         job, fleet, plan, pool, move_s=None if held is None else held.move_s(plan.stages, loads, pool)
     )
@@ -248,7 +247,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         pool.speeds / np.maximum(num_held, 1),
         pool,
     )
-    shared = tied_bytes(job, job_layers(job), base.stages)
+    shared = tied_bytes(job, base.stages)
     bound = lower_bound(problem, effort=Effort.SIMPLE)
     slots = _slots(problem, routing, refs)
     return replace(

@@ -53,7 +53,7 @@ def test_a_busy_machine_spoils_the_comparison() -> None:
 def test_a_unit_of_work_takes_its_scaled_time_at_the_emulated_speed(tmp_path: Path) -> None:
     job = Shape(num_workers=20, scale=0.05, budget_s=1.0).job("job", tmp_path, method="full", steps=1)
     layers = job_layers(job)
-    middle = stage_loads(job, layers, cut(layers, job.parallel.stages, job.parallel.layout))[1]
+    middle = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))[1]
     assert middle.flops / flops_per_s(job, 0.05) == pytest.approx(UNIT_S / 20)
     assert middle.forward_flops / flops_per_s(job, 0.05) >= 0.05
 

@@ -88,7 +88,7 @@ def whole_model_bytes(spec: JobSpec) -> int:
     """Memory in which every stage of any cut of `spec` fits at once with one slot."""
     num_layers = len(job_layers(spec))
     stages = [StageSpec(index=StageIndex(i), first=i, stop=i + 1) for i in range(num_layers)]
-    return sum(load.memory_bytes(1) for load in stage_loads(spec, job_layers(spec), stages))
+    return sum(load.memory_bytes(1) for load in stage_loads(spec, stages))
 
 
 @st.composite

@@ -13,7 +13,7 @@ from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
 from skein.plan.check import violations
 from skein.plan.clock.timing import reduction_s
-from skein.plan.load import job_layers, tied_bytes
+from skein.plan.load import tied_bytes
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
@@ -92,8 +92,8 @@ def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_ste
     assert len({worker[1:] in "13" for worker in tied.workers}) == 1
     # Apart, 20,000 x 64 numbers would cross at 1 MB/s: 5 MB there and 5 MB back, half of it each way by each.
     assert plan.predicted_step_s < 5.0
-    pool = pool_of(spec, on, job_layers(spec))
-    shared = tied_bytes(spec, job_layers(spec), plan.stages)
+    pool = pool_of(spec, on)
+    shared = tied_bytes(spec, plan.stages)
     apart = replace(tied, members=(tied.members[0], replace(tied.members[1], worker=WorkerId("w1"))))
     assert reduction_s(tied, shared, pool) < 0.1 < 5.0 < reduction_s(apart, shared, pool)
     posed = pose(spec, on, plan, pool)
@@ -214,7 +214,7 @@ def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:
     on = fleet([1e9] * 18)
     base = make_balanced_plan(spec, on, None, 0)
     assert isinstance(base, Plan)
-    other = resized(pose(spec, on, base, pool_of(spec, on, job_layers(spec))))
+    other = resized(pose(spec, on, base, pool_of(spec, on)))
     assert other is not None
     first, *rest = other.problem.stage_sizes
     # The first stage is visited by all 15 and computes the loss, each of the others by 12 of them.

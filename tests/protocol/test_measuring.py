@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 
 from skein.plan.balanced import make_plan
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.watching.measuring import NUM_STEPS, Measured
@@ -38,7 +38,7 @@ def plan() -> Plan:
 
 PLAN = plan()
 FIRST, LAST = PLAN.holders(PLAN.stages[0].index)[0], PLAN.holders(PLAN.stages[1].index)[0]
-LOADS = stage_loads(SPEC, job_layers(SPEC), PLAN.stages)
+LOADS = stage_loads(SPEC, PLAN.stages)
 
 
 def chunk_times(worker: WorkerId, factor: float) -> tuple[ChunkTime, ...]:
@@ -221,7 +221,7 @@ def test_a_link_has_changed_when_its_tensors_are_off_by_a_share_that_matters(
 def test_looking_up_embeddings_tells_nothing_about_speed() -> None:
     lookup, rest = PLAN.stages[0], PLAN.stages[1]
     cut = (replace(lookup, stop=1), replace(rest, first=1))
-    assert stage_loads(SPEC, job_layers(SPEC), cut)[0].flops == 0
+    assert stage_loads(SPEC, cut)[0].flops == 0
     measured = Measured(SPEC)
     time = next(x for x in PLAN.chunk_times if x.chunk.worker == FIRST)
     report = TimesMeasured(

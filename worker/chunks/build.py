@@ -22,7 +22,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.ops import Direction
 from skein.protocol.log.records import num_walkers
 from skein.protocol.messages.directives import (
@@ -248,7 +248,7 @@ class Builder:
         )
 
     def _admit(self, job: JobSpec, wanted: tuple[ChunkAssignment, ...]) -> None:
-        loads = stage_loads(job, job_layers(job), [chunk.stage for chunk in wanted])
+        loads = stage_loads(job, [chunk.stage for chunk in wanted])
         needed = sum(load.memory_bytes(chunk.slots) for load, chunk in zip(loads, wanted, strict=True))
         if needed > self._memory_bytes:
             hint = f"the chunks of {self._worker} need {format_bytes(needed)}: raise the limit, or parallel.stages"

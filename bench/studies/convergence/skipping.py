@@ -20,10 +20,11 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.errors import LocalError, UserError
-from skein.model.layers import layers_of, tied_names
+from skein.model.layers import tied_names
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.clauses import parse_clauses
 from skein.plan.cut import cut
+from skein.plan.load import job_layers
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
 from skein.protocol.messages.directives import Ledger, StepRecord
@@ -148,7 +149,7 @@ class SkippingTraining:
             )
         self.job = job
         self.num_left_out = num_left_out
-        layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+        layers = job_layers(job)
         self._stages = cut(layers, job.parallel.stages, job.parallel.layout)
         self._refs = tuple(ChunkRef(stage=stage.index, worker=_HERE) for stage in self._stages)
         self._groups = tuple(Group(group=Own(ref.stage), members=(ref,), num_shards=1) for ref in self._refs)

@@ -8,7 +8,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import pool_of
 from skein.plan.clauses import About, Clause
-from skein.plan.load import StageLoad, job_layers, stage_loads
+from skein.plan.load import StageLoad, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
@@ -58,8 +58,7 @@ def between_s(job: JobSpec, fleet: Fleet, before: Plan | None, after: Plan) -> f
     """`move_s` on `fleet`; 0 if nothing was before, or other stages: then all of it comes from elsewhere."""
     if before is None or before.stages != after.stages:
         return 0.0
-    layers = job_layers(job)
-    return move_s(before, after, stage_loads(job, layers, after.stages), pool_of(job, fleet, layers))
+    return move_s(before, after, stage_loads(job, after.stages), pool_of(job, fleet))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

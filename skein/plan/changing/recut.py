@@ -25,7 +25,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     A stage's speed is that of its holders together, over the share of the microbatches that visit it.
     """
     layers = job_layers(job)
-    pool = pool_of(job, fleet, layers)
+    pool = pool_of(job, fleet)
     speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
     plan = working(plan, set(pool.workers))
     visits = plan.microbatches_by_chunk()

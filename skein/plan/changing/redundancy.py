@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
-from skein.plan.load import StageLoad, job_layers, stage_loads
+from skein.plan.load import StageLoad, stage_loads
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.types import StageIndex, WorkerId
@@ -73,7 +73,7 @@ def shortfalls(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[Shortfall, ...]:
     asked = job.parallel.replicas
     if not num_missing(plan, asked):
         return ()
-    loads = stage_loads(job, job_layers(job), plan.stages)
+    loads = stage_loads(job, plan.stages)
     is_loop = plan.layout.comes_back
     found = []
     for stage in plan.stages[: len(plan.stages) - is_loop]:

@@ -17,7 +17,7 @@ from skein.config.job import JobSpec
 from skein.plan.clauses import Clause
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
-from skein.plan.load import StageLoad, job_layers, slots_within, tied_bytes
+from skein.plan.load import StageLoad, slots_within, tied_bytes
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Plan, Schedule
 from skein.types import ChunkRef, StageIndex, WorkerId
@@ -142,7 +142,7 @@ def _joined(plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, se
     ]
     chunks = tuple(sorted((*plan.chunks, *added), key=lambda x: x.chunk.stage))
     refs = tuple(x.chunk for x in chunks)
-    shared = tied_bytes(job, job_layers(job), plan.stages)
+    shared = tied_bytes(job, plan.stages)
     groups = tuple(groups_of(job, plan.stages, refs, loads, shared, pool))
     empty = (Schedule(worker=worker, ops=()) for worker in seats.silent)
     joined = replace(
@@ -160,7 +160,7 @@ def slower_s(
     plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, chunks: Sequence[ChunkRef]
 ) -> float:
     """Seconds that the longest reduction takes more among these chunks than among those of `plan`."""
-    shared = tied_bytes(job, job_layers(job), plan.stages)
+    shared = tied_bytes(job, plan.stages)
     longest_s = [
         max(
             reduction_s(group, num_bytes, pool)

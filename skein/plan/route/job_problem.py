@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec
 from skein.plan.changing.silent import working
 from skein.plan.clock.timing import op_times
-from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, job_layers, stage_loads, tied_bytes
+from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, stage_loads, tied_bytes
 from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
@@ -39,8 +38,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         pool: the fleet as arrays.
         move_s: see `Problem`.
     """
-    layers = job_layers(job)
-    loads = stage_loads(job, layers, plan.stages)
+    loads = stage_loads(job, plan.stages)
     plan = working(plan, set(pool.workers))
     is_loop = plan.layout.comes_back
     num_stages = len(plan.stages) - is_loop
@@ -74,7 +72,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         transfer_s=pool.links.latency_s + wire_s,
         wire_s=wire_s,
         slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),
-        reduction=_reduction(job, layers, plan, loads, pool),
+        reduction=_reduction(job, plan, loads, pool),
         move_s=move_s,
         chunks_per_worker=most_held,
     )
@@ -122,11 +120,9 @@ def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Po
     return np.clip(np.stack(columns, axis=1), 0, most).astype(np.int64)
 
 
-def _reduction(
-    job: JobSpec, layers: Sequence[LayerSpec], plan: Plan, loads: Sequence[StageLoad], pool: Pool
-) -> Reduction:
+def _reduction(job: JobSpec, plan: Plan, loads: Sequence[StageLoad], pool: Pool) -> Reduction:
     own = [float(load.own_bytes) for load in loads]
-    shared = float(tied_bytes(job, layers, plan.stages))
+    shared = float(tied_bytes(job, plan.stages))
     if plan.layout.comes_back:
         # Both ends are at the same workers.
         own[0] += own.pop() + shared

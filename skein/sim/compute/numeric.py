@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.model.layers import layers_of
+from skein.plan.load import job_layers
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
@@ -72,7 +72,7 @@ class NumericModel:
     """
 
     def __init__(self, job: JobSpec) -> None:
-        layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+        layers = job_layers(job)
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
         self._seed = job.seed

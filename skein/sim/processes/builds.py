@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.model.layers import layers_of
+from skein.plan.load import job_layers
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
 from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
 from skein.protocol.worker.ops import SaveOp
@@ -59,7 +59,7 @@ class Builds:
     ) -> None:
         self._crash = crash
         self._job = job
-        self._layers = layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision)
+        self._layers = job_layers(job)
         self._clock = clock
         self._network = network
         self._workers = workers

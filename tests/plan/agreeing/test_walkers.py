@@ -8,7 +8,6 @@ from skein.config.optimizer import SgdSpec
 from skein.plan.agreeing.walkers import lines_of, walkers_of
 from skein.plan.balanced import pool_of
 from skein.plan.check import violations
-from skein.plan.load import job_layers
 from skein.topology.fleet import Fleet
 from skein.types import Layout, WorkerId
 from tests.plan.builders import fleet, job, link, planned, without
@@ -26,7 +25,7 @@ def lines(
     holders: list[list[int]], on: Fleet, before: list[list[str]] | None = None
 ) -> list[tuple[int, ...]]:
     spec = many()
-    pool = pool_of(spec, on, job_layers(spec))
+    pool = pool_of(spec, on)
     return list(lines_of(holders, pool, [[WorkerId(x) for x in line] for line in before or []]))
 
 

@@ -6,7 +6,7 @@ import pytest
 from skein.plan.balanced import make_plan, pool_of
 from skein.plan.changing.moving import Held, fetch_s, move_s
 from skein.plan.clauses import About
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId
 from tests.plan.builders import fleet, job, link, without
@@ -30,9 +30,9 @@ def plan_on(*names: str) -> Plan:
     return plan
 
 
-POOL = pool_of(SPEC, ON, job_layers(SPEC))
+POOL = pool_of(SPEC, ON)
 BEFORE = plan_on("w0", "w1")
-LOADS = stage_loads(SPEC, job_layers(SPEC), BEFORE.stages)
+LOADS = stage_loads(SPEC, BEFORE.stages)
 
 
 def chunk(stage: int, worker: str) -> ChunkRef:
@@ -71,7 +71,7 @@ def test_the_head_of_a_loop_goes_where_its_first_stage_goes() -> None:
     spec = job(stages=2, replicas=1, num_layers=4, layout=Layout.LOOP)
     plan = make_plan(spec, ON, None, 0)
     assert isinstance(plan, Plan)
-    loads = stage_loads(spec, job_layers(spec), plan.stages)
+    loads = stage_loads(spec, plan.stages)
     whole = fetch_s(loads, POOL, [x.chunk for x in plan.chunks])
     body = Held(plan=plan, steps_left=1).move_s(plan.stages, loads, POOL)
     assert body == pytest.approx(np.stack([whole[:, 0] + whole[:, 2], whole[:, 1]], axis=1))

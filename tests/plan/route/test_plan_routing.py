@@ -11,7 +11,7 @@ from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_plan as make_balanced_plan
 from skein.plan.balanced import pool_of
 from skein.plan.clock.timing import op_times
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.ops import OpKind
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
@@ -24,7 +24,7 @@ from tests.plan.builders import fleet, fleets, job, jobs, skipping_jobs
 
 
 def posed(spec: JobSpec, on: Fleet, plan: Plan) -> Posed:
-    return pose(spec, on, plan, pool_of(spec, on, job_layers(spec)))
+    return pose(spec, on, plan, pool_of(spec, on))
 
 
 @settings(max_examples=40, deadline=None)
@@ -72,10 +72,10 @@ def test_a_worker_that_was_measured_at_looking_up_embeddings_alone_is_as_fast_as
         StageSpec(index=StageIndex(0), first=0, stop=1),
         StageSpec(index=StageIndex(1), first=1, stop=4),
     )
-    loads = stage_loads(spec, job_layers(spec), stages)
+    loads = stage_loads(spec, stages)
     assert loads[0].flops == 0
     lookup = StageTime(worker=on.workers[0].worker, stage=stages[0], forward_s=0.1, backward_s=0.1)
     measured = replace(on, stage_times=(lookup,))
-    forward_s, _ = op_times(measured, loads, pool_of(spec, measured, job_layers(spec)))
+    forward_s, _ = op_times(measured, loads, pool_of(spec, measured))
     assert forward_s[0, 0] == 0.1
     assert forward_s[0, 1] == forward_s[1, 1]

@@ -10,7 +10,7 @@ Rules of this file
 from collections.abc import Collection, Iterable, Mapping
 from math import ceil
 
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.workers.members import Members
@@ -113,7 +113,7 @@ class Backups:
     ) -> None:
         """How many steps must pass until links have the time for the next copies."""
         asked = self._job.spec.backup
-        loads = stage_loads(self._job.spec, job_layers(self._job.spec), plan.stages)
+        loads = stage_loads(self._job.spec, plan.stages)
         seconds = 0.0
         for stage, load in zip(plan.stages, loads, strict=True):
             link = self._links.get((plan.holders(stage.index)[0], keepers[stage.index]))

@@ -8,7 +8,7 @@ from skein.plan.changing.redundancy import shortfalls
 from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
 from skein.plan.clauses import About, Clause
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
@@ -125,7 +125,7 @@ class Placement(RunPart):
         """Parameters of the largest stage."""
         assert self.plan is not None
         job = self._job.spec
-        return max(load.parameter_bytes for load in stage_loads(job, job_layers(job), self.plan.stages))
+        return max(load.parameter_bytes for load in stage_loads(job, self.plan.stages))
 
     def _ask(self, fleet: Fleet, previous: Plan | None) -> None:
         self.awaited = self._out.next_request()

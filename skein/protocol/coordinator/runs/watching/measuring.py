@@ -13,7 +13,7 @@ from math import inf
 from statistics import median
 
 from skein.config.job import JobSpec
-from skein.plan.load import StageLoad, job_layers, stage_loads
+from skein.plan.load import StageLoad, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.watching.detection import Stragglers, Visit
@@ -40,7 +40,6 @@ class Measured(RunPart):
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
-        self._layers = job_layers(spec)
         self._chunks: dict[WorkerId, dict[StageSpec, ChunkTime]] = {}
         self._transfers: dict[_Pair, TransferTime] = {}
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
@@ -181,7 +180,7 @@ class Measured(RunPart):
         return flops / seconds if seconds > 0 and flops > 0 else None
 
     def _loads(self, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
-        return stage_loads(self._spec, self._layers, stages)
+        return stage_loads(self._spec, stages)
 
     def _links(self, fleet: Fleet, links: Mapping[_Pair, Link]) -> tuple[Link, ...]:
         """Those of the fleet; where tensors went, such that one takes what they took."""
