@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import get_args, get_origin, get_type_hints
 
 from skein.plan import plan
-from skein.plan.clauses import Clauses
+from skein.plan.changing.clauses import Clauses
 from skein.plan.ops import Direction
 from skein.protocol.coordinator import coordinator, coordinator_io
 from skein.protocol.coordinator.runs import gathering, run

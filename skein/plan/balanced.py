@@ -19,9 +19,9 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
+from skein.plan.changing.clauses import About, Clause, Clauses
 from skein.plan.changing.silent import with_silent, working
 from skein.plan.check import too_few, violations
-from skein.plan.clauses import About, Clause, Clauses
 from skein.plan.clock.timing import (
     Traffic,
     depths,

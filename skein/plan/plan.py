@@ -4,7 +4,7 @@ reduces with whom."""
 from dataclasses import dataclass
 
 from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
-from skein.plan.clauses import Clauses
+from skein.plan.changing.clauses import Clauses
 from skein.plan.ops import OpKind
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 

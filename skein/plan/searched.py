@@ -14,11 +14,11 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, counted, pool_of
 from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.changing.clauses import Clause, Clauses
 from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
-from skein.plan.clauses import Clause, Clauses
 from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import stage_loads, tied_bytes

@@ -26,7 +26,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from skein.errors import LocalError, RemoteError
-from skein.plan.clauses import Clauses, parse_clauses
+from skein.plan.changing.clauses import Clauses, parse_clauses
 from skein.protocol.messages.ranges import COUNT, Range, range_of
 from skein.types import GroupId, parse_group
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from skein.plan.balanced import make_plan
+from skein.plan.changing.clauses import parse_clauses
 from skein.plan.check import violations
-from skein.plan.clauses import parse_clauses
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.gathering import RETURN_S

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from skein.plan.clauses import parse_clauses
+from skein.plan.changing.clauses import parse_clauses
 from skein.plan.ops import OpKind
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import (

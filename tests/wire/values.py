@@ -8,7 +8,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from skein.plan.clauses import Clauses, parse_clauses
+from skein.plan.changing.clauses import Clauses, parse_clauses
 from skein.protocol.messages.ranges import Range, range_of
 from skein.types import GroupId, parse_group
 

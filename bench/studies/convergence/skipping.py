@@ -22,7 +22,7 @@ from skein.config.schedule import learning_rate
 from skein.errors import LocalError, UserError
 from skein.model.layers import tied_names
 from skein.plan.agreeing.rounds import plain_groups
-from skein.plan.clauses import parse_clauses
+from skein.plan.changing.clauses import parse_clauses
 from skein.plan.cut import cut
 from skein.plan.load import job_layers
 from skein.plan.ops import OpKind

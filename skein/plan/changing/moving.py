@@ -7,7 +7,7 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import pool_of
-from skein.plan.clauses import About, Clause
+from skein.plan.changing.clauses import About, Clause
 from skein.plan.load import StageLoad, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan

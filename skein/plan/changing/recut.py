@@ -11,8 +11,8 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan, pool_of
+from skein.plan.changing.clauses import About
 from skein.plan.changing.silent import working
-from skein.plan.clauses import About
 from skein.plan.cut import cut
 from skein.plan.load import job_layers
 from skein.plan.plan import Plan

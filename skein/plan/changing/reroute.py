@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from skein.plan.agreeing.exchange import Tree
-from skein.plan.clauses import Clause, Clauses
+from skein.plan.changing.clauses import Clause, Clauses
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from skein.config.job import JobSpec
-from skein.plan.clauses import Clause
+from skein.plan.changing.clauses import Clause
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import StageLoad, slots_within, tied_bytes

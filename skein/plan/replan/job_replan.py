@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.plan.balanced import and_more
+from skein.plan.changing.clauses import About, Clause
 from skein.plan.changing.moving import fetch_s
-from skein.plan.clauses import About, Clause
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.replan.before import LOST, Before
 from skein.plan.replan.routing import Moving, Replanned, replan

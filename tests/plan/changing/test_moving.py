@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from skein.plan.balanced import make_plan, pool_of
+from skein.plan.changing.clauses import About
 from skein.plan.changing.moving import Held, fetch_s, move_s
-from skein.plan.clauses import About
 from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId

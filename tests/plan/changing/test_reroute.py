@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import make_plan
+from skein.plan.changing.clauses import parse_clauses
 from skein.plan.changing.reroute import rerouted
 from skein.plan.check import violations
-from skein.plan.clauses import parse_clauses
 from skein.plan.order import left_undone
 from skein.plan.plan import ChunkTime, Plan
 from skein.topology.fleet import Fleet

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from skein.plan.changing.clauses import About, Clause
 from skein.plan.changing.redundancy import num_missing
-from skein.plan.clauses import About, Clause
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox, PlanMade
 from skein.protocol.coordinator.runs.improving.replanning import Replanning, Seen

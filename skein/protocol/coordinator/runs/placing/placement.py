@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.plan.agreeing.broadcast import BroadcastProblem, parents_of
+from skein.plan.changing.clauses import About, Clause
 from skein.plan.changing.redundancy import shortfalls
 from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
-from skein.plan.clauses import About, Clause
 from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.config.job import ParallelSpec
+from skein.plan.changing.clauses import About, parse_clauses
 from skein.plan.check import misplaced_stages, violations
-from skein.plan.clauses import About, parse_clauses
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.log.history import JobHistory

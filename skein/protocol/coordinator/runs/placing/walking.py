@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from skein.plan.agreeing.walkers import walkers_of
-from skein.plan.clauses import parse_clauses
+from skein.plan.changing.clauses import parse_clauses
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.log.records import CheckpointCommitted
