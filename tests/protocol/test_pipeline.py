@@ -171,6 +171,8 @@ def test_a_tensor_for_another_worker_stage_or_microbatch_is_not_held() -> None:
     assert not machine.may_hold(forward(0, 1, path(chunk(0, "a"), chunk(2, "b"))))
     # A path that goes on from here was not what the schedule said.
     assert not machine.may_hold(forward(0, 1, path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c"))))
+    # Nothing comes back to where the loss is.
+    assert not machine.may_hold(backward(0, 1))
 
 
 def test_the_next_step_begins_with_empty_ledgers() -> None:

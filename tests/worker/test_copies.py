@@ -189,7 +189,17 @@ class Wrong(PeerService):
             yield part
 
 
-@pytest.mark.parametrize("kind", [Dying, Corrupt, Wrong])
+class Misnaming(PeerService):
+    """Gives, whole and with fitting hashes, results of what is no group."""
+
+    async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
+        async for part in super().FetchState(request, context):
+            if request.kind == IS_RESULT and part.HasField("state_tensor"):
+                part.state_tensor.meta.name = f"no.{part.state_tensor.meta.name}"
+            yield part
+
+
+@pytest.mark.parametrize("kind", [Dying, Corrupt, Wrong, Misnaming])
 async def test_one_sound_holder_is_enough(lab: Lab, kind: type[PeerService]) -> None:
     async with holding(lab, kinds=(kind,)) as holders, keeping("w9") as newcomer:
         await snapshot(lab, holders, 1)

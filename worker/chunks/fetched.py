@@ -239,7 +239,10 @@ class FetchedCopy:
     async def _result_of(self, member: Member, record: StepRecord) -> Mapping[GroupId, Tensor]:
         prefetch = self.prefetch
         found = await self._givers.fetch_result(member, prefetch.job, prefetch.stage.index, record.step)
-        results = {parse_group(name): to_torch(tensor) for name, tensor in found.items()}
+        try:
+            results = {parse_group(name): to_torch(tensor) for name, tensor in found.items()}
+        except ValueError as error:
+            raise RemoteError(f"{member.worker}: {error}") from error
         digests = {result.group: result.digest for result in record.results}
         for group, flat in results.items():
             if await asyncio.to_thread(digest, flat) != digests.get(group):

@@ -215,7 +215,9 @@ class Pipeline:
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
         if not tensor.phase.trains:
             return self._arrive_evaluation(chunk, tensor)
-        chunk.arrived[_planned(tensor)] = (tensor.hop, tensor.path)
+        op = _planned(tensor)
+        assert op is not None, f"{tensor} is not held"
+        chunk.arrived[op] = (tensor.hop, tensor.path)
         return None
 
     def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> HopTensor | None:
@@ -335,7 +337,9 @@ def _total(losses: Iterable[Loss]) -> Loss:
     )
 
 
-def _planned(tensor: HopTensor) -> PlannedOp:
-    """The op that a training tensor is the input of."""
+def _planned(tensor: HopTensor) -> PlannedOp | None:
+    """The op that a training tensor is the input of; None: no op takes what a peer claims this to be."""
     kind = taker_of(tensor.direction, is_last=tensor.hop == len(tensor.path.hops) - 1)
+    if kind is None:
+        return None
     return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)
