@@ -7,7 +7,7 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import sequence_of
-from skein.plan.route.kernels.arrays import op_arrays
+from skein.plan.route.kernels.arrays import op_array
 from skein.plan.route.kernels.simulate import NEVER, simulate
 from skein.plan.route.problem import Problem, Routing
 from skein.plan.route.start import first_paths
@@ -30,7 +30,7 @@ def first_plan(problem: Problem) -> tuple[Routing, float] | None:
     makespan_s = _interpreted()(
         paths,
         workers,
-        op_arrays(problem.ops),
+        op_array(problem.ops),
         problem.op_s[:, workers, stages],
         problem.transfer_s,
         problem.wire_s,

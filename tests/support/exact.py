@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import op_arrays, op_seconds
+from skein.plan.route.kernels.arrays import HOP, SLOTS, op_array, op_seconds
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.types import Layout
@@ -148,7 +148,7 @@ def _low_s(problem: Problem, worker_of: I64, path: I64) -> float:
 
 def _ops(problem: Problem, worker_of: I64, path: I64) -> tuple[F64, F64, I64]:
     """(num_microbatches, ops of each) of each op: seconds, seconds of the transfer before it, worker."""
-    worker = worker_of[path][:, op_arrays(problem.ops).hop]
+    worker = worker_of[path][:, op_array(problem.ops)[:, HOP]]
     takes_s = op_seconds(problem, worker_of, path)
     lag_s = np.zeros_like(takes_s)
     lag_s[:, 1:] = problem.transfer_s[worker[:, :-1], worker[:, 1:]]
@@ -160,7 +160,7 @@ def _best_order(
 ) -> tuple[float, I64, int]:
     takes_s, lag_s, worker = _ops(problem, worker_of, path)
     slots = problem.slots[worker_of, problem.stage_of]
-    ops = op_arrays(problem.ops)
+    ops = op_array(problem.ops)
     is_ample = np.bincount(path[:, : problem.num_hops].ravel(), minlength=problem.num_chunks) <= slots
     sequence = np.zeros(takes_s.size, np.int64)
     twin = np.full(len(path), -1)
@@ -171,8 +171,8 @@ def _best_order(
         takes_s,
         lag_s,
         worker,
-        path[:, ops.hop],
-        ops.slots,
+        path[:, ops[:, HOP]],
+        np.ascontiguousarray(ops[:, SLOTS]),
         slots,
         is_ample,
         twin,

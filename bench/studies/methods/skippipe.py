@@ -15,7 +15,7 @@ from bench.studies.methods.method import MayGoOn
 from bench.studies.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
-from skein.plan.route.kernels.arrays import op_arrays
+from skein.plan.route.kernels.arrays import op_array
 from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import I64, Problem, Routing
 
@@ -49,7 +49,7 @@ def _judge(wave: Wave, worker_of: I64) -> Judge:
     """Makespans of the whole step, workers taking what is ready."""
     problem, stage_of = wave.problem, wave.problem.stage_of
     op_s, slots = problem.op_s[:, worker_of, stage_of], problem.slots[worker_of, stage_of]
-    ops = op_arrays(problem.ops)
+    ops = op_array(problem.ops)
     end_s, no_rows = np.empty(problem.num_microbatches), np.empty((0, 1))
 
     def makespan_s(entry: Entry) -> float:

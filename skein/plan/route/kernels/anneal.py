@@ -188,7 +188,7 @@ def anneal(
     sort_sequence(state, work)
     waited_s = work.waited_s.copy()
     sequence, op = state.sequence.copy(), state.op.copy()
-    begin_s = np.zeros((len(state.trip_s), len(fixed.ops.hop)))
+    begin_s = np.zeros((len(state.trip_s), len(fixed.ops)))
     again_share = min(1.0, _AGAIN_OPS / len(sequence))
     least = NEVER
     kept = NEVER

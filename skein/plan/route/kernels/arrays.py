@@ -10,33 +10,24 @@ from skein.plan.ops import COSTS, OpKind, PathOp
 from skein.plan.route.problem import F64, I64, Problem, Routing
 
 U64 = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
 
 
-class OpArrays(NamedTuple):
-    """The rows of a microbatch's ops, by number: which column of its path, whose seconds, slots taken, and whether it
-    accumulates.
-
-    The compiled loops take a microbatch's ops one after the other, each waiting for the one before.
-    """
-
-    hop: I64
-    cost: I64
-    slots: I64
-    accumulates: Bools
+HOP, COST, SLOTS, SUMS = range(4)
+"""Columns of `Fixed.ops`: column of the path, row of `op_s`, slots taken, and 1 where the op accumulates."""
 
 
 class Fixed(NamedTuple):
     """A problem. Shapes as in `Problem`; `reduce_bytes` (num_stages,) is all zero where aggregation is left out.
 
-    `visit_costs` and `last_costs` are those of the ops at a hop, and at the last one.
+    ops: (ops of each microbatch, 4) what each is, see `op_array`; one array, for each more costs the loops time.
+    visit_s, last_s: (num_workers, num_stages) of all ops of a microbatch at a hop, and at the last one.
     """
 
     stage_of: I64
     first_chunk: I64
-    ops: OpArrays
-    visit_costs: I64
-    last_costs: I64
+    ops: I64
+    visit_s: F64
+    last_s: F64
     op_s: F64
     transfer_s: F64
     wire_s: F64
@@ -87,9 +78,9 @@ def fixed(problem: Problem) -> Fixed:
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
-        ops=op_arrays(problem.ops),
-        visit_costs=np.array([COSTS.index(x.row.cost) for x in OpKind if not x.row.is_last], np.int64),
-        last_costs=np.array([COSTS.index(x.row.cost) for x in OpKind if x.row.is_last], np.int64),
+        ops=op_array(problem.ops),
+        visit_s=_solid(sum(problem.op_s[COSTS.index(x.row.cost)] for x in OpKind if not x.row.is_last)),
+        last_s=_solid(sum(problem.op_s[COSTS.index(x.row.cost)] for x in OpKind if x.row.is_last)),
         op_s=_solid(problem.op_s),
         transfer_s=_solid(problem.transfer_s),
         wire_s=_solid(problem.wire_s),
@@ -109,22 +100,21 @@ def fixed(problem: Problem) -> Fixed:
     )
 
 
-def op_arrays(ops: Sequence[PathOp]) -> OpArrays:
-    """The rows of a microbatch's ops, for the compiled loops."""
+def op_array(ops: Sequence[PathOp]) -> I64:
+    """(ops of each microbatch, 4) its ops by number, for the compiled loops: columns `HOP`, `COST`, `SLOTS`, `SUMS`.
+
+    The loops take a microbatch's ops one after the other, each waiting for the one before.
+    """
     assert all(op.inputs == ((op.number - 1,) if op.number else ()) for op in ops), "no chain"
-    return OpArrays(
-        hop=np.array([op.hop for op in ops], np.int64),
-        cost=np.array([COSTS.index(op.kind.row.cost) for op in ops], np.int64),
-        slots=np.array([op.kind.row.slots for op in ops], np.int64),
-        accumulates=np.array([op.kind.row.is_accumulating for op in ops], np.bool_),
-    )
+    rows = [(x.hop, COSTS.index(x.kind.row.cost), x.kind.row.slots, x.kind.row.is_accumulating) for x in ops]
+    return np.array(rows, np.int64)
 
 
 def op_seconds(problem: Problem, worker_of: I64, path: I64) -> F64:
     """(num_microbatches, ops of each) seconds of each op at its holder, by number."""
-    ops = op_arrays(problem.ops)
-    chunks = path[:, ops.hop]
-    seconds: F64 = problem.op_s[ops.cost, worker_of[chunks], problem.stage_of[chunks]]
+    ops = op_array(problem.ops)
+    chunks = path[:, ops[:, HOP]]
+    seconds: F64 = problem.op_s[ops[:, COST], worker_of[chunks], problem.stage_of[chunks]]
     return seconds
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import Fixed, State
+from skein.plan.route.kernels.arrays import COST, HOP, SLOTS, SUMS, Fixed, State
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
@@ -62,11 +62,8 @@ def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
     worker, stage = state.holder[chunk], fixed.stage_of[chunk]
     for cost in range(len(state.op_s)):
         state.op_s[cost, chunk] = fixed.op_s[cost, worker, stage]
-    state.visit_s[chunk] = state.last_s[chunk] = 0.0
-    for cost in fixed.visit_costs:
-        state.visit_s[chunk] += state.op_s[cost, chunk]
-    for cost in fixed.last_costs:
-        state.last_s[chunk] += state.op_s[cost, chunk]
+    state.visit_s[chunk] = fixed.visit_s[worker, stage]
+    state.last_s[chunk] = fixed.last_s[worker, stage]
     state.slots[chunk] = fixed.slots[worker, stage]
     state.move_s[chunk] = fixed.move_s[worker, stage]
 
@@ -150,10 +147,8 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
     """
     # Taken out of their tuples once: that is a third of the time.
     holder, path, sequence, ops = state.holder, state.path, state.sequence, state.op
-    op_s, slots = state.op_s, state.slots
-    hop_of, cost_of = fixed.ops.hop, fixed.ops.cost
-    slots_of, accumulates = fixed.ops.slots, fixed.ops.accumulates
-    last_op = len(hop_of) - 1
+    op_s, slots, rows = state.op_s, state.slots, fixed.ops
+    last_op = len(rows) - 1
     transfer_s, wire_s, stage_of, has_wires = fixed.transfer_s, fixed.wire_s, fixed.stage_of, fixed.has_wires
     input_s, free_s, rest_s, held = work.input_s, work.free_s, work.rest_s, work.held
     up_s, down_s, last_s, reduced_s = work.up_s, work.down_s, work.last_s, work.reduced_s
@@ -172,11 +167,13 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
     step_s = 0.0
     for at in range(len(sequence)):
         m, op = sequence[at], ops[at]
-        chunk = path[m, hop_of[op]]
-        takes_s = op_s[cost_of[op], chunk]
-        held[chunk] += slots_of[op]
-        if held[chunk] > slots[chunk]:
-            return BLOCKED
+        chunk = path[m, rows[op, HOP]]
+        takes_s = op_s[rows[op, COST], chunk]
+        taken = rows[op, SLOTS]
+        if taken != 0:
+            held[chunk] += taken
+            if held[chunk] > slots[chunk]:
+                return BLOCKED
         worker = holder[chunk]
         begin_s = max(input_s[m], free_s[worker])
         begins_s[at] = begin_s
@@ -186,7 +183,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
         rest_s[m] -= takes_s
         if end_s + rest_s[m] > limit_s:
             return NEVER
-        if accumulates[op]:
+        if rows[op, SUMS]:
             stage = stage_of[chunk]
             reduced_s[stage] = max(reduced_s[stage], end_s)
         if op == last_op:
@@ -194,7 +191,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
             step_s = max(step_s, end_s)
             last_s[chunk] = max(last_s[chunk], end_s)
         else:
-            target = holder[path[m, hop_of[op + 1]]]
+            target = holder[path[m, rows[op + 1, HOP]]]
             rest_s[m] -= transfer_s[worker, target]
             if has_wires and worker != target:
                 end_s = max(end_s, up_s[worker], down_s[target])

@@ -6,13 +6,13 @@ Rules of this file
 - A transfer begins when both the sender's uplink and the receiver's downlink are free of earlier ones; links whose
   `wire_s` is 0 carry any number at once.
 - Events of one moment are all taken before any worker starts anew; workers then start in ascending order.
-- A microbatch's ops are taken in the order of their numbers; `OpArrays` has what each does.
+- A microbatch's ops are taken in the order of their numbers; `op_array` has what each does.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.route.kernels.arrays import OpArrays
+from skein.plan.route.kernels.arrays import COST, HOP, SLOTS, SUMS
 from skein.plan.route.kernels.compiled import compiled
 
 F64 = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ NEVER = np.inf
 def simulate(
     path: I64,
     worker_of: I64,
-    ops: OpArrays,
+    ops: I64,
     op_s: F64,
     transfer_s: F64,
     wire_s: F64,
@@ -39,7 +39,7 @@ def simulate(
     Args:
         path: (num_microbatches, num_hops + 1) chunk of each hop; at the last one the loss is computed.
         worker_of: (num_chunks,) worker of each chunk.
-        ops: of each microbatch.
+        ops: of each microbatch, see `op_array`.
         op_s: (num_costs, num_chunks) seconds of an op there.
         transfer_s: (num_workers, num_workers) seconds from a to b, latency included; `wire_s` of it both ends are busy.
         slots: (num_chunks,) microbatches that a chunk may hold.
@@ -49,8 +49,7 @@ def simulate(
     """
     num_microbatches = len(path)
     num_workers = transfer_s.shape[0]
-    hop_of, cost_of, slots_of, accumulates = ops.hop, ops.cost, ops.slots, ops.accumulates
-    last_op = len(hop_of) - 1
+    last_op = len(ops) - 1
     keeps = begin_s.shape[0] > 0
     free = slots.copy()
     is_busy = np.zeros(num_workers, np.bool_)
@@ -112,7 +111,7 @@ def simulate(
                     break
             heap_s[at], heap_number[at], heap_item[at] = time, key, item
             op = op_of[m]
-            worker = worker_of[path[m, hop_of[op]]]
+            worker = worker_of[path[m, ops[op, HOP]]]
             touched[num_touched] = worker
             num_touched += 1
             if not is_running[m]:
@@ -123,8 +122,8 @@ def simulate(
                 continue
             is_running[m] = False
             is_busy[worker] = False
-            if slots_of[op] < 0:
-                free[path[m, hop_of[op]]] -= slots_of[op]
+            if ops[op, SLOTS] < 0:
+                free[path[m, ops[op, HOP]]] -= ops[op, SLOTS]
             if op == last_op:
                 end_s[m] = now
                 last_s = now
@@ -132,7 +131,7 @@ def simulate(
                 continue
             op += 1
             op_of[m] = op
-            target = worker_of[path[m, hop_of[op]]]
+            target = worker_of[path[m, ops[op, HOP]]]
             busy_s = wire_s[worker, target]
             begins_s = now
             if busy_s > 0.0:
@@ -174,8 +173,8 @@ def simulate(
             m = first_ready[worker]
             while m >= 0:
                 op = op_of[m]
-                is_forward = not accumulates[op]
-                if not (slots_of[op] > 0 and free[path[m, hop_of[op]]] <= 0):
+                is_forward = not ops[op, SUMS]
+                if not (ops[op, SLOTS] > 0 and free[path[m, ops[op, HOP]]] <= 0):
                     if best < 0:
                         better = True
                     elif is_forward != best_forward:
@@ -195,10 +194,10 @@ def simulate(
             else:
                 next_ready[before_best] = next_ready[best]
             op = op_of[best]
-            chunk = path[best, hop_of[op]]
-            if slots_of[op] > 0:
-                free[chunk] -= slots_of[op]
-            takes_s = op_s[cost_of[op], chunk]
+            chunk = path[best, ops[op, HOP]]
+            if ops[op, SLOTS] > 0:
+                free[chunk] -= ops[op, SLOTS]
+            takes_s = op_s[ops[op, COST], chunk]
             if keeps:
                 begin_s[best, op] = now
             is_busy[worker] = True
