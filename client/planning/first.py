@@ -7,7 +7,7 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import sequence_of
-from skein.plan.route.kernels.arrays import op_array
+from skein.plan.route.kernels.arrays import COST, HOP, op_array
 from skein.plan.route.kernels.simulate import NEVER, simulate
 from skein.plan.route.problem import Problem, Routing
 from skein.plan.route.start import first_paths
@@ -26,12 +26,13 @@ def first_plan(problem: Problem) -> tuple[Routing, float] | None:
         return None
     workers = np.resize(np.arange(problem.num_workers), problem.num_chunks).astype(np.int64)
     stages = problem.stage_of
+    ops = op_array(problem.ops)
     begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
     makespan_s = _interpreted()(
-        paths,
+        paths[:, ops[:, HOP]],
         workers,
-        op_array(problem.ops),
-        problem.op_s[:, workers, stages],
+        ops,
+        problem.op_s[ops[:, COST]][:, workers, stages],
         problem.transfer_s,
         problem.wire_s,
         problem.slots[workers, stages],

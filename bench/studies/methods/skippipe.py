@@ -15,7 +15,7 @@ from bench.studies.methods.method import MayGoOn
 from bench.studies.methods.wave import Wave, refusal, repeated, true_costs, unit_costs, wave_of
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import ordered
-from skein.plan.route.kernels.arrays import op_array
+from skein.plan.route.kernels.arrays import COST, HOP, op_array
 from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import I64, Problem, Routing
 
@@ -48,14 +48,15 @@ def _placed(problem: Problem, seed: int, may_go_on: MayGoOn) -> I64 | Infeasible
 def _judge(wave: Wave, worker_of: I64) -> Judge:
     """Makespans of the whole step, workers taking what is ready."""
     problem, stage_of = wave.problem, wave.problem.stage_of
-    op_s, slots = problem.op_s[:, worker_of, stage_of], problem.slots[worker_of, stage_of]
-    ops = op_array(problem.ops)
+    ops, slots = op_array(problem.ops), problem.slots[worker_of, stage_of]
+    op_s = problem.op_s[ops[:, COST]][:, worker_of, stage_of]
     end_s, no_rows = np.empty(problem.num_microbatches), np.empty((0, 1))
 
     def makespan_s(entry: Entry) -> float:
         path = repeated(wave, entry.trips)
+        way = np.ascontiguousarray(path[:, ops[:, HOP]])
         return simulate(
-            path, worker_of, ops, op_s, problem.transfer_s, problem.wire_s, slots, np.inf, no_rows, end_s,
+            way, worker_of, ops, op_s, problem.transfer_s, problem.wire_s, slots, np.inf, no_rows, end_s,
         )  # fmt: skip
 
     return makespan_s

@@ -88,7 +88,7 @@ def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
     fit(arrays, here)
     begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
     last_s = simulate(
-        here.path,
+        here.way,
         here.holder,
         arrays.ops,
         here.op_s,

@@ -51,11 +51,8 @@ from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
 from skein.protocol.worker.ops import (
     ApplyOp,
-    BackwardOp,
     ComputeOp,
-    ForwardOp,
     JoinOp,
-    LossOp,
     Op,
     OpFailed,
     OpOutcome,
@@ -458,7 +455,7 @@ class Worker:
                 self._steps.applied(op)
             case SaveOp() | SnapshotOp():
                 pass
-            case ForwardOp() | LossOp() | BackwardOp():
+            case ComputeOp():
                 self._steps.computed(op, outcome)
             case PackOp() | SumOp() | JoinOp():
                 self._steps.reduced(op, outcome)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skein.config.job import PlanSpec
-from skein.plan.ops import COSTS, path_ops
+from skein.plan.ops import path_ops
 from skein.plan.route.kernels import anneal, cost, moves, simulate
 from skein.plan.route.kernels.arrays import op_array
 from skein.plan.route.kernels.compiled import STAMP, compiled, drop_stale
@@ -105,6 +105,6 @@ def test_a_way_that_takes_no_time_stays_within_the_loops_arrays() -> None:
     none = np.zeros((1, 1))
     begin_s, end_s = np.zeros((1, 5)), np.zeros(1)
     loop = getattr(simulate.simulate, "py_func", simulate.simulate)
-    path, worker_of, slots = np.array([[0, 1, 0]]), np.zeros(2, np.int64), np.ones(2, np.int64)
-    ops, op_s = op_array(path_ops(3)), np.ones((len(COSTS), 2))
-    assert loop(path, worker_of, ops, op_s, none, none, slots, np.inf, begin_s, end_s) == 5.0
+    way, worker_of, slots = np.array([[0, 1, 0, 1, 0]]), np.zeros(2, np.int64), np.ones(2, np.int64)
+    ops, op_s = op_array(path_ops(3)), np.ones((5, 2))
+    assert loop(way, worker_of, ops, op_s, none, none, slots, np.inf, begin_s, end_s) == 5.0

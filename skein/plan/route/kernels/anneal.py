@@ -18,6 +18,7 @@ from skein.plan.route.kernels.cost import (
     fit_chunk,
     fit_stage,
     fit_trip,
+    fit_way,
     run_sequence,
     smoothness,
     sort_sequence,
@@ -64,8 +65,9 @@ class Cooling(NamedTuple):
 def refit(fixed: Fixed, state: State, undo: Undo, changed: int) -> None:
     """Bring up to date what follows from the seats or paths that a move touched."""
     if changed == PATHS:
-        fit_trip(fixed, state, undo.microbatches[0])
-        fit_trip(fixed, state, undo.microbatches[1])
+        for microbatch in undo.microbatches:
+            fit_way(fixed, state, microbatch)
+            fit_trip(fixed, state, microbatch)
         return
     for seat in undo.seats:
         if seat < len(fixed.stage_of):
@@ -153,7 +155,7 @@ def order_first_come(fixed: Fixed, state: State, begin_s: F64, end_s: F64) -> bo
     `begin_s` (num_microbatches, ops of each) and `end_s` (num_microbatches,) are working space.
     """
     step_s = simulate(
-        state.path,
+        state.way,
         state.holder,
         fixed.ops,
         state.op_s,
@@ -197,7 +199,7 @@ def anneal(
         at = to = -1
         kind = draw(random)
         if kind < cooling.order_share:
-            found = pull_forward(fixed, state, waited_s, random)
+            found = pull_forward(state, waited_s, random)
             at, to = found[0], found[1]
             if at < 0:
                 continue

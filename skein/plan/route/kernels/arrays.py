@@ -51,7 +51,8 @@ class State(NamedTuple):
 
     holder: (num_seats,) worker in each seat; the first num_chunks seats are the chunks, the rest is idle.
     path, sequence: as in `Routing`; op: (num_ops,) which op of its microbatch each place in the sequence is.
-    op_s: (num_costs, num_chunks), and slots: (num_chunks,), of each chunk at its holder.
+    way: (num_microbatches, ops of each) chunk of each op, which follows from its path.
+    op_s: (ops of each, num_chunks), and slots: (num_chunks,), of each chunk at its holder.
     visit_s, last_s: (num_chunks,) of all ops of a microbatch there at a hop, and at the last one.
     trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
     reduce_s: (num_stages,) aggregation among a stage's holders.
@@ -62,6 +63,7 @@ class State(NamedTuple):
     path: I64
     sequence: I64
     op: I64
+    way: I64
     op_s: F64
     visit_s: F64
     last_s: F64
@@ -136,7 +138,8 @@ def state(problem: Problem, worker_of: I64, path: I64) -> State:
         path=path.astype(np.int64),
         sequence=np.zeros(problem.num_ops, np.int64),
         op=np.zeros(problem.num_ops, np.int64),
-        op_s=np.zeros((len(COSTS), chunks)),
+        way=np.zeros((num_microbatches, len(problem.ops)), np.int64),
+        op_s=np.zeros((len(problem.ops), chunks)),
         visit_s=np.zeros(chunks),
         last_s=np.zeros(chunks),
         slots=np.zeros(chunks, np.int64),

@@ -60,8 +60,9 @@ def scratch(fixed: Fixed, state: State) -> Scratch:
 def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
     """Fill in what a chunk's holder makes of it."""
     worker, stage = state.holder[chunk], fixed.stage_of[chunk]
-    for cost in range(len(state.op_s)):
-        state.op_s[cost, chunk] = fixed.op_s[cost, worker, stage]
+    rows, op_s, all_s = fixed.ops, state.op_s, fixed.op_s
+    for op in range(len(rows)):
+        op_s[op, chunk] = all_s[rows[op, COST], worker, stage]
     state.visit_s[chunk] = fixed.visit_s[worker, stage]
     state.last_s[chunk] = fixed.last_s[worker, stage]
     state.slots[chunk] = fixed.slots[worker, stage]
@@ -69,15 +70,24 @@ def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
 
 
 @compiled
+def fit_way(fixed: Fixed, state: State, microbatch: int) -> None:
+    """Fill in where a microbatch's ops are done, from its path."""
+    rows, way, path = fixed.ops, state.way, state.path
+    for op in range(len(rows)):
+        way[microbatch, op] = path[microbatch, rows[op, HOP]]
+
+
+@compiled
 def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
     """Fill in how long a microbatch takes if nothing waits."""
     hops = fixed.num_hops
     total_s = state.last_s[state.path[microbatch, hops]]
+    path, holder, visit_s, transfer_s = state.path, state.holder, state.visit_s, fixed.transfer_s
     for hop in range(hops):
-        chunk = state.path[microbatch, hop]
-        here, there = state.holder[chunk], state.holder[state.path[microbatch, hop + 1]]
-        total_s += state.visit_s[chunk]
-        total_s += fixed.transfer_s[here, there] + fixed.transfer_s[there, here]
+        chunk = path[microbatch, hop]
+        here, there = holder[chunk], holder[path[microbatch, hop + 1]]
+        total_s += visit_s[chunk]
+        total_s += transfer_s[here, there] + transfer_s[there, here]
     state.trip_s[microbatch] = total_s
 
 
@@ -134,6 +144,7 @@ def fit(fixed: Fixed, state: State) -> None:
     for chunk in range(len(state.slots)):
         fit_chunk(fixed, state, chunk)
     for microbatch in range(len(state.trip_s)):
+        fit_way(fixed, state, microbatch)
         fit_trip(fixed, state, microbatch)
     for stage in range(len(state.reduce_s)):
         fit_stage(fixed, state, stage)
@@ -146,7 +157,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
     Gives up as soon as one microbatch, going on without waiting, would be back after `limit_s`.
     """
     # Taken out of their tuples once: that is a third of the time.
-    holder, path, sequence, ops = state.holder, state.path, state.sequence, state.op
+    holder, way, sequence, ops = state.holder, state.way, state.sequence, state.op
     op_s, slots, rows = state.op_s, state.slots, fixed.ops
     last_op = len(rows) - 1
     transfer_s, wire_s, stage_of, has_wires = fixed.transfer_s, fixed.wire_s, fixed.stage_of, fixed.has_wires
@@ -167,8 +178,8 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
     step_s = 0.0
     for at in range(len(sequence)):
         m, op = sequence[at], ops[at]
-        chunk = path[m, rows[op, HOP]]
-        takes_s = op_s[rows[op, COST], chunk]
+        chunk = way[m, op]
+        takes_s = op_s[op, chunk]
         taken = rows[op, SLOTS]
         if taken != 0:
             held[chunk] += taken
@@ -191,7 +202,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
             step_s = max(step_s, end_s)
             last_s[chunk] = max(last_s[chunk], end_s)
         else:
-            target = holder[path[m, rows[op + 1, HOP]]]
+            target = holder[way[m, op + 1]]
             rest_s[m] -= transfer_s[worker, target]
             if has_wires and worker != target:
                 end_s = max(end_s, up_s[worker], down_s[target])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import HOP, U64, Fixed, State
+from skein.plan.route.kernels.arrays import U64, Fixed, State
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
@@ -268,26 +268,25 @@ def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U6
 
 
 @compiled
-def pull_forward(fixed: Fixed, state: State, waited_s: F64, random: U64) -> I64:
+def pull_forward(state: State, waited_s: F64, random: U64) -> I64:
     """An op that waited for its worker is put before up to three others there: (from, to), or (-1, -1).
 
     It stays behind the op of its microbatch that it needs.
     """
     found = np.full(2, -1)
-    ops = fixed.ops
     for _ in range(_TRIES):
         at = below(random, len(state.sequence))
         if waited_s[at] <= 0.0:
             continue
         m, op = state.sequence[at], state.op[at]
-        worker = state.holder[state.path[m, ops[op, HOP]]]
+        worker = state.holder[state.way[m, op]]
         left = below(random, 3)
         to = -1
         for before in range(at - 1, -1, -1):
             other, its_op = state.sequence[before], state.op[before]
             if other == m:
                 break
-            if state.holder[state.path[other, ops[its_op, HOP]]] == worker:
+            if state.holder[state.way[other, its_op]] == worker:
                 to = before
                 if left == 0:
                     break

@@ -12,7 +12,7 @@ Rules of this file
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.route.kernels.arrays import COST, HOP, SLOTS, SUMS
+from skein.plan.route.kernels.arrays import SLOTS, SUMS
 from skein.plan.route.kernels.compiled import compiled
 
 F64 = npt.NDArray[np.float64]
@@ -23,7 +23,7 @@ NEVER = np.inf
 
 @compiled
 def simulate(
-    path: I64,
+    way: I64,
     worker_of: I64,
     ops: I64,
     op_s: F64,
@@ -37,17 +37,17 @@ def simulate(
     """Seconds until the last microbatch is back; infinite if that is after `limit_s` or never (slots deadlock).
 
     Args:
-        path: (num_microbatches, num_hops + 1) chunk of each hop; at the last one the loss is computed.
+        way: (num_microbatches, ops of each) chunk of each op.
         worker_of: (num_chunks,) worker of each chunk.
         ops: of each microbatch, see `op_array`.
-        op_s: (num_costs, num_chunks) seconds of an op there.
+        op_s: (ops of each, num_chunks) seconds of an op there.
         transfer_s: (num_workers, num_workers) seconds from a to b, latency included; `wire_s` of it both ends are busy.
         slots: (num_chunks,) microbatches that a chunk may hold.
         limit_s: when to give up.
         begin_s: out, (num_microbatches, ops of each) when each op starts; not written if it has no rows.
         end_s: out, (num_microbatches,) when each microbatch is back; NEVER if it is not.
     """
-    num_microbatches = len(path)
+    num_microbatches = len(way)
     num_workers = transfer_s.shape[0]
     last_op = len(ops) - 1
     keeps = begin_s.shape[0] > 0
@@ -111,7 +111,7 @@ def simulate(
                     break
             heap_s[at], heap_number[at], heap_item[at] = time, key, item
             op = op_of[m]
-            worker = worker_of[path[m, ops[op, HOP]]]
+            worker = worker_of[way[m, op]]
             touched[num_touched] = worker
             num_touched += 1
             if not is_running[m]:
@@ -123,7 +123,7 @@ def simulate(
             is_running[m] = False
             is_busy[worker] = False
             if ops[op, SLOTS] < 0:
-                free[path[m, ops[op, HOP]]] -= ops[op, SLOTS]
+                free[way[m, op]] -= ops[op, SLOTS]
             if op == last_op:
                 end_s[m] = now
                 last_s = now
@@ -131,7 +131,7 @@ def simulate(
                 continue
             op += 1
             op_of[m] = op
-            target = worker_of[path[m, ops[op, HOP]]]
+            target = worker_of[way[m, op]]
             busy_s = wire_s[worker, target]
             begins_s = now
             if busy_s > 0.0:
@@ -174,7 +174,7 @@ def simulate(
             while m >= 0:
                 op = op_of[m]
                 is_forward = not ops[op, SUMS]
-                if not (ops[op, SLOTS] > 0 and free[path[m, ops[op, HOP]]] <= 0):
+                if not (ops[op, SLOTS] > 0 and free[way[m, op]] <= 0):
                     if best < 0:
                         better = True
                     elif is_forward != best_forward:
@@ -194,10 +194,10 @@ def simulate(
             else:
                 next_ready[before_best] = next_ready[best]
             op = op_of[best]
-            chunk = path[best, ops[op, HOP]]
+            chunk = way[best, op]
             if ops[op, SLOTS] > 0:
                 free[chunk] -= ops[op, SLOTS]
-            takes_s = op_s[ops[op, COST], chunk]
+            takes_s = op_s[op, chunk]
             if keeps:
                 begin_s[best, op] = now
             is_busy[worker] = True
