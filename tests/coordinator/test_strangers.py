@@ -1,7 +1,6 @@
 """Who has no token, or says nothing, cannot keep a coordinator from answering those who have one."""
 
 import asyncio
-import resource
 import socket
 import subprocess
 import sys
@@ -204,8 +203,10 @@ async def test_one_address_cannot_take_all_connections_that_there_are(
 
 
 SERVES = """
-import asyncio, sys
+import asyncio, resource, sys
 from pathlib import Path
+# By itself, and not between fork and exec: gRPC's threads do not survive a fork.
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from coordinator.serving import Serving, ServingOptions
 
 async def never(asked):
@@ -218,24 +219,19 @@ async def main():
 
 asyncio.run(main())
 """
+"""A coordinator with as many files as a shell gives."""
 
 
-def started(command: list[str]) -> "subprocess.Popen[str]":
-    """A process with as many files as a shell gives."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit)
+def served(state_dir: Path) -> "subprocess.Popen[str]":
+    """`SERVES`, as a process."""
+    return subprocess.Popen([sys.executable, "-c", SERVES, str(state_dir)], stdout=subprocess.PIPE, text=True)
 
 
 async def test_a_thousand_half_open_connections_stop_no_coordinator_where_shells_give_so_many_files(
     tmp_path: Path,
 ) -> None:
     files.raise_open_files()  # of this process, which is to hold the other ends
-    command = [sys.executable, "-c", SERVES, str(tmp_path)]
-    with started(command) as process:
+    with served(tmp_path) as process:
         try:
             assert process.stdout is not None
             target = (await asyncio.to_thread(process.stdout.readline)).strip()
