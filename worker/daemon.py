@@ -36,8 +36,6 @@ from worker.transport.memory import keep_message_buffers
 if TYPE_CHECKING:
     from worker.process import WorkerSetting
 
-    pass
-
 _log = logging.getLogger(__name__)
 
 DONE, FAILED, USAGE = 0, 1, 2
