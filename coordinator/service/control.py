@@ -94,6 +94,7 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
         raise RemoteError(f"{type(first).__name__} before Hello")
     _check_name("worker", first.worker)
     _check_name("incarnation", first.incarnation)
+    _check_name("site", first.site)
     if len(first.secret) > MAX_SECRET or len(first.host) > MAX_HOST or not first.host.isprintable():
         raise RemoteError(
             f"a secret of at most {MAX_SECRET} characters and a host of at most {MAX_HOST} are wanted"

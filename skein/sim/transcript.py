@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
-from typing import TypeVar
 
 from skein.config.job import (
     BatchSpec,
@@ -23,6 +22,7 @@ from skein.config.job import (
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.coordinator_io import CoordinatorCommand, CoordinatorEvent, Log, ReportArrived
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationMember, Record, StepCommitted
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat
@@ -66,13 +66,14 @@ _LEFT_OUT = frozenset(
 """Fields that a reader has no use for on every line."""
 _ROUTINE = (Beat,)
 """Reports that come as the clock goes on."""
-_Event = TypeVar("_Event")
 
 
 class Transcript(World):
     """A world that writes down what each machine is given, and what it answers."""
 
-    page: list[str]
+    def __init__(self, job: JobSpec, sites: tuple[SiteId, ...], *, seed: int) -> None:
+        super().__init__(job, sites, seed=seed)
+        self.page: list[str] = []
 
     def _decide(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
         commands = super()._decide(event)
@@ -87,9 +88,7 @@ class Transcript(World):
         return commands
 
     def _write(self, who: str, event: object, commands: Sequence[object]) -> None:
-        if not hasattr(self, "page"):
-            self.page = []
-        if type(event).__name__ == "TimePassed" and not commands:
+        if isinstance(event, TimePassed) and not commands:
             return
         self.page.append(f"{self.clock.now:6.3f} {who} < {brief(event)}"[:_WIDTH])
         self.page.extend(f"       > {brief(command)}"[:_WIDTH] for command in commands)

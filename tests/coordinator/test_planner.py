@@ -16,7 +16,6 @@ from skein.plan.balanced import make_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
-from skein.protocol.coordinator.runs.placing import portfolio
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan, plan_here, search
 from skein.topology.fleet import Fleet, FleetWorker
 from skein.types import SiteId, WorkerId
@@ -116,9 +115,8 @@ async def test_a_question_that_is_withdrawn_ends_its_task(monkeypatch: pytest.Mo
     assert tasks.num_cancelled == 1
 
 
-def test_a_plan_that_does_not_hold_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portfolio, "make_plan", lambda *_: one_worker_plan())
-    made = plan_here(asked(fleet=Fleet(workers=(), links=())))
+def test_a_plan_that_does_not_hold_is_none() -> None:
+    made = plan_here(asked(fleet=Fleet(workers=(), links=())), lambda *_: one_worker_plan())
     assert isinstance(made.result, Infeasible)
     assert "w1" in made.result.reason
 

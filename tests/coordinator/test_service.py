@@ -24,7 +24,7 @@ from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.messages.directives import Count, NewGeneration, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition, signed
 from skein.protocol.messages.reports import Beat
-from skein.types import Epoch, WorkerId
+from skein.types import Epoch, SiteId, WorkerId
 from skein.wire import codec
 from skein.wire.extra import LogLevel, LogLine, LogLines
 from skein.wire.v1 import control_pb2, jobs_pb2, jobs_pb2_grpc
@@ -121,6 +121,7 @@ async def test_a_name_survives_a_restart_of_the_coordinator(tmp_path: Path) -> N
         hello("x" * 65),
         hello(incarnation="ä"),
         hello(secret="x" * 65),
+        replace(hello(), site=SiteId("here; moves there")),
     ],
 )
 async def test_a_stream_that_begins_with_no_proper_hello_is_refused(

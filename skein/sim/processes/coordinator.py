@@ -11,10 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, reckoned_s
-from skein.plan.changing.moving import between_s
-from skein.plan.plan import Infeasible, Plan
+from skein.plan.balanced import make_plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
@@ -25,17 +22,16 @@ from skein.protocol.coordinator.coordinator_io import (
     Log,
     MakePlan,
     ManifestWritten,
-    PlanMade,
     PruneCheckpoints,
     Send,
     VerifyCheckpoint,
     WriteManifest,
 )
+from skein.protocol.coordinator.runs.placing.portfolio import Planner, plan_here
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.judging.invariants import Invariants
-from skein.topology.fleet import Fleet
 from skein.types import Condition, Epoch
 
 APPEND_S = 0.002
@@ -48,9 +44,6 @@ RESTART_S = 1.0
 
 _LATE_S = 1e-6
 """That timers are late by, so that rounding between clocks never makes one early."""
-
-Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
-"""As `skein.plan.balanced.make_plan`."""
 
 
 class SimService(ABC):
@@ -279,7 +272,7 @@ class SimService(ABC):
             case Send():
                 self._send_directive(command)
             case MakePlan():
-                self.clock.after(PLAN_S, partial(self.tell_term, self.term, self._plan(command)))
+                self.clock.after(PLAN_S, partial(self.tell_term, self.term, plan_here(command, self.planner)))
             case WriteManifest():
                 self.clock.after(READ_S, partial(self._complete, self.term, command.checkpoint))
             case VerifyCheckpoint():
@@ -300,13 +293,3 @@ class SimService(ABC):
     def _verify(self, term: int, checkpoint: CheckpointCommitted) -> None:
         condition, reason = self._look_at(checkpoint)
         self.tell_term(term, CheckpointVerified(checkpoint=checkpoint, condition=condition, reason=reason))
-
-    def _plan(self, asked: MakePlan) -> PlanMade:
-        job, fleet, before = asked.job, asked.fleet, asked.previous
-        made = self.planner(job, fleet, before, job.seed)
-        return PlanMade(
-            request=asked.request,
-            result=made,
-            current_s=None if before is None else reckoned_s(job, fleet, before),
-            move_s=between_s(job, fleet, before, made) if isinstance(made, Plan) else 0.0,
-        )

@@ -21,11 +21,15 @@ from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.rng import key
+from skein.topology.fleet import Fleet
 
 _MAX_SEEDS = 8
 """More searches of one problem find hardly more."""
 _SLICES = (0.2, 0.8)
 """Of the budget: a short search first, for the case that the long one never ends."""
+
+Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
+"""A plan for a job on a fleet after the one so far, from a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,11 @@ class FoundPlan:
     cost_s: float
 
 
-def plan_here(asked: MakePlan) -> PlanMade:
-    """A plan that holds, made by this process without a search."""
+def plan_here(asked: MakePlan, planner: Planner = make_plan) -> PlanMade:
+    """A plan that holds, made by this process, if nothing else is asked for without a search."""
     job, fleet, previous = asked.job, asked.fleet, asked.previous
     current_s = None if previous is None else reckoned_s(job, fleet, previous)
-    result = _held(make_plan(job, fleet, previous, job.seed), asked)
+    result = _held(planner(job, fleet, previous, job.seed), asked)
     move_s = between_s(job, fleet, previous, result) if isinstance(result, Plan) else 0.0
     return answered(asked, result, current_s=current_s, move_s=move_s)
 
