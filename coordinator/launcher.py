@@ -37,7 +37,7 @@ from skein.storage.roots import EVERYTHING
 from skein.units import format_bytes
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.process.logs import LogFormat
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 
 if TYPE_CHECKING:
     from coordinator.host.cluster import Cluster

@@ -27,7 +27,7 @@ from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.leader import split_addresses
 from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 from worker.data.cache import usual_cache
 from worker.naming import take_name
 from worker.telling.logs import LogTail, begin_logging

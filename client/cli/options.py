@@ -11,7 +11,7 @@ from client.api import Client
 from client.connection import DEFAULT_TARGET
 from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 
 Command = TypeVar("Command", bound=Callable[..., int])
 

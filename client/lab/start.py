@@ -24,7 +24,7 @@ from client.lab.state import LabFile, LabFolder, Mode, runs
 from client.local import HOST, READY_S, LocalService, NotStarted, free_port
 from skein.errors import UserError
 from skein.wire.channel import join_address, split_address
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 from skein.wire.views import WorkerState
 
 PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"

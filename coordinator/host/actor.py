@@ -20,7 +20,7 @@ from coordinator.serving import Serves, Serving, ServingOptions
 from coordinator.telling.logs import begin_logging
 from skein.errors import SkeinError
 from skein.wire.process.logs import LogFormat
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 
 _log = logging.getLogger("coordinator")
 

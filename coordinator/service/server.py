@@ -22,7 +22,7 @@ from skein.wire.leader import LEADER_KEY
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
 from skein.wire.serving.reading import Readable
-from skein.wire.tokens import TokenCheck
+from skein.wire.credentials import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 
 _IDLE_MS = 60_000

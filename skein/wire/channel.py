@@ -13,7 +13,7 @@ from grpc import aio
 from skein.errors import UserError
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
-from skein.wire.tokens import TokenChannel, TokenCheck
+from skein.wire.credentials import TokenChannel, TokenCheck
 
 Option = tuple[str, int]
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from deploy.docker.health import complaint
 from deploy.docker.make_token import make_token
 from deploy.docker.requirements import requirements
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 from tests.contract.source import ROOT
 from tests.deploy.stack import listing, services
 

@@ -9,7 +9,7 @@ from client.cli import DONE, FAILED, USAGE, run
 from client.lab.preset import Endpoint, lay_out, load_preset
 from client.lab.services import programs, write_token
 from client.lab.state import LabFile, LabFolder, Mode
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 
 
 def make_lab(preset: str, *, mode: Mode, endpoints: tuple[Endpoint, ...]) -> LabFile:

@@ -16,7 +16,7 @@ from grpc_health.v1.health import HealthServicer
 from skein.errors import LocalError, RemoteError, UserError
 from skein.wire.channel import Lane, bind, open_channel, open_server, require_safe_bind, split_address
 from skein.wire.failures import describe_rpc_error, error_of, refuse, status_of
-from skein.wire.tokens import read_token
+from skein.wire.credentials import read_token
 from skein.wire.v1 import (
     checkpoint_pb2,
     checkpoint_pb2_grpc,
