@@ -29,6 +29,7 @@ from bench.cluster import Cluster, running
 from bench.report import Row, finish
 from coordinator.records.store import LOCK_FILE
 from skein.wire.channel import MAX_MESSAGE_BYTES, Lane, open_channel
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.v1 import checkpoint_pb2, control_pb2, jobs_pb2, jobs_pb2_grpc, peer_pb2, peer_pb2_grpc
 
 WAYS = ("malformed", "oversized", "silent", "forged")
@@ -144,7 +145,7 @@ class Tally:
 
 async def attack(address: str, method: Method, way: str, draw: Random) -> str:
     """One call; the status that it ended with, or "open"."""
-    async with open_channel(address, Lane.CONTROL, token=None) as channel:
+    async with open_channel(address, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel:
         call = channel.stream_stream(method.path, None, None)(None)
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -186,8 +187,8 @@ async def fight(coordinator: str, workers: list[str], tally: Tally, *, seconds: 
 async def real_calls(coordinator: str, workers: list[str], tally: Tally, ends_s: float) -> None:
     """What honest callers want: the list of jobs, and an answer to a probe."""
     async with (
-        open_channel(coordinator, Lane.CONTROL, token=None) as control,
-        open_channel(workers[0], Lane.STATE, token=None) as state,
+        open_channel(coordinator, Lane.CONTROL, credentials=NO_CREDENTIALS) as control,
+        open_channel(workers[0], Lane.STATE, credentials=NO_CREDENTIALS) as state,
     ):
         while time.monotonic() < ends_s:
             began_s = time.monotonic()

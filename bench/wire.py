@@ -33,6 +33,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_server
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor, allocate
@@ -82,7 +83,7 @@ class Station:
         self.peers = Peers(
             name,
             group=group,
-            dial=partial(open_channel, token=None),
+            dial=partial(open_channel, credentials=NO_CREDENTIALS),
             on_failed=self._failed,
             statistics=statistics,
         )
@@ -115,7 +116,7 @@ class Bare(PeerService):
 
 
 async def listen(service: PeerService) -> tuple[aio.Server, int]:
-    server = open_server(token=None)
+    server = open_server(credentials=NO_CREDENTIALS)
     if isinstance(service, Bare):
         peer_pb2_grpc.add_PeerServicer_to_server(service, server)
     else:
@@ -172,7 +173,7 @@ async def bare_bytes_per_s(port: int) -> float:
     """Of the same bytes as parts on a bare stream: no checksum, no credit, nothing kept."""
     loop = asyncio.get_running_loop()
     data = bytes(PART_BYTES)
-    async with open_channel(f"127.0.0.1:{port}", Lane.FORWARD, token=None) as channel:
+    async with open_channel(f"127.0.0.1:{port}", Lane.FORWARD, credentials=NO_CREDENTIALS) as channel:
         await channel.channel_ready()
         began_s = loop.time()
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)

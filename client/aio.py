@@ -32,6 +32,7 @@ from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
+from skein.wire.credentials import Credentials
 from skein.wire.v1 import jobs_pb2
 from skein.wire.views import (
     CheckpointView,
@@ -90,7 +91,10 @@ class AsyncClient:
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._connection = Connection(target, token=token, timeout_s=timeout_s, patience_s=patience_s)
+        credentials = Credentials(token=token)
+        self._connection = Connection(
+            target, credentials=credentials, timeout_s=timeout_s, patience_s=patience_s
+        )
 
     @property
     def target(self) -> str:

@@ -20,6 +20,7 @@ from skein.errors import UserError
 from skein.types import Step
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
+from skein.wire.credentials import Credentials
 from skein.wire.extra import GetRequest, ManifestReply
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
@@ -44,7 +45,7 @@ class Connection:
 
     Args:
         target: host:port, or several with commas between: of a coordinator and its standbys.
-        token: what the coordinator wants to see; None where it wants none.
+        credentials: what the coordinator wants to see.
         timeout_s: for one try of one call.
         patience_s: how long a coordinator that has answered before may be gone.
 
@@ -53,13 +54,13 @@ class Connection:
     """
 
     def __init__(
-        self, target: str, *, token: str | None, timeout_s: float, patience_s: float = PATIENCE_S
+        self, target: str, *, credentials: Credentials, timeout_s: float, patience_s: float = PATIENCE_S
     ) -> None:
         self._addresses = split_addresses("coordinator", target)
         if not timeout_s > 0:
             raise UserError("timeout", timeout_s, "give a number of seconds above 0")
         self.target = target
-        self._token = token
+        self._credentials = credentials
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._version: VersionReply | None = None
@@ -74,7 +75,7 @@ class Connection:
         self._checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
 
     def _dial(self, address: str, lane: Lane) -> aio.Channel:
-        return open_channel(address, lane, token=self._token)
+        return open_channel(address, lane, credentials=self._credentials)
 
     async def seek(self, named: str | None = None) -> bool:
         """Whether another address leads now than calls went to; from then on they go there.

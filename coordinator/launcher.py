@@ -36,8 +36,8 @@ from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
 from skein.units import format_bytes
 from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
-from skein.wire.credentials import read_token
 
 if TYPE_CHECKING:
     from coordinator.host.cluster import Cluster
@@ -122,8 +122,8 @@ def _fail(error: SkeinError, code: int) -> int:
 
 def _check(options: CoordinatorOptions) -> None:
     """Refuse options that cannot work, whatever the machine is like."""
-    token = None if options.token_file is None else read_token(options.token_file)
-    require_safe_bind(options.host, token, allow_insecure=options.allow_insecure)
+    credentials = Credentials.read(options.token_file)
+    require_safe_bind(options.host, credentials, allow_insecure=options.allow_insecure)
     if not 0 < options.port < 2**16:
         raise UserError("port", options.port, "give a port between 1 and 65535")
     if options.lease_s < 0.5:

@@ -33,6 +33,7 @@ from skein.protocol.log.records import EpochOpened, Record
 from skein.protocol.membership.membership import LEASE_S
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process.files import raise_open_files
 
 LOCK_WAIT_S = 5.0
@@ -53,7 +54,7 @@ WrapLog = Callable[[AppendLog], AppendLog]
 class ServingOptions:
     """Where one coordinator serves, and what it owns.
 
-    `advertise`: host:port by which others reach it; None: where it listens. `token` None: no call needs one.
+    `advertise`: host:port by which others reach it; None: where it listens. `credentials`: what calls need.
     `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
@@ -65,7 +66,7 @@ class ServingOptions:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
-    token: str | None = None
+    credentials: Credentials = NO_CREDENTIALS
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     lease_s: float = LEASE_S
@@ -142,7 +143,9 @@ class Doors:
                 exposition = await Exposition.open(options.metrics_host, options.metrics_port, metrics.render)
                 undo.push_async_callback(exposition.close)
             refused = metrics.refused
-            service = await listen(options.host, options.port, token=options.token, count_refusal=refused)
+            service = await listen(
+                options.host, options.port, credentials=options.credentials, count_refusal=refused
+            )
             undo.pop_all()
         return cls(service=service, exposition=exposition)
 

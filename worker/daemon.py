@@ -24,10 +24,10 @@ from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
 from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.credentials import Credentials
 from skein.wire.leader import split_addresses
 from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
-from skein.wire.credentials import read_token
 from worker.data.cache import usual_cache
 from worker.naming import take_name
 from worker.telling.logs import LogTail, begin_logging
@@ -183,8 +183,8 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "WorkerSetting":
         _advertised(options, coordinators[0], 1)
     if options.memory_bytes is not None and options.memory_bytes < 1:
         raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
-    token = None if options.token_file is None else read_token(options.token_file)
-    require_safe_bind(options.listen, token, allow_insecure=options.insecure)
+    credentials = Credentials.read(options.token_file)
+    require_safe_bind(options.listen, credentials, allow_insecure=options.insecure)
     if importlib.util.find_spec("torch") is None:
         raise UserError("torch", "not installed", f"install it with: {install_hint('worker')}")
     import torch
@@ -204,7 +204,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail) -> "WorkerSetting":
         listen=options.listen,
         port=options.port,
         address_of=lambda port: _advertised(options, coordinators[0], port),
-        token=token,
+        credentials=credentials,
         device=torch.device("cuda" if has_cuda else "cpu"),
         memory_bytes=options.memory_bytes,
         metrics_host=options.metrics_host,

@@ -18,6 +18,7 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.credentials import Credentials
 from skein.wire.extra import FetchStateRequest, LogLine
 from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
@@ -65,7 +66,7 @@ class WorkerSetting:
     listen: str
     port: int
     address_of: Callable[[int], str]
-    token: str | None
+    credentials: Credentials
     device: torch.device
     memory_bytes: int | None
     metrics_host: str
@@ -96,7 +97,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
     metrics = WorkerMetrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         raise_open_files()
-        server = open_server(token=setting.token)
+        server = open_server(credentials=setting.credentials)
         port = bind(server, setting.listen, setting.port)
         if setting.metrics_port is not None:
             pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
@@ -146,7 +147,7 @@ class _Parts:
     async def drive(self, metrics: WorkerMetrics, statistics: Statistics) -> Exit:
         """Join the coordinator, and let the driver run to its end."""
         setting = self.setting
-        dial: Dial = partial(open_channel, token=setting.token)
+        dial: Dial = partial(open_channel, credentials=setting.credentials)
         where = Whereabouts(split_addresses("join", setting.join), dial=dial)
         files = CheckpointFiles(where, dial=dial)
         control = ControlStream(where, dial=dial, listener=self.inbox)

@@ -19,8 +19,8 @@ from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
 from coordinator.telling.logs import begin_logging
 from skein.errors import SkeinError
+from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
-from skein.wire.credentials import read_token
 
 _log = logging.getLogger("coordinator")
 
@@ -103,8 +103,8 @@ class Host:
     async def _begin(self) -> Serves | Failed:
         options = self._options
         try:
-            token = None if options.token_file is None else read_token(options.token_file)
-            serving, planner = replace(options.serving, token=token), RayPlanner()
+            credentials = Credentials.read(options.token_file)
+            serving, planner = replace(options.serving, credentials=credentials), RayPlanner()
             if options.is_standby:
                 standby = await Standby.start(serving)
                 self._address = standby.address

@@ -16,13 +16,12 @@ from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
 from coordinator.service.jobs import Jobs
 from coordinator.telling.status import Roster
-from skein.wire.channel import bind, join_address, server_options
+from skein.wire.channel import bind, join_address, open_server
 from skein.wire.context import Context
+from skein.wire.credentials import Credentials
 from skein.wire.leader import LEADER_KEY
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
-from skein.wire.serving.reading import Readable
-from skein.wire.credentials import TokenCheck
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
 
 _IDLE_MS = 60_000
@@ -101,19 +100,15 @@ class Service:
         await self.server.stop(STOP_S)
 
 
-async def listen(host: str, port: int, *, token: str | None, count_refusal: CountRefusal) -> Service:
+async def listen(host: str, port: int, *, credentials: Credentials, count_refusal: CountRefusal) -> Service:
     """Listen at host:port (0: any free one), standing by.
 
     Raises:
         UserError: the address cannot be listened on.
     """
-    checks: list[aio.ServerInterceptor] = [Calls(count_refusal)]  # type: ignore[type-arg]
-    if token is not None:
-        checks.append(TokenCheck(token))
-    checks.append(Readable())
     # Who has no call for so long dials again when it has one; nothing else shows on these connections.
-    options = [*server_options(), ("grpc.max_connection_idle_ms", _IDLE_MS)]
-    server = aio.server(interceptors=checks, options=options)
+    idle = ("grpc.max_connection_idle_ms", _IDLE_MS)
+    server = open_server(credentials=credentials, before=[Calls(count_refusal)], options=[idle])
     gate, checker = Gate(), Health({f"skein.wire.v1.{name}": NOT_SERVING for name in SERVICES})
     server.add_generic_rpc_handlers((checker, gate))
     bound = bind(server, host, port)

@@ -6,14 +6,15 @@ seconds; sender and receiver notice a silent connection by pings; off loopback n
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from enum import StrEnum
 
 from grpc import aio
 
 from skein.errors import UserError
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
-from skein.wire.credentials import TokenChannel, TokenCheck
 
 Option = tuple[str, int]
 
@@ -93,16 +94,25 @@ def server_options() -> list[Option]:
     ]
 
 
-def open_channel(target: str, lane: Lane, *, token: str | None) -> aio.Channel:
-    """A channel to `target` (host:port); every call on it carries `token`. Connects at the first call."""
-    channel = aio.insecure_channel(target, options=client_options(lane))
-    return channel if token is None else TokenChannel(channel, token)
+def open_channel(target: str, lane: Lane, *, credentials: Credentials) -> aio.Channel:
+    """A channel to `target` (host:port); every call on it carries `credentials`. Connects at the first call."""
+    return credentials.shown_on(aio.insecure_channel(target, options=client_options(lane)))
 
 
-def open_server(*, token: str | None) -> aio.Server:
-    """A server that refuses calls without `token`."""
-    checks: list[aio.ServerInterceptor] = [] if token is None else [TokenCheck(token)]  # type: ignore[type-arg]
-    return aio.server(interceptors=[*checks, Readable()], options=server_options())
+def open_server(
+    *,
+    credentials: Credentials,
+    before: "Sequence[aio.ServerInterceptor[object, object]]" = (),
+    options: Sequence[Option] = (),
+) -> aio.Server:
+    """A server that refuses calls without `credentials`.
+
+    Args:
+        before: what sees calls before they are looked at.
+        options: beyond those that every server here has.
+    """
+    checks = [*before, *credentials.checks(), Readable()]
+    return aio.server(interceptors=checks, options=[*server_options(), *options])
 
 
 def bind(server: aio.Server, host: str, port: int) -> int:
@@ -179,12 +189,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def require_safe_bind(host: str, token: str | None, *, allow_insecure: bool) -> None:
+def require_safe_bind(host: str, credentials: Credentials, *, allow_insecure: bool) -> None:
     """Returns if listening at `host` is safe: on loopback, with a token, or because the operator said so.
 
     Raises:
         UserError: strangers could reach the service.
     """
-    if token is None and not is_loopback(host) and not allow_insecure:
+    if credentials == NO_CREDENTIALS and not is_loopback(host) and not allow_insecure:
         hint = "other machines could give orders: set a token file, listen on 127.0.0.1, or pass --insecure"
         raise UserError("listen", host, hint)

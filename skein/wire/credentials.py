@@ -1,8 +1,9 @@
-"""The shared token: read from a file, sent with every call, checked before any call is looked at."""
+"""What processes are known by: read from a file, sent with every call, checked before any call is looked at."""
 
 import hmac
 import stat
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,34 @@ def read_token(path: Path) -> str:
             "token_file", str(path), "holds more than one word; write one line of letters and digits"
         )
     return token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a process shows to whom it calls, and wants to see of whoever calls it; a `token` of None: nothing."""
+
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, token_file: Path | None) -> "Credentials":
+        """What is in the files of an operator; None: there is none.
+
+        Raises:
+            UserError: see `read_token`.
+        """
+        return cls(token=None if token_file is None else read_token(token_file))
+
+    def shown_on(self, channel: aio.Channel) -> aio.Channel:
+        """`channel`, on which every call carries them."""
+        return channel if self.token is None else TokenChannel(channel, self.token)
+
+    def checks(self) -> "list[aio.ServerInterceptor[object, object]]":
+        """What a server looks at each call with."""
+        return [] if self.token is None else [TokenCheck(self.token)]
+
+
+NO_CREDENTIALS = Credentials()
+"""Where nobody is asked who they are."""
 
 
 class TokenChannel(aio.Channel):

@@ -24,6 +24,7 @@ from skein.topology.fleet import Link, Profile
 from skein.types import ChunkRef, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import bind, open_server
+from skein.wire.credentials import Credentials
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, ManifestReply
 from skein.wire.failures import refuse
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
@@ -398,7 +399,7 @@ def serving(script: Script, *, token: str | None = None) -> Iterator[str]:
 
 
 async def _start(script: Script, token: str | None) -> tuple[aio.Server, int]:
-    server = open_server(token=token)
+    server = open_server(credentials=Credentials(token=token))
     jobs_pb2_grpc.add_JobsServicer_to_server(_Jobs(script), server)
     checkpoint_pb2_grpc.add_CheckpointServicer_to_server(_Checkpoint(script), server)
     port = bind(server, "127.0.0.1", 0)

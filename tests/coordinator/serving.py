@@ -14,6 +14,7 @@ from skein.protocol.log.records import Record
 from skein.protocol.messages.directives import Directive
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
+from skein.wire.credentials import Credentials
 from skein.wire.v1 import control_pb2, control_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, job_spec, plan_at_once
 
@@ -22,7 +23,9 @@ from tests.coordinator.builders import WAIT_S, job_spec, plan_at_once
 async def coordinator(
     state_dir: Path, *, token: str | None = None, metrics_port: int | None = None
 ) -> AsyncIterator[Serving]:
-    options = ServingOptions(state_dir=state_dir, token=token, metrics_port=metrics_port)
+    options = ServingOptions(
+        state_dir=state_dir, credentials=Credentials(token=token), metrics_port=metrics_port
+    )
     running = await Serving.start(options, plan_at_once)
     try:
         yield running
@@ -32,7 +35,7 @@ async def coordinator(
 
 @asynccontextmanager
 async def connected(running: Serving, *, token: str | None = None) -> AsyncIterator[aio.Channel]:
-    channel = open_channel(running.where().address, Lane.CONTROL, token=token)
+    channel = open_channel(running.where().address, Lane.CONTROL, credentials=Credentials(token=token))
     async with channel, asyncio.timeout(WAIT_S):
         yield channel
 

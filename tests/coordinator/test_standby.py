@@ -20,6 +20,7 @@ from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import JobId
 from skein.wire.channel import Lane, open_channel
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import (
@@ -40,7 +41,7 @@ SOON_S = 0.3
 
 
 def dial(address: str, lane: Lane) -> aio.Channel:
-    return open_channel(address, lane, token=None)
+    return open_channel(address, lane, credentials=NO_CREDENTIALS)
 
 
 def options(state_dir: Path, name: str) -> ServingOptions:

@@ -18,6 +18,7 @@ from coordinator.service import calls
 from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels
 from skein.wire.channel import Lane, open_channel
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process import files
 from skein.wire.serving import doorway, health, pages
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
@@ -30,7 +31,8 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 @asynccontextmanager
 async def coordinator(state_dir: Path, *, metrics_port: int | None = None) -> AsyncIterator[Serving]:
     running = await Serving.start(
-        ServingOptions(state_dir=state_dir, token=TOKEN, metrics_port=metrics_port), plan_at_once
+        ServingOptions(state_dir=state_dir, credentials=Credentials(token=TOKEN), metrics_port=metrics_port),
+        plan_at_once,
     )
     try:
         yield running
@@ -42,14 +44,17 @@ async def coordinator(state_dir: Path, *, metrics_port: int | None = None) -> As
 async def strangers(state_dir: Path, *, token: str | None = None) -> AsyncIterator[aio.Channel]:
     """A channel to a coordinator of its own."""
     async with coordinator(state_dir) as running:
-        channel = open_channel(running.where().address, Lane.CONTROL, token=token)
+        channel = open_channel(running.where().address, Lane.CONTROL, credentials=Credentials(token=token))
         async with channel, asyncio.timeout(WAIT_S):
             yield channel
 
 
 async def answers(target: str, *, token: str | None = TOKEN) -> None:
     """A real call, on a connection of its own."""
-    async with open_channel(target, Lane.CONTROL, token=token) as channel, asyncio.timeout(WAIT_S):
+    async with (
+        open_channel(target, Lane.CONTROL, credentials=Credentials(token=token)) as channel,
+        asyncio.timeout(WAIT_S),
+    ):
         # As long as it takes: who finds all connections taken dials again.
         await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest(), wait_for_ready=True)
 
@@ -65,7 +70,7 @@ async def test_watchers_of_health_use_up_no_calls_and_are_few(
     monkeypatch.setattr(calls, "MAX_CALLS", 8)
     async with coordinator(tmp_path) as running:
         target = running.where().address
-        async with open_channel(target, Lane.CONTROL, token=None) as stranger:
+        async with open_channel(target, Lane.CONTROL, credentials=NO_CREDENTIALS) as stranger:
             stub = health_pb2_grpc.HealthStub(stranger)
             watching = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(200)]
             for watch in watching[-health.MAX_CALLS_PER_ADDRESS :]:
@@ -193,7 +198,7 @@ async def test_one_address_cannot_take_all_connections_that_there_are(
     monkeypatch.setattr(doorway, "PERIOD_S", 0.02)
     async with coordinator(tmp_path) as running:
         target = running.where().address
-        async with open_channel(target, Lane.CONTROL, token=TOKEN) as before:
+        async with open_channel(target, Lane.CONTROL, credentials=Credentials(token=TOKEN)) as before:
             version = jobs_pb2_grpc.JobsStub(before).Version
             await version(jobs_pb2.VersionRequest(), timeout=WAIT_S)
             async with half_open(target, 120) as opened:

@@ -16,6 +16,7 @@ from grpc import aio
 from client.local import free_port
 from coordinator.launch.leash import leashed
 from skein.wire.channel import Lane, is_loopback, open_channel
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import job_spec
 
@@ -48,7 +49,9 @@ class Up:
 
     async def epoch(self) -> int | None:
         """The epoch that answers on the port now; None if none does."""
-        async with open_channel(f"127.0.0.1:{self.port}", Lane.CONTROL, token=None) as channel:
+        async with open_channel(
+            f"127.0.0.1:{self.port}", Lane.CONTROL, credentials=NO_CREDENTIALS
+        ) as channel:
             try:
                 call = jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest(), timeout=2.0)
                 reply = await call
@@ -63,12 +66,16 @@ class Up:
                 await asyncio.sleep(_POLL_S)
 
     async def jobs(self) -> list[str]:
-        async with open_channel(f"127.0.0.1:{self.port}", Lane.CONTROL, token=None) as channel:
+        async with open_channel(
+            f"127.0.0.1:{self.port}", Lane.CONTROL, credentials=NO_CREDENTIALS
+        ) as channel:
             listed = await jobs_pb2_grpc.JobsStub(channel).List(jobs_pb2.ListJobsRequest(), timeout=5.0)
         return [job.job for job in listed.jobs]
 
     async def submit(self, key: str) -> str:
-        async with open_channel(f"127.0.0.1:{self.port}", Lane.CONTROL, token=None) as channel:
+        async with open_channel(
+            f"127.0.0.1:{self.port}", Lane.CONTROL, credentials=NO_CREDENTIALS
+        ) as channel:
             request = jobs_pb2.SubmitRequest(key=key, spec=job_spec().canonical_json())
             return (await jobs_pb2_grpc.JobsStub(channel).Submit(request, timeout=5.0)).job
 

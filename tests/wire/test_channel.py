@@ -15,8 +15,8 @@ from grpc_health.v1.health import HealthServicer
 
 from skein.errors import LocalError, RemoteError, UserError
 from skein.wire.channel import Lane, bind, open_channel, open_server, require_safe_bind, split_address
+from skein.wire.credentials import NO_CREDENTIALS, Credentials, read_token
 from skein.wire.failures import describe_rpc_error, error_of, refuse, status_of
-from skein.wire.credentials import read_token
 from skein.wire.v1 import (
     checkpoint_pb2,
     checkpoint_pb2_grpc,
@@ -68,7 +68,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
 @asynccontextmanager
 async def serving(token: str | None) -> AsyncIterator[str]:
     """The target of a running server."""
-    server = open_server(token=token)
+    server = open_server(credentials=Credentials(token=token))
     # The three answer one call of each shape; what they leave out is never asked.
     jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(), server)  # type: ignore[abstract]
     peer_pb2_grpc.add_PeerServicer_to_server(Peer(), server)  # type: ignore[abstract]
@@ -98,37 +98,55 @@ async def call_all(channel: aio.Channel) -> list[grpc.StatusCode]:
 
 
 async def test_calls_with_the_token_pass() -> None:
-    async with serving(TOKEN) as target, open_channel(target, Lane.CONTROL, token=TOKEN) as channel:
+    async with (
+        serving(TOKEN) as target,
+        open_channel(target, Lane.CONTROL, credentials=Credentials(token=TOKEN)) as channel,
+    ):
         assert await call_all(channel) == [grpc.StatusCode.OK] * 4
 
 
 @pytest.mark.parametrize("token", [None, "wrong-" + TOKEN, TOKEN[:-1]])
 async def test_calls_without_the_token_are_refused_in_every_shape(token: str | None) -> None:
-    async with serving(TOKEN) as target, open_channel(target, Lane.FORWARD, token=token) as channel:
+    async with (
+        serving(TOKEN) as target,
+        open_channel(target, Lane.FORWARD, credentials=Credentials(token=token)) as channel,
+    ):
         assert await call_all(channel) == [grpc.StatusCode.UNAUTHENTICATED] * 4
 
 
 async def test_server_without_a_token_takes_any() -> None:
-    async with serving(None) as target, open_channel(target, Lane.STATE, token=TOKEN) as channel:
+    async with (
+        serving(None) as target,
+        open_channel(target, Lane.STATE, credentials=Credentials(token=TOKEN)) as channel,
+    ):
         assert await call_all(channel) == [grpc.StatusCode.OK] * 4
 
 
 async def test_unknown_method_is_refused_like_a_known_one() -> None:
-    async with serving(TOKEN) as target, open_channel(target, Lane.CONTROL, token=None) as channel:
+    async with (
+        serving(TOKEN) as target,
+        open_channel(target, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel,
+    ):
         with pytest.raises(aio.AioRpcError) as caught:
             await channel.unary_unary("/skein.wire.v1.Jobs/None", None, None)(b"", timeout=DEADLINE_S)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_health_needs_no_token() -> None:
-    async with serving(TOKEN) as target, open_channel(target, Lane.CONTROL, token=None) as channel:
+    async with (
+        serving(TOKEN) as target,
+        open_channel(target, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel,
+    ):
         health = health_pb2_grpc.HealthStub(channel)
         reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_users_error_comes_back_as_it_was_raised() -> None:
-    async with serving(None) as target, open_channel(target, Lane.CONTROL, token=None) as channel:
+    async with (
+        serving(None) as target,
+        open_channel(target, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel,
+    ):
         with pytest.raises(aio.AioRpcError) as caught:
             await jobs_pb2_grpc.JobsStub(channel).Get(jobs_pb2.GetJobRequest(job="j9"), timeout=DEADLINE_S)
     error = error_of(caught.value, target)
@@ -138,7 +156,10 @@ async def test_users_error_comes_back_as_it_was_raised() -> None:
 
 
 async def test_their_own_fault_is_a_remote_error_here() -> None:
-    async with serving(None) as target, open_channel(target, Lane.CONTROL, token=None) as channel:
+    async with (
+        serving(None) as target,
+        open_channel(target, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel,
+    ):
         with pytest.raises(aio.AioRpcError) as caught:
             await jobs_pb2_grpc.JobsStub(channel).Drain(jobs_pb2.DrainRequest(), timeout=DEADLINE_S)
     assert isinstance(error_of(caught.value, target), RemoteError)
@@ -147,7 +168,7 @@ async def test_their_own_fault_is_a_remote_error_here() -> None:
 
 async def described(target: str, token: str | None = None) -> str:
     """What a user reads when asking `target` for its version fails."""
-    async with open_channel(target, Lane.CONTROL, token=token) as channel:
+    async with open_channel(target, Lane.CONTROL, credentials=Credentials(token=token)) as channel:
         with pytest.raises(aio.AioRpcError) as caught:
             await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest(), timeout=DEADLINE_S)
     return describe_rpc_error(caught.value, target)
@@ -180,7 +201,7 @@ async def test_other_protocol_is_said_in_words() -> None:
 async def test_wrong_token_and_other_release_are_said_in_words() -> None:
     async with serving(TOKEN) as target:
         assert "give the token file" in await described(target)
-    server = open_server(token=None)
+    server = open_server(credentials=NO_CREDENTIALS)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     assert "another release runs there" in await described(f"127.0.0.1:{port}")
@@ -219,7 +240,7 @@ async def test_port_in_use_is_the_users_to_mend() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UserError, match=r"Address already in use; give another"):
-            bind(open_server(token=None), "127.0.0.1", taken.getsockname()[1])
+            bind(open_server(credentials=NO_CREDENTIALS), "127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +248,7 @@ async def test_port_in_use_is_the_users_to_mend() -> None:
 )
 async def test_address_of_nobody_is_the_users_to_mend(host: str, port: int) -> None:
     with pytest.raises(UserError, match="listen"):
-        bind(open_server(token=None), host, port)
+        bind(open_server(credentials=NO_CREDENTIALS), host, port)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +262,14 @@ def test_address_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "lab.example"])
 def test_listening_to_strangers_needs_a_token(host: str) -> None:
     with pytest.raises(UserError, match="set a token file"):
-        require_safe_bind(host, None, allow_insecure=False)
-    require_safe_bind(host, TOKEN, allow_insecure=False)
-    require_safe_bind(host, None, allow_insecure=True)
+        require_safe_bind(host, NO_CREDENTIALS, allow_insecure=False)
+    require_safe_bind(host, Credentials(token=TOKEN), allow_insecure=False)
+    require_safe_bind(host, NO_CREDENTIALS, allow_insecure=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_listening_to_this_machine_needs_none(host: str) -> None:
-    require_safe_bind(host, None, allow_insecure=False)
+    require_safe_bind(host, NO_CREDENTIALS, allow_insecure=False)
 
 
 def token_file(directory: Path, content: bytes, mode: int = 0o600) -> Path:

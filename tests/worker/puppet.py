@@ -16,6 +16,7 @@ from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.channel import bind, open_server
 from skein.wire.codec import DIRECTIVE, REPORT
+from skein.wire.credentials import Credentials
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 from worker.inbox import WorkerInbox
@@ -96,7 +97,7 @@ async def listening(
     *servicers: Callable[[aio.Server], None], token: str | None = None, port: int = 0
 ) -> AsyncIterator[int]:
     """A server on loopback; its port."""
-    server = open_server(token=token)
+    server = open_server(credentials=Credentials(token=token))
     for attach in servicers:
         attach(server)
     bound = bind(server, "127.0.0.1", port)
@@ -149,7 +150,7 @@ def setting(
         listen="127.0.0.1",
         port=0,
         address_of=lambda bound: f"127.0.0.1:{bound}",
-        token=token,
+        credentials=Credentials(token=token),
         device=torch.device("cpu"),
         memory_bytes=memory_bytes,
         metrics_host="127.0.0.1",

@@ -24,6 +24,7 @@ from skein.types import (
 )
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import FETCH_STATE, PART_REPLY, TENSOR_PART
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import (
     CreditGranted,
     DType,
@@ -89,7 +90,7 @@ async def attack(here: Cluster, victim: Running, name: str) -> set[Refusal]:
     zeros = WireTensor(name="shard", dtype=DType.FLOAT64, shape=(4,), data=bytes(32))
     found: set[Refusal] = set()
     address = member_of(here, victim.inbox._machine.identity.worker).address
-    async with open_channel(address, Lane.REDUCE, token=None) as channel:
+    async with open_channel(address, Lane.REDUCE, credentials=NO_CREDENTIALS) as channel:
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
         replies = aiter(call)
         for turn in range(NUM_FORGED):
@@ -133,7 +134,9 @@ async def asked_for_state(here: Cluster, worker: str, door: str) -> StatusCode:
     request = FetchStateRequest(
         job=job, stage=StageIndex(1), version=Step(1), names=(), kind=StateKind.STATE, door=door
     )
-    async with open_channel(member_of(here, worker).address, Lane.STATE, token=None) as channel:
+    async with open_channel(
+        member_of(here, worker).address, Lane.STATE, credentials=NO_CREDENTIALS
+    ) as channel:
         call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
         with pytest.raises(AioRpcError) as caught:
             await anext(aiter(call))
@@ -144,7 +147,7 @@ async def spoil(here: Cluster, victim: Running, name: str) -> None:
     """As a member that makes parts of a reduction without the tensor that belongs into them, until it is noticed."""
     address = member_of(here, victim.inbox._machine.identity.worker).address
     nothing = WireTensor(name="other", dtype=DType.FLOAT64, shape=(4,), data=bytes(32))
-    async with open_channel(address, Lane.REDUCE, token=None) as channel:
+    async with open_channel(address, Lane.REDUCE, credentials=NO_CREDENTIALS) as channel:
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
         replies, number = aiter(call), 0
         while not here.all(Incident):

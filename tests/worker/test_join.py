@@ -45,6 +45,7 @@ from skein.types import (
     parse_group,
 )
 from skein.wire.channel import open_channel
+from skein.wire.credentials import NO_CREDENTIALS
 from tests.support.plans import schedule
 from tests.worker.cluster import Disk, cluster
 from tests.worker.lab import Lab, tiny_job, write_text
@@ -146,7 +147,7 @@ async def held_bytes(sessions: tuple[Session, ...], version: int) -> list[dict[s
         peers = Peers(
             WorkerId("test"),
             group=group,
-            dial=partial(open_channel, token=None),
+            dial=partial(open_channel, credentials=NO_CREDENTIALS),
             on_failed=lambda *_: None,
             statistics=Statistics(),
         )

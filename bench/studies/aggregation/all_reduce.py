@@ -45,6 +45,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import FetchStateRequest
 from worker.bundle import Bundle, WireTensor
 from worker.compute.payload import Payload, PayloadStore, concatenated, pack, unpack
@@ -111,7 +112,7 @@ class Station:
         self._peers = Peers(
             self.name,
             group=tasks,
-            dial=partial(open_channel, token=None),
+            dial=partial(open_channel, credentials=NO_CREDENTIALS),
             on_failed=self._failed,
             statistics=statistics,
         )
@@ -230,7 +231,7 @@ async def _serve(place: int, gloo_port: int) -> None:
     vector = torch.rand(NUM_BYTES // 4, generator=torch.Generator().manual_seed(place))
     async with asyncio.TaskGroup() as tasks:
         station = Station(place, tasks)
-        server = open_server(token=None)
+        server = open_server(credentials=NO_CREDENTIALS)
         station.service.attach(server)
         port = bind(server, "127.0.0.1", 0)
         await server.start()

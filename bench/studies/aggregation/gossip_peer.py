@@ -32,6 +32,7 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import bind, open_channel, open_server, split_address
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor
@@ -82,7 +83,7 @@ class GossipPeer:
         self.peers = Peers(
             _name(file.me),
             group=group,
-            dial=lambda target, lane: open_channel(file.ways[target], lane, token=None),
+            dial=lambda target, lane: open_channel(file.ways[target], lane, credentials=NO_CREDENTIALS),
             on_failed=self._failed,
             statistics=statistics,
         )
@@ -176,7 +177,7 @@ async def _serve(file: PeerFile) -> None:
 
 
 async def _listen(service: PeerService, address: str) -> aio.Server:
-    server = open_server(token=None)
+    server = open_server(credentials=NO_CREDENTIALS)
     peer_pb2_grpc.add_PeerServicer_to_server(service, server)
     bind(server, WORKER_HOST, split_address("addresses", address)[1])
     await server.start()

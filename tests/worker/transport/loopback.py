@@ -27,6 +27,7 @@ from skein.types import (
     parse_group,
 )
 from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.credentials import Credentials
 from skein.wire.extra import DType, FetchStateRequest, Refusal, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
@@ -122,7 +123,7 @@ class Receiver:
 @asynccontextmanager
 async def serving(service: peer_pb2_grpc.PeerServicer, *, token: str | None = None) -> AsyncIterator[Member]:
     """Worker "b" with `service`, as a member that can be reached."""
-    server = open_server(token=token)
+    server = open_server(credentials=Credentials(token=token))
     if type(service) is PeerService:
         service.attach(server)
     else:
@@ -158,7 +159,7 @@ async def sending(
         peers = Peers(
             A,
             group=group,
-            dial=partial(open_channel, token=token),
+            dial=partial(open_channel, credentials=Credentials(token=token)),
             on_failed=lambda *failure: failed.put_nowait(failure),
             on_taken=lambda *taking: taken.put_nowait(taking),
             statistics=statistics,

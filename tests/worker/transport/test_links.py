@@ -13,6 +13,7 @@ from skein.protocol.messages.directives import Member
 from skein.types import Incarnation
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import PROBE_PART
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import ProbePart
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.worker.transport.loopback import A, B, Receiver, sending, serving
@@ -45,7 +46,10 @@ async def test_a_stranger_is_seen_and_may_not_load_a_link() -> None:
     async with serving(receiver.service()) as member, sending() as sender:
         there, _ = await sender.peers.measure_link(replace(member, door="told"))
         assert there.bytes_per_s > 0
-        assert await look_at(member, dial=partial(open_channel, token=None), patience_s=5.0) is Sight.REACHED
+        assert (
+            await look_at(member, dial=partial(open_channel, credentials=NO_CREDENTIALS), patience_s=5.0)
+            is Sight.REACHED
+        )
         for door in ("", "made up"):
             with pytest.raises(RemoteError, match="whom the coordinator has told to measure this link"):
                 await sender.peers.measure_link(replace(member, door=door))
@@ -55,7 +59,7 @@ async def test_a_probe_that_comes_before_the_word_of_the_coordinator_is_no_stran
     heard: list[str] = []
     receiver = Receiver(may=lambda door: door in heard)
     async with serving(receiver.service()) as member, sending() as sender:
-        channel = open_channel(member.address, Lane.STATE, token=None)
+        channel = open_channel(member.address, Lane.STATE, credentials=NO_CREDENTIALS)
         call = peer_pb2_grpc.PeerStub(channel).Probe(None)
         replies = aiter(call)
         for number, data in enumerate((b"", bytes(1 << 20))):
@@ -77,7 +81,7 @@ class Mute(PeerService):
 
 
 async def test_a_look_tells_who_answers_from_who_is_silent_and_who_is_gone() -> None:
-    dial = partial(open_channel, token=None)
+    dial = partial(open_channel, credentials=NO_CREDENTIALS)
     async with serving(Receiver().service()) as member:
         assert await look_at(member, dial=dial, patience_s=5.0) is Sight.REACHED
     assert await look_at(member, dial=dial, patience_s=5.0) is Sight.GONE
@@ -93,7 +97,7 @@ async def test_a_machine_that_hangs_up_is_no_witness_of_a_death() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         peer = Member(worker=B, incarnation=Incarnation("i"), address=f"127.0.0.1:{port}")
-        sight = await look_at(peer, dial=partial(open_channel, token=None), patience_s=0.5)
+        sight = await look_at(peer, dial=partial(open_channel, credentials=NO_CREDENTIALS), patience_s=0.5)
     assert sight is Sight.SILENT
 
 
@@ -116,7 +120,7 @@ async def test_a_probe_of_more_than_a_measurement_needs_is_refused(data: bytes, 
     receiver = Receiver()
     async with (
         serving(receiver.service()) as member,
-        open_channel(member.address, Lane.STATE, token=None) as channel,
+        open_channel(member.address, Lane.STATE, credentials=NO_CREDENTIALS) as channel,
     ):
         call = peer_pb2_grpc.PeerStub(channel).Probe(None)
         await call.write(PROBE_PART.encode(ProbePart(sequence=0, data=data, reply_bytes=reply_bytes)))

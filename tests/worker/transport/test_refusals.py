@@ -8,6 +8,7 @@ from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import TENSOR_PART
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import Refusal, TensorData, TensorStart
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.worker.transport.loopback import B, Receiver, hop_envelope, sending, serving, tensor_of
@@ -60,7 +61,7 @@ async def test_a_tensor_that_will_never_be_taken_is_given_up(
 
 async def refused_stream(member: Member, *messages: peer_pb2.TensorPart) -> aio.AioRpcError:
     """How a stream with `messages` ends."""
-    async with open_channel(member.address, Lane.FORWARD, token=None) as channel:
+    async with open_channel(member.address, Lane.FORWARD, credentials=NO_CREDENTIALS) as channel:
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
         for message in messages:
             await call.write(message)
@@ -110,7 +111,7 @@ async def test_wrong_lengths_are_refused_before_anything_is_allocated() -> None:
     wrong = TensorStart(tensor=1, envelope=start.envelope, tensors=start.tensors, num_bytes=1 << 31)
     async with (
         serving(receiver.service()) as member,
-        open_channel(member.address, Lane.FORWARD, token=None) as channel,
+        open_channel(member.address, Lane.FORWARD, credentials=NO_CREDENTIALS) as channel,
     ):
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
         await call.write(TENSOR_PART.encode(wrong))

@@ -13,6 +13,7 @@ from skein.protocol.messages.directives import Member
 from skein.types import StageIndex, Step
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import FETCH_STATE
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import FetchStateRequest, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
@@ -54,7 +55,9 @@ async def silent(member: Member, method: Literal["Deliver", "Probe"], count: int
     """So many streams that have begun and say nothing, each on a connection of its own."""
     async with AsyncExitStack() as stack:
         for _ in range(count):
-            channel = await stack.enter_async_context(open_channel(member.address, Lane.FORWARD, token=None))
+            channel = await stack.enter_async_context(
+                open_channel(member.address, Lane.FORWARD, credentials=NO_CREDENTIALS)
+            )
             call = getattr(peer_pb2_grpc.PeerStub(channel), method)(None)
             await call.wait_for_connection()
             stack.callback(call.cancel)
@@ -94,7 +97,7 @@ async def test_who_reads_no_state_is_not_waited_for() -> None:
     asked = FetchStateRequest(job=JOB, stage=StageIndex(0), version=Step(0), names=(), kind=StateKind.STATE)
     async with (
         serving(receiver.service()) as member,
-        open_channel(member.address, Lane.STATE, token=None) as channel,
+        open_channel(member.address, Lane.STATE, credentials=NO_CREDENTIALS) as channel,
     ):
         call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(asked))
         await told.reach("silent", 1)
@@ -127,7 +130,7 @@ async def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytes
     receiver, _ = receiver_of(Limits())
     async with (
         serving(receiver.service()) as member,
-        open_channel(member.address, Lane.STATE, token=None) as channel,
+        open_channel(member.address, Lane.STATE, credentials=NO_CREDENTIALS) as channel,
     ):
         for method in ("FetchState", "Probe"):
             call = channel.stream_stream(f"/skein.wire.v1.Peer/{method}", None, None)(iter([b"\x0f\xff"]))
@@ -148,7 +151,7 @@ async def test_one_peer_leaves_room_for_others() -> None:
 async def test_who_speaks_keeps_its_place_and_who_comes_is_told_to_come_again() -> None:
     receiver, told = receiver_of(Limits(max_probes=1))
     async with serving(receiver.service()) as member, silent(member, "Probe", 1):
-        async with open_channel(member.address, Lane.STATE, token=None) as channel:
+        async with open_channel(member.address, Lane.STATE, credentials=NO_CREDENTIALS) as channel:
             call = peer_pb2_grpc.PeerStub(channel).Probe(None)
             with pytest.raises(aio.AioRpcError) as caught:
                 await anext(aiter(call))

@@ -11,6 +11,7 @@ from grpc import aio
 from bench.chaosing.wires import Wires
 from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane, open_channel
+from skein.wire.credentials import NO_CREDENTIALS
 from tests.worker.transport.loopback import Receiver, hop_envelope, sending, serving
 from worker.service import PeerService
 from worker.transport.pace import PeerPace, PeerPatience
@@ -25,7 +26,7 @@ async def watching(
     told: asyncio.Queue[str] = asyncio.Queue()
     watch = Watch(
         member,
-        dial=partial(open_channel, token=None),
+        dial=partial(open_channel, credentials=NO_CREDENTIALS),
         patience=patience or PeerPatience(),
         pace=pace,
         on_silent=told.put_nowait,
@@ -75,7 +76,7 @@ async def test_a_peer_that_died_is_dialled_again_and_not_told_as_silent() -> Non
 
     def dial(address: str, lane: Lane) -> aio.Channel:
         dials.put_nowait(address)
-        return open_channel(address, lane, token=None)
+        return open_channel(address, lane, credentials=NO_CREDENTIALS)
 
     told: list[str] = []
     async with serving(Receiver().service()) as member:
