@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from skein.errors import LocalError
-from skein.wire.extra import DType, Refusal, TensorMeta
+from skein.protocol.messages.tensors import Refusal
+from skein.wire.extra import DType, TensorMeta
 from worker.transport.memory import BufferPool
 
 _TORCH_BY_DTYPE = {dtype: getattr(torch, dtype) for dtype in DType}

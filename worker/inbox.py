@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from skein.protocol.messages.directives import Directive, Welcome
-from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.messages.tensors import Envelope, Refusal
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import (
     DirectiveArrived,
@@ -16,7 +16,6 @@ from skein.protocol.worker.worker_io import (
     WorkerEvent,
 )
 from skein.types import Generation, WorkerId
-from skein.wire.extra import Refusal
 from worker.bundle import Bundle
 from worker.compute.payload import PayloadStore, key_of
 from worker.telling.metrics import WorkerMetrics
@@ -24,8 +23,8 @@ from worker.telling.moments import tell_directive
 
 _log = logging.getLogger(__name__)
 
-_MAX_FORGED, _MAX_NAME = 256, 64
-"""Lines about what is forged, of which the metric counts all; characters of a name in them."""
+_MAX_NAME = 64
+"""Characters of a name in a line."""
 _ANYBODY = WorkerId("")
 """Who asks for state gives no name."""
 
@@ -40,11 +39,11 @@ class WorkerInbox:
     def __init__(self, machine: Worker, *, metrics: WorkerMetrics, memory_bytes: int) -> None:
         self.store = PayloadStore()
         self._machine = machine
+        self._gate = machine.gate
         self._metrics = metrics
         self._memory_bytes = memory_bytes
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self._last_reason = ""
-        self._forged: set[tuple[WorkerId, Generation]] = set()
 
     def post(self, event: WorkerEvent) -> None:
         """Put an event in."""
@@ -77,53 +76,23 @@ class WorkerInbox:
     # --- peers ---
 
     def accepts(self, envelope: Envelope) -> Refusal | None:
-        """Whether a peer's tensor is wanted: not if it is old or forged, and not yet if it is early.
-
-        Of a newer generation nobody can tell whose it is; nobody has work of one that not all have acknowledged.
-        """
-        machine = self._machine
-        place = (envelope.epoch, envelope.generation)
-        here = (machine.epoch, machine.generation)
-        if place < here or (place == here and envelope.header.step < machine.version):
-            return Refusal.STALE
-        if place == here and envelope.job != machine.job:
-            return Refusal.UNKNOWN_JOB
-        if place > here:
-            return Refusal.NOT_YET
-        if not machine.is_authentic(envelope):
-            self._tell_forged(envelope)
-            return Refusal.FORGED
-        header = envelope.header
-        if isinstance(header, ShardTensor) and header.kind.is_own and header.member.worker != envelope.sender:
-            return Refusal.UNEXPECTED
-        is_early = envelope.header.step > machine.version
-        return Refusal.NOT_YET if is_early and self.store.num_bytes > self._memory_bytes else None
-
-    def may_fetch(self, door: str) -> bool:
-        """Whether a peer that shows this may have state; one line in each generation where one may not."""
-        machine = self._machine
-        if machine.may_fetch(door):
-            return True
-        if self._is_told_first(_ANYBODY, machine.generation):
-            line = "state is asked for and refused, generation=%d: %s"
-            why = "who asks was not told to fetch it in this generation or the one before"
-            _log.warning(line, machine.generation, why)
-        return False
-
-    def _tell_forged(self, envelope: Envelope) -> None:
-        """One line for each name and generation, in the log of the job as well: somebody meddles."""
-        if self._is_told_first(envelope.sender, envelope.generation):
+        """Why a peer's tensor is not taken; one line for each name that is forged, in the log of the job as well."""
+        is_full = self.store.num_bytes > self._memory_bytes
+        refusal = self._gate.refusal_of(envelope, is_full=is_full)
+        if refusal is Refusal.FORGED and self._gate.is_news(envelope.sender):
             line = "incident: tensors in the name of worker=%s are forged and refused, generation=%d: %s"
             why = "who sends them has the token, and not the secret of that worker"
             _log.error(line, envelope.sender[:_MAX_NAME], envelope.generation, why)
+        return refusal
 
-    def _is_told_first(self, worker: WorkerId, generation: Generation) -> bool:
-        """Whether nothing was told of this name in this generation, and there is room for a line; then it counts."""
-        about = worker, generation
-        if about in self._forged or len(self._forged) >= _MAX_FORGED:
-            return False
-        self._forged.add(about)
-        return True
+    def may_fetch(self, door: str) -> bool:
+        """Whether a peer that shows this may have state; one line in each generation where one may not."""
+        may = self._gate.may_fetch(door)
+        if not may and self._gate.is_news(_ANYBODY):
+            line = "state is asked for and refused, generation=%d: %s"
+            why = "who asks was not told to fetch it in this generation or the one before"
+            _log.warning(line, self._machine.generation, why)
+        return may
 
     def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
         """A peer's tensor is here, whole and checked."""

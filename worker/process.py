@@ -117,7 +117,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             state_of=partial(_give, copies, setting.watch),
             statistics=statistics,
             may_fetch=inbox.may_fetch,
-            may_probe=machine.may_probe,
+            may_probe=machine.gate.may_probe,
         )
         service.attach(server)
         await server.start()

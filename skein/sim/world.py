@@ -175,6 +175,7 @@ class World(SimService):
             secret="another",  # noqa: S106 - as good as any
         )
         self.tell_term(self.term, ReportArrived(worker=name, incarnation=incarnation, report=hello))
+        self.transport.forge(name, identity.incarnation)
         broken = StreamBroken(worker=name, incarnation=incarnation, reason="gone")
         self.clock.after(seconds, partial(self.tell_term, self.term, broken))
 

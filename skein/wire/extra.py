@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.protocol.log.records import StageFiles
-from skein.protocol.messages.tensors import Envelope
+from skein.protocol.messages.tensors import Envelope, Refusal
 from skein.types import JobId, StageIndex, Step
 
 # --- control ---
@@ -115,18 +115,6 @@ class TensorData:
 
 
 TensorPart = TensorStart | TensorData
-
-
-class Refusal(StrEnum):
-    """Why a tensor was not taken; refused is not lost, the sender offers it again."""
-
-    STALE = "stale"
-    NOT_YET = "not_yet"
-    CORRUPT = "corrupt"
-    TOO_LARGE = "too_large"
-    UNKNOWN_JOB = "unknown_job"
-    UNEXPECTED = "unexpected"
-    FORGED = "forged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from skein.protocol.messages.reports import (
     TimesMeasured,
     Trouble,
 )
-from skein.protocol.messages.tensors import Envelope, ShardKind, ShardTensor
+from skein.protocol.messages.tensors import Envelope, Refusal, ShardKind, ShardTensor
 from skein.protocol.worker.ops import (
     BackwardOp,
     ForwardOp,
@@ -417,45 +417,65 @@ def fenced_with_secrets() -> Hand:
 
 
 SECRETIVE = (WorkerId("w0a"), WorkerId("w0b"))
+PART = ShardTensor(
+    kind=ShardKind.PART,
+    step=Step(0),
+    group=parse_group("s0"),
+    attempt=attempt(),
+    shard=0,
+    member=chunk(0, "w0b"),
+)
 TRUE = Envelope(
     job=JOB,
     epoch=Epoch(1),
     generation=Generation(1),
     sender=WorkerId("w0b"),
     incarnation=Incarnation("w0b-1"),
-    header=ShardTensor(
-        kind=ShardKind.PART,
-        step=Step(0),
-        group=parse_group("s0"),
-        attempt=attempt(),
-        shard=0,
-        member=chunk(0, "w0b"),
-    ),
+    header=PART,
     secret="of w0b",
 )
 
 
+OWN = replace(PART, member=chunk(0, "w0a"))
+
+
 @pytest.mark.parametrize(
-    ("said", "is_authentic"),
+    ("said", "refusal"),
     [
-        (TRUE, True),
-        (replace(TRUE, secret=""), False),
-        (replace(TRUE, secret="of w0a"), False),
-        (replace(TRUE, secret="ü"), False),
-        (replace(TRUE, incarnation=Incarnation("w0b-2")), False),
-        (replace(TRUE, sender=WorkerId("w9")), False),
-        (replace(TRUE, sender=WorkerId("w0a")), False),
+        (TRUE, None),
+        (replace(TRUE, secret=""), Refusal.FORGED),
+        (replace(TRUE, secret="of w0a"), Refusal.FORGED),
+        (replace(TRUE, secret="ü"), Refusal.FORGED),
+        (replace(TRUE, incarnation=Incarnation("w0b-2")), Refusal.FORGED),
+        (replace(TRUE, sender=WorkerId("w9")), Refusal.FORGED),
+        (replace(TRUE, sender=WorkerId("w0a")), Refusal.FORGED),
+        (replace(TRUE, header=OWN), Refusal.UNEXPECTED),
+        (replace(TRUE, header=replace(OWN, kind=ShardKind.RESULT)), None),
+        (replace(TRUE, job=JobId("j9")), Refusal.UNKNOWN_JOB),
+        (replace(TRUE, header=replace(PART, step=Step(-1))), Refusal.STALE),
+        (replace(TRUE, generation=Generation(0)), Refusal.STALE),
+        (replace(TRUE, generation=Generation(2)), Refusal.NOT_YET),
+        (replace(TRUE, epoch=Epoch(2), secret=""), Refusal.NOT_YET),
     ],
 )
-def test_a_tensor_is_its_senders_only_with_that_ones_secret(said: Envelope, is_authentic: bool) -> None:
-    assert fenced_with_secrets().machine.is_authentic(said) is is_authentic
+def test_a_tensor_is_taken_from_whom_it_names_and_when_its_time_has_come(
+    said: Envelope, refusal: Refusal | None
+) -> None:
+    assert fenced_with_secrets().machine.gate.refusal_of(said) is refusal
+
+
+def test_what_is_early_waits_outside_where_there_is_no_room_for_it() -> None:
+    gate = fenced_with_secrets().machine.gate
+    early = replace(TRUE, header=replace(PART, step=Step(1)))
+    assert [gate.refusal_of(early, is_full=is_full) for is_full in (False, True)] == [None, Refusal.NOT_YET]
+    assert gate.refusal_of(TRUE, is_full=True) is None
 
 
 def test_state_is_for_those_who_show_what_this_generation_or_the_one_before_was_told() -> None:
     hand = Hand("w0a")
     hand.connect()
     shown = ["", "1", "2", "3"]
-    assert not any(map(hand.machine.may_fetch, shown))
+    assert not any(map(hand.machine.gate.may_fetch, shown))
     allowed = []
     for number in (1, 2, 3):
         me = Member(worker=WorkerId("w0a"), incarnation=Incarnation("w0a-1"), address="", door=str(number))
@@ -463,16 +483,16 @@ def test_state_is_for_those_who_show_what_this_generation_or_the_one_before_was_
             epoch=Epoch(1), generation=Generation(number), job=JOB, members=(me,), last_commit=None
         )
         hand.hear(fence)
-        allowed.append([door for door in shown if hand.machine.may_fetch(door)])
+        allowed.append([door for door in shown if hand.machine.gate.may_fetch(door)])
     assert allowed == [["1"], ["1", "2"], ["2", "3"]]
 
 
 def test_links_are_for_those_to_measure_who_show_what_the_welcome_said() -> None:
     hand = Hand("w0a")
-    assert not hand.machine.may_probe("")
+    assert not hand.machine.gate.may_probe("")
     hand.give(StreamOpened())
     hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0, door="told"))
-    assert [hand.machine.may_probe(door) for door in ("", "ü", "told")] == [False, False, True]
+    assert [hand.machine.gate.may_probe(door) for door in ("", "ü", "told")] == [False, False, True]
 
 
 def test_secrets_are_in_no_line_and_no_comparison_of_members() -> None:

@@ -11,7 +11,15 @@ from grpc.aio import AioRpcError
 from skein.plan.ops import Direction
 from skein.protocol.log.records import Incident, StepCommitted
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.messages.tensors import (
+    Envelope,
+    HopTensor,
+    Phase,
+    Refusal,
+    ShardKind,
+    ShardTensor,
+    TensorHeader,
+)
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -29,7 +37,6 @@ from skein.wire.extra import (
     CreditGranted,
     DType,
     FetchStateRequest,
-    Refusal,
     StateKind,
     TensorData,
     TensorRefused,

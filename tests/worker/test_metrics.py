@@ -7,8 +7,8 @@ import urllib.request
 import pytest
 
 from skein.errors import UserError
+from skein.protocol.messages.tensors import Refusal
 from skein.types import JobId, WorkerId
-from skein.wire.extra import Refusal
 from worker.telling.aggregating import AggregationMeasure, Gauges
 from worker.telling.metrics import WorkerMetrics
 from worker.transport.statistics import Statistics

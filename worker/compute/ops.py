@@ -19,6 +19,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
+from skein.numeric.sums import exact_sum
 from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, Resumption, StepRecord
@@ -40,7 +41,6 @@ from skein.protocol.worker.ops import (
     SnapshotOp,
     SumOp,
     TensorKey,
-    exact_sum,
 )
 from skein.types import (
     Attempt,

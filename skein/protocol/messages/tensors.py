@@ -117,3 +117,15 @@ class Envelope:
     header: TensorHeader
     secret: str = field(default="", repr=False)
     """What the coordinator has told the members of the generation of this sender."""
+
+
+class Refusal(StrEnum):
+    """Why a tensor was not taken; refused is not lost, the sender offers it again."""
+
+    STALE = "stale"
+    NOT_YET = "not_yet"
+    CORRUPT = "corrupt"
+    TOO_LARGE = "too_large"
+    UNKNOWN_JOB = "unknown_job"
+    UNEXPECTED = "unexpected"
+    FORGED = "forged"

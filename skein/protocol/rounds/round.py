@@ -19,6 +19,7 @@ from math import isfinite, sqrt
 from typing import assert_never
 
 from skein.config.rule import Reach
+from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
@@ -27,7 +28,6 @@ from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupRes
 from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.rounds.votes import ruling, told
 from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
-from skein.protocol.worker.ops import exact_sum
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
 # --- events ---

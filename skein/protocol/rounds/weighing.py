@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
+from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.rounds import StepGroups
 from skein.protocol.messages.reports import Vote
-from skein.protocol.worker.ops import exact_sum
 from skein.types import GroupId
 
 _TINY = 1e-6

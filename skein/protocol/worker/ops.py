@@ -4,9 +4,8 @@ An op names its operands by identity (`TensorKey`, ledgers, attempts); the paylo
 simulator can run the same ops by a cost model and the worker by torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import fsum, isfinite
 from typing import ClassVar, NamedTuple
 
 from skein.plan.ops import Direction, OpKind
@@ -231,14 +230,3 @@ class OpFailed:
 
 
 OpOutcome = Loss | Joined | OpFailed | None
-
-
-def exact_sum(values: Iterable[float]) -> float:
-    """The sum rounded once, whatever the order; not finite where plain addition is not, and never an error.
-
-    >>> exact_sum([0.1] * 10), exact_sum([1e308, 1e308]), exact_sum([float("inf"), float("-inf")])
-    (1.0, inf, nan)
-    """
-    listed = list(values)
-    total = sum(listed)
-    return fsum(listed) if isfinite(total) else total

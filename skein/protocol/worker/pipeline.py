@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from skein.numeric.sums import exact_sum
 from skein.plan.ops import Direction, OpKind, taker_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
@@ -31,7 +32,6 @@ from skein.protocol.worker.ops import (
     Loss,
     LossOp,
     VisitOp,
-    exact_sum,
     hop_key,
     output_of,
 )

@@ -1,7 +1,6 @@
 """Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
 
 from collections.abc import Iterable
-from hmac import compare_digest
 
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.positions import LogPosition
@@ -23,7 +22,7 @@ class Standing:
         self.job: JobId | None = None
         self.members: dict[WorkerId, Member] = {}
         self.probe_door: str | None = None
-        self._doors: tuple[str, ...] = ()
+        self.doors: tuple[str, ...] = ()
         """What whoever fetches state shows: of this generation and the one before, as fetching outlasts a change."""
         self.is_connected = False
         self.commands: list[WorkerCommand] = []
@@ -71,26 +70,11 @@ class Standing:
         )
         self.commands.append(SendTensor(to=member, envelope=envelope))
 
-    def is_authentic(self, envelope: Envelope) -> bool:
-        """Whether a tensor of the present generation was sent by the member that it names."""
-        member = self.members.get(envelope.sender)
-        if member is None or member.incarnation != envelope.incarnation:
-            return False
-        return compare_digest(member.secret.encode(), envelope.secret.encode())
-
     def adopt(self, members: Iterable[Member]) -> None:
         """A new generation, of these members."""
         self.members = {member.worker: member for member in members}
         me = self.members.get(self.identity.worker)
-        self._doors = (*(() if me is None else (me.door,)), *self._doors[:1])
-
-    def may_fetch(self, door: str) -> bool:
-        """Whether the coordinator has told whoever shows this to fetch state here."""
-        return any(compare_digest(door.encode(), own.encode()) for own in self._doors)
-
-    def may_probe(self, door: str) -> bool:
-        """Whether the coordinator has told whoever shows this to measure the link to this worker."""
-        return self.probe_door is not None and compare_digest(door.encode(), self.probe_door.encode())
+        self.doors = (*(() if me is None else (me.door,)), *self.doors[:1])
 
     def _secret_of(self, worker: WorkerId) -> str:
         member = self.members.get(worker)

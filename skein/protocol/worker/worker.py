@@ -46,9 +46,9 @@ from skein.protocol.messages.reports import (
     Suspected,
     Trouble,
 )
-from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
+from skein.protocol.worker.gate import PeerGate
 from skein.protocol.worker.ops import (
     ApplyOp,
     ComputeOp,
@@ -108,6 +108,7 @@ class Worker:
         self.progress = 0
         self._standing = Standing(identity)
         self._steps = Steps(self._standing)
+        self.gate = PeerGate(self._standing, lambda: self.version)
         self._copies = Copies(self._standing)
         self._building = Building(self._standing)
         self._timing = Timing(identity.worker)
@@ -207,18 +208,6 @@ class Worker:
     def job(self) -> JobId | None:
         """What is worked on."""
         return self._standing.job
-
-    def is_authentic(self, envelope: Envelope) -> bool:
-        """Whether a tensor of the present generation was sent by the member that it names."""
-        return self._standing.is_authentic(envelope)
-
-    def may_fetch(self, door: str) -> bool:
-        """Whether who shows this may have state that is here."""
-        return self._standing.may_fetch(door)
-
-    def may_probe(self, door: str) -> bool:
-        """Whether who shows this may measure the link to this worker."""
-        return self._standing.may_probe(door)
 
     @property
     def version(self) -> Step:

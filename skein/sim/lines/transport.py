@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from skein.protocol.messages.tensors import HopTensor
+from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal, ShardKind, ShardTensor
 from skein.protocol.worker.ops import hop_key
 from skein.protocol.worker.worker_io import (
     LogShortened,
@@ -20,9 +20,10 @@ from skein.protocol.worker.worker_io import (
 )
 from skein.sim.clock import Clock
 from skein.sim.compute.executor import Payload
+from skein.sim.judging.invariants import Violated
 from skein.sim.lines.network import Network
 from skein.sim.processes.worker import SimWorker
-from skein.types import WorkerId
+from skein.types import Attempt, ChunkRef, Incarnation, JobId, Own, StageIndex, WorkerId
 
 REFUSED_S = 0.3
 """How long a sender tries where its peer's machine says that nobody is there."""
@@ -74,6 +75,31 @@ class Transport:
             return
         self._offer(_Parcel(sender, command, payload, self._clock.now))
 
+    def forge(self, name: WorkerId, incarnation: Incarnation) -> None:
+        """Offer everybody a result in this worker's name, as who has the token can, but not that one's secret."""
+        for worker in self._workers.values():
+            machine = worker.machine
+            attempt = Attempt(epoch=machine.epoch, generation=machine.generation, number=0)
+            member = ChunkRef(stage=StageIndex(0), worker=name)
+            envelope = Envelope(
+                job=machine.job or JobId(""),
+                epoch=machine.epoch,
+                generation=machine.generation,
+                sender=name,
+                incarnation=incarnation,
+                header=ShardTensor(
+                    kind=ShardKind.RESULT,
+                    step=machine.version,
+                    group=Own(member.stage),
+                    attempt=attempt,
+                    shard=0,
+                    member=member,
+                ),
+                secret="another",  # noqa: S106 - as good as any
+            )
+            if machine.gate.refusal_of(envelope) is None:
+                raise Violated(f"{machine.identity.worker} takes what is forged: {envelope}")
+
     def _offer(self, parcel: _Parcel) -> None:
         machine, to = parcel.sender.machine, parcel.command.to.worker
         # A new generation forgets what belongs to older ones.
@@ -117,13 +143,26 @@ class Transport:
         receiver.when_running(partial(self._take, parcel, receiver))
 
     def _take(self, parcel: _Parcel, receiver: SimWorker) -> None:
-        command = parcel.command
+        envelope = parcel.command.envelope
+        refusal = receiver.machine.gate.refusal_of(envelope)
+        if refusal is not None:
+            self._refused(parcel, refusal)
+            return
         self._num_taken += 1
         is_repeated = self.repeat_every and self._num_taken % self.repeat_every == 0
         self._answer(parcel)
         for _ in range(2 if is_repeated else 1):
-            receiver.executor.receive(command.envelope, parcel.payload)
-            self._give(receiver, TensorArrived(envelope=command.envelope))
+            receiver.executor.receive(envelope, parcel.payload)
+            self._give(receiver, TensorArrived(envelope=envelope))
+
+    def _refused(self, parcel: _Parcel, refusal: Refusal) -> None:
+        """As its peer's gate says: what is old is of no use to anybody, what is early is offered again."""
+        if refusal is Refusal.NOT_YET:
+            self._offer_again(parcel, refusal)
+        elif refusal is Refusal.STALE:
+            parcel.is_over = True
+        else:
+            self._give_up(parcel, f"refused as {refusal}")
 
     def _answer(self, parcel: _Parcel) -> None:
         """Tell the sender, a latency too early: that saves the clock an action for each tensor."""

@@ -261,4 +261,6 @@ class Builds:
 def _is_let_in(command: Build, donor: SimWorker) -> bool:
     """Whether a donor gives its state to whoever builds, which shows what it was told of the donor."""
     name = donor.machine.identity.worker
-    return any(donor.machine.may_fetch(member.door) for member in command.members if member.worker == name)
+    return any(
+        donor.machine.gate.may_fetch(member.door) for member in command.members if member.worker == name
+    )

@@ -263,7 +263,7 @@ class SimCopies:
             donor
             for donor in found
             if donor.machine.identity.incarnation == named[donor.machine.identity.worker].incarnation
-            and donor.machine.may_fetch(named[donor.machine.identity.worker].door)
+            and donor.machine.gate.may_fetch(named[donor.machine.identity.worker].door)
             and not donor.is_frozen
         ]
 

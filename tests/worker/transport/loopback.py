@@ -12,7 +12,7 @@ from bench.emulated.links import Relay
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardKind, ShardTensor
+from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, Refusal, ShardKind, ShardTensor
 from skein.types import (
     Attempt,
     ChunkRef,
@@ -28,7 +28,7 @@ from skein.types import (
 )
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.credentials import Credentials
-from skein.wire.extra import DType, FetchStateRequest, Refusal, StateKind
+from skein.wire.extra import DType, FetchStateRequest, StateKind
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.errors import LocalError
-from skein.wire.extra import DType, Refusal, TensorMeta
+from skein.protocol.messages.tensors import Refusal
+from skein.wire.extra import DType, TensorMeta
 from worker.bundle import Limits, WireTensor, allocate, fault_of, split, to_torch, to_wire
 from worker.transport.parts import cut
 

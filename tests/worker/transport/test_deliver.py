@@ -9,11 +9,11 @@ from grpc import aio
 
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.tensors import HopTensor
+from skein.protocol.messages.tensors import HopTensor, Refusal
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
-from skein.wire.extra import CreditGranted, DType, PartReply, Refusal, TensorAccepted, TensorData
+from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted, TensorData
 from skein.wire.v1 import peer_pb2
 from tests.worker.transport.loopback import (
     A,

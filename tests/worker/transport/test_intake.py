@@ -4,13 +4,12 @@ from dataclasses import replace
 import pytest
 
 from skein.errors import RemoteError
-from skein.protocol.messages.tensors import Envelope
+from skein.protocol.messages.tensors import Envelope, Refusal
 from skein.types import Generation
 from skein.wire.extra import (
     CreditGranted,
     DType,
     PartReply,
-    Refusal,
     TensorAccepted,
     TensorData,
     TensorMeta,

@@ -5,11 +5,11 @@ import pytest
 from grpc import aio
 
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.tensors import Envelope
+from skein.protocol.messages.tensors import Envelope, Refusal
 from skein.wire.channel import Lane, open_channel
 from skein.wire.codec import TENSOR_PART
 from skein.wire.credentials import NO_CREDENTIALS
-from skein.wire.extra import Refusal, TensorData, TensorStart
+from skein.wire.extra import TensorData, TensorStart
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.worker.transport.loopback import B, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits

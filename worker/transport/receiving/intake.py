@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import assert_never
 
 from skein.errors import RemoteError
-from skein.protocol.messages.tensors import Envelope, HopTensor
+from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal
 from skein.protocol.worker.ops import TensorKey, hop_key
 from skein.types import Epoch, Generation
 from skein.wire.extra import (
     CreditGranted,
     PartReply,
-    Refusal,
     TensorAccepted,
     TensorData,
     TensorPart,

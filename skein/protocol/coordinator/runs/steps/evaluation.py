@@ -1,12 +1,12 @@
 """Loss on validation data: when it is due, and the mean of what the heads report."""
 
+from skein.numeric.sums import exact_sum
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Evaluated
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone
-from skein.protocol.worker.ops import exact_sum
 from skein.types import WorkerId
 
 

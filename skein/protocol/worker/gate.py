@@ -1,0 +1,68 @@
+"""The gate: what of all that others send to a worker, or ask of it, is let in.
+
+Rules of this file
+- It is asked before anything is kept of a tensor, and again when that is complete.
+- Who is refused learns why; refused for now is not lost, the sender offers it again.
+"""
+
+from collections.abc import Callable
+from hmac import compare_digest
+
+from skein.protocol.messages.tensors import Envelope, Refusal, ShardTensor
+from skein.protocol.worker.standing import Standing
+from skein.types import Generation, Step, WorkerId
+
+_MAX_TOLD = 256
+"""Names and generations of which something is told, however many come."""
+
+
+class PeerGate:
+    """What one worker lets in, by where it stands; `version` is that of its chunks."""
+
+    def __init__(self, standing: Standing, version: Callable[[], Step]) -> None:
+        self._standing = standing
+        self._version = version
+        self._told: set[tuple[WorkerId, Generation]] = set()
+
+    def refusal_of(self, envelope: Envelope, *, is_full: bool = False) -> Refusal | None:
+        """Why a peer's tensor is not taken; None: it is. `is_full`: what has come early leaves no room for more.
+
+        Of a newer generation nobody can tell whose it is; nobody has work of one that not all have acknowledged.
+        """
+        standing, header = self._standing, envelope.header
+        place = (envelope.epoch, envelope.generation)
+        if place < standing.place or (place == standing.place and header.step < self._version()):
+            return Refusal.STALE
+        if place > standing.place:
+            return Refusal.NOT_YET
+        if envelope.job != standing.job:
+            return Refusal.UNKNOWN_JOB
+        if not self._is_authentic(envelope):
+            return Refusal.FORGED
+        if isinstance(header, ShardTensor) and header.kind.is_own and header.member.worker != envelope.sender:
+            return Refusal.UNEXPECTED
+        return Refusal.NOT_YET if is_full and header.step > self._version() else None
+
+    def _is_authentic(self, envelope: Envelope) -> bool:
+        """Whether a tensor of the present generation was sent by the member that it names."""
+        member = self._standing.members.get(envelope.sender)
+        if member is None or member.incarnation != envelope.incarnation:
+            return False
+        return compare_digest(member.secret.encode(), envelope.secret.encode())
+
+    def may_fetch(self, door: str) -> bool:
+        """Whether the coordinator has told whoever shows this to fetch state here."""
+        return any(compare_digest(door.encode(), own.encode()) for own in self._standing.doors)
+
+    def may_probe(self, door: str) -> bool:
+        """Whether the coordinator has told whoever shows this to measure the link to this worker."""
+        own = self._standing.probe_door
+        return own is not None and compare_digest(door.encode(), own.encode())
+
+    def is_news(self, worker: WorkerId) -> bool:
+        """Whether a refusal is the first of this name in this generation, and there is room to tell; then it counts."""
+        about = worker, self._standing.generation
+        if about in self._told or len(self._told) >= _MAX_TOLD:
+            return False
+        self._told.add(about)
+        return True
