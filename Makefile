@@ -20,8 +20,9 @@ READY := $(VENV)/ready
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # Tests share two cores among several processes, leave nothing on the network and reuse big buffers instead of
-# faulting in fresh pages for each (glibc reads MALLOC_* before the interpreter starts).
-TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+# faulting in fresh pages for each (glibc reads MALLOC_* before the interpreter starts). Processes that tests start
+# find modules compiled, also where the environment says that Python shall not keep what it compiles.
+TEST_ENV = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 	RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_COLOR_PREFIX=0 RAY_memory_monitor_refresh_ms=0 \
 	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=16777216
 
@@ -57,8 +58,8 @@ e2e: setup ## only the tests with real processes
 coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
 	$(UNITS) --cov --cov-report=term --cov-fail-under=92 $(PYTEST_ARGS)
 
-matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case
-	SKEIN_MATRIX=entire $(UNITS) $(PYTEST_ARGS)
+matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case, loops watched
+	SKEIN_MATRIX=entire $(UNITS) -o asyncio_debug=true $(PYTEST_ARGS)
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_crash_points.py tests/e2e/test_parity.py $(PYTEST_ARGS)
 
 scale: setup ## a thousand simulated workers

@@ -1,6 +1,7 @@
-"""What all tests share: how Hypothesis draws, and one thread per test process."""
+"""What all tests share: how Hypothesis draws, one thread per test process, little garbage to look through."""
 
 import asyncio
+import gc
 import os
 import tempfile
 
@@ -20,3 +21,8 @@ settings.load_profile("skein")
 
 # Loops of tests say when they have turned.
 asyncio.set_event_loop_policy(TurningPolicy())
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: collections of garbage need not go through them again and again."""
+    gc.freeze()

@@ -121,7 +121,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         )
         service.attach(server)
         await server.start()
-        stack.push_async_callback(_settle)
+        stack.push_async_callback(_settle, asyncio.all_tasks())
         stack.push_async_callback(server.stop, None)
         stack.callback(service.close)
         keeping = asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())
@@ -215,9 +215,13 @@ async def _give(
     return await copies.give(request)
 
 
-async def _settle() -> None:
-    """Let calls that were cancelled end by themselves; gRPC would print those that the closing loop ends."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
+async def _settle(before: set[asyncio.Task[object]]) -> None:
+    """Let calls that were cancelled end by themselves; gRPC would print those that the closing loop ends.
+
+    Args:
+        before: whoever runs the worker, and what else was under way; its end is not waited for.
+    """
+    others = asyncio.all_tasks() - before
     if others:
         await asyncio.wait(others, timeout=_SETTLE_S)
 

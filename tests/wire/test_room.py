@@ -1,7 +1,6 @@
 """Room for strangers: whoever comes gets in, whoever has been in for longest goes."""
 
 import asyncio
-import gc
 
 import pytest
 from hypothesis import given, settings
@@ -98,4 +97,3 @@ def test_there_are_never_more_than_fit(addresses: list[str]) -> None:
         assert len(room) == 0
 
     asyncio.run(run())
-    gc.collect()
