@@ -27,7 +27,7 @@ from client.api import Client
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.cut import cut
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.types import JobState
 from skein.wire.views import GenerationBegun, StateChanged, StepFinished
 
@@ -217,7 +217,7 @@ class Shape:
 
 def flops_per_s(job: JobSpec, scale: float) -> float:
     """Speed at which the work of a middle stage takes `UNIT_S`, scaled."""
-    layers = job_layers(job)
+    layers = job.layers
     loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     return loads[1].flops / (UNIT_S * scale)
 

@@ -12,7 +12,6 @@ from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
-from skein.plan.load import job_layers
 from skein.types import Precision, StageIndex, StageSpec
 from worker.data.dataset import Batch, Dataset, open_dataset
 from worker.model.stage import Stage, build_stage
@@ -55,7 +54,7 @@ def run_reference(
 
 def whole_model(job: JobSpec) -> Stage:
     """All layers of the job's model on the CPU, as its seed draws them."""
-    layers = job_layers(job)
+    layers = job.layers
     return build_stage(
         job.model,
         StageSpec(index=StageIndex(0), first=0, stop=len(layers)),

@@ -25,8 +25,7 @@ from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
 from client.exporting.export import Dtype, require_unused, write_huggingface
 from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
-from skein.config.job import JobSpec
-from skein.config.load import job_from_json
+from skein.config.job import JobSpec, job_of
 from skein.errors import UserError
 from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
@@ -248,7 +247,7 @@ class AsyncClient:
         """
         require_unused("out", out)  # not only after the download
         manifest = await self._connection.manifest(job, None if version is None else Step(version))
-        spec, status = job_from_json(manifest.spec), await self.job(job).status()
+        spec, status = job_of(manifest.spec), await self.job(job).status()
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
         card = model_card(manifest, spec, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)

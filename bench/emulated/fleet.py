@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skein.config.job import JobSpec
 from skein.plan.cut import cut
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 
 _CITIES = Path(__file__).with_name("cities.json")
 _GIB = 2**30
@@ -124,7 +124,7 @@ def ten_cities(addresses: Sequence[str], *, scale: float, activation_bytes: int)
 
 def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
     """What the job's ops take on a device that computes `flops_per_s`, for stages of equal work."""
-    layers = job_layers(job)
+    layers = job.layers
     loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     return OpTimes(
         forward_s=tuple(load.forward_flops / flops_per_s for load in loads),
@@ -135,7 +135,7 @@ def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
 
 def memory_for(job: JobSpec, slots: int) -> int:
     """Bytes that the fullest chunk takes with so many microbatches; the first stage's holder has the head of `loop`."""
-    layers = job_layers(job)
+    layers = job.layers
     loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     needed = [load.memory_bytes(slots) for load in loads]
     if len(loads) > job.parallel.stages:

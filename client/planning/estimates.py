@@ -12,9 +12,9 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.model.parameters import layer_parameters
-from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced_bytes, word_bytes
+from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced_bytes
 from skein.plan.cut import cut
-from skein.plan.load import job_layers, stage_loads, tied_bytes
+from skein.plan.load import stage_loads, tied_bytes
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import LinkMatrices, link_cost_s
@@ -106,7 +106,7 @@ def estimate_of_job(job: JobSpec) -> Estimate:
     Raises:
         UserError: the model cannot be cut into so many stages.
     """
-    stages = cut(job_layers(job), job.parallel.stages, job.parallel.layout)
+    stages = cut(job.layers, job.parallel.stages, job.parallel.layout)
     circles = [
         Circle(
             num_parameters=held.num_parameters,
@@ -148,7 +148,7 @@ class _Held:
 
 def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, _Held]:
     """By the names that plans give to groups."""
-    layers, word = job_layers(job), word_bytes(job)
+    layers, word = job.layers, job.word_bytes
     shared = tied_bytes(job, stages) // word
     tensors = [len(layer) for layer in layer_parameters(job.model)]
     held: dict[GroupId, _Held] = {}

@@ -7,14 +7,16 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
-from skein.errors import UserError
+from skein.errors import LocalError, UserError
+from skein.model.layers import LayerSpec, layers_of, word_bytes
 from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
@@ -328,6 +330,20 @@ class JobSpec(Spec):
             return self.parallel.stages
         return max(self.num_fixed_stages, round(self.parallel.stages * (1 - self.skip.ratio)))
 
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layer list of the model at this sample length and precision.
+
+        Raises:
+            UserError: see `skein.model.layers.layers_of`.
+        """
+        return layers_of(self.model, sequence_tokens=self.data.sequence_tokens, precision=self.precision)
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of one number in parameters and in what is reduced."""
+        return word_bytes(self.precision)
+
     def paths(self) -> Iterator[tuple[str, str]]:
         """Field and path of everything that workers read for this job."""
         for field, source in self.data.named_sources:
@@ -345,6 +361,19 @@ class JobSpec(Spec):
     def content_hash(self) -> str:
         """Hex SHA-256 of `canonical_json`."""
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+
+@lru_cache(maxsize=16)
+def job_of(text: str) -> JobSpec:
+    """The job whose canonical JSON is in a record, a directive or a manifest, read once however often it is asked for.
+
+    Raises:
+        LocalError: this release does not know such a job.
+    """
+    try:
+        return JobSpec.model_validate_json(text)
+    except ValidationError as error:
+        raise LocalError(f"the job's specification is not one this release knows: {error}") from error
 
 
 def with_steps(job: JobSpec, steps: int) -> JobSpec:

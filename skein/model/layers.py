@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from skein.errors import UserError
@@ -115,8 +116,9 @@ def refuse_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) 
             raise UserError(f"model.{key}", value, f"the weights to start from have {theirs.get(key)!r}")
 
 
+@lru_cache(maxsize=64)
 def layers_of(model: AnyModel, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-    """The layer list of `model`: what takes raw samples first, then the blocks, the head and its loss last.
+    """The layer list of `model`, made once: what takes raw samples first, then the blocks, the head and its loss last.
 
     Args:
         model: what the job asks for.

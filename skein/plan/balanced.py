@@ -37,7 +37,6 @@ from skein.plan.cut import cut, cut_costs
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
-    job_layers,
     layer_bytes,
     slots_within,
     stage_loads,
@@ -79,7 +78,7 @@ def make_plan(
             reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
         )
     try:
-        even = cut(job_layers(job), job.parallel.stages, job.parallel.layout)
+        even = cut(job.layers, job.parallel.stages, job.parallel.layout)
     except UserError as error:
         return Infeasible(reason=str(error))
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
@@ -177,7 +176,7 @@ def pool_of(job: JobSpec, fleet: Fleet) -> Pool:
         memory_bytes=np.array([worker.profile.memory_bytes for worker in fleet.workers], dtype=np.int64),
         links=links,
         round_trip_s=links.round_trip_s(
-            job.batch.microbatch_samples * max(x.output_bytes for x in job_layers(job))
+            job.batch.microbatch_samples * max(x.output_bytes for x in job.layers)
         ),
     )
 

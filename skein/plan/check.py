@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from skein.config.job import JobSpec
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
-from skein.plan.load import job_layers, stage_loads, tied_bytes
+from skein.plan.load import stage_loads, tied_bytes
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
@@ -44,7 +44,7 @@ def misplaced_stages(stages: Sequence[StageSpec]) -> Iterator[str]:
 
 
 def _cut(plan: Plan, job: JobSpec) -> Iterator[str]:
-    num_layers, parallel = len(job_layers(job)), job.parallel
+    num_layers, parallel = len(job.layers), job.parallel
     num_stages = parallel.stages + parallel.layout.num_head_stages
     if plan.layout is not parallel.layout:
         yield f"the layout is {plan.layout}, the job asks for {parallel.layout}"

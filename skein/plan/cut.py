@@ -7,7 +7,6 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
-from skein.plan.load import job_layers
 from skein.topology.links import F64
 from skein.types import Layout, StageIndex, StageSpec
 
@@ -68,7 +67,7 @@ def check_job(job: JobSpec) -> None:
         UserError: more stages than layers, samples longer than the model's positions, or more replicas than
             microbatches to share.
     """
-    check_num_stages(len(job_layers(job)), job.parallel.stages, job.parallel.layout)
+    check_num_stages(len(job.layers), job.parallel.stages, job.parallel.layout)
     most = job.batch.num_microbatches
     if job.parallel.replicas > most:
         hint = f"a step has {most} microbatches to share: give at most {most}, or raise batch.samples"

@@ -4,11 +4,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from skein.config.job import JobSpec
-from skein.model.layers import AnyModel, LayerSpec, layers_of, stage_cost
-from skein.types import Precision, StageSpec
+from skein.model.layers import LayerSpec, stage_cost
+from skein.types import StageSpec
 
 _COPIES = 5
 """Of each parameter: itself, the gradient, the reduced gradient (an attempt leaves the gradient alone), two moments."""
@@ -47,36 +46,22 @@ class StageLoad:
         return self.fixed_bytes + slots * self.slot_bytes
 
 
-def job_layers(job: JobSpec) -> tuple[LayerSpec, ...]:
-    """The layer list of the job's model at the job's sample length and precision, made once.
-
-    Raises:
-        UserError: see `skein.model.layers.layers_of`.
-    """
-    return _layers(job.model, job.data.sequence_tokens, job.precision)
-
-
-@lru_cache(maxsize=64)
-def _layers(model: AnyModel, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-    return layers_of(model, sequence_tokens=sequence_tokens, precision=precision)
-
-
 def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
     """What each of `stages` asks, in their order."""
-    layers = job_layers(job)
+    layers = job.layers
     return tuple(_load(job, layers, stage) for stage in stages)
 
 
 def tied_bytes(job: JobSpec, stages: Sequence[StageSpec]) -> int:
     """Bytes of the tensors that the first and the last stage both hold; 0 if they are one stage or share none."""
-    return job_layers(job)[-1].num_tied_parameters * _word_bytes(job) if len(stages) > 1 else 0
+    return job.layers[-1].num_tied_parameters * job.word_bytes if len(stages) > 1 else 0
 
 
 def layer_bytes(job: JobSpec) -> tuple[int, ...]:
     """Memory of each layer with one slot, boundaries apart: what a cut by memory balances."""
     samples = job.batch.microbatch_samples
-    word = _word_bytes(job)
-    return tuple(_COPIES * x.num_parameters * word + samples * x.activation_bytes for x in job_layers(job))
+    word = job.word_bytes
+    return tuple(_COPIES * x.num_parameters * word + samples * x.activation_bytes for x in job.layers)
 
 
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:
@@ -86,7 +71,7 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
     # A slot keeps the input as it came from the wire and the output as it went there, besides what autograd keeps;
     # one more input and one more gradient wait to be taken.
     boundary_bytes = samples * (input_bytes + cost.output_bytes)
-    parameter_bytes = cost.num_parameters * _word_bytes(job)
+    parameter_bytes = cost.num_parameters * job.word_bytes
     shares_tied = (stage.first == 0) != (stage.stop == len(layers))
     return StageLoad(
         stage=stage,
@@ -96,7 +81,7 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
         slot_bytes=samples * cost.activation_bytes + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
         parameter_bytes=parameter_bytes,
-        own_bytes=parameter_bytes - shares_tied * layers[-1].num_tied_parameters * _word_bytes(job),
+        own_bytes=parameter_bytes - shares_tied * layers[-1].num_tied_parameters * job.word_bytes,
     )
 
 
@@ -112,10 +97,6 @@ def slots_within(loads: Sequence[StageLoad], wanted: Sequence[int], memory_bytes
 
     fitting = bisect_right(range(most + 1), memory_bytes, key=needed_bytes)
     return portion(max(0, fitting - 1))
-
-
-def _word_bytes(job: JobSpec) -> int:
-    return 8 if job.precision is Precision.FP64 else 4
 
 
 LEAST_SHARD_BYTES = 2**20

@@ -9,7 +9,7 @@ import pytest
 from bench.plan import UNIT_S, Outcome, Shape, flops_per_s, methods_of, rows_of
 from bench.report import Row
 from skein.plan.cut import cut
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 
 SEARCH = Outcome(method="search", predicted_s=2.0, step_s=2.1, busy=0.5, own=0.4, plan="")
 FULL = replace(SEARCH, method="full", predicted_s=4.0, step_s=4.2)
@@ -52,7 +52,7 @@ def test_a_busy_machine_spoils_the_comparison() -> None:
 
 def test_a_unit_of_work_takes_its_scaled_time_at_the_emulated_speed(tmp_path: Path) -> None:
     job = Shape(num_workers=20, scale=0.05, budget_s=1.0).job("job", tmp_path, method="full", steps=1)
-    layers = job_layers(job)
+    layers = job.layers
     middle = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))[1]
     assert middle.flops / flops_per_s(job, 0.05) == pytest.approx(UNIT_S / 20)
     assert middle.forward_flops / flops_per_s(job, 0.05) >= 0.05

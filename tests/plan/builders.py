@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from skein.config.job import BatchSpec, BudgetSpec, DataSpec, JobSpec, ParallelSpec, SkipSpec, TextSource
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.balanced import make_plan
-from skein.plan.load import job_layers, stage_loads
+from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
 from skein.types import Layout, SiteId, StageIndex, StageSpec, WorkerId
@@ -86,7 +86,7 @@ def planned(spec: JobSpec, on: Fleet, previous: Plan | None = None) -> Plan:
 
 def whole_model_bytes(spec: JobSpec) -> int:
     """Memory in which every stage of any cut of `spec` fits at once with one slot."""
-    num_layers = len(job_layers(spec))
+    num_layers = len(spec.layers)
     stages = [StageSpec(index=StageIndex(i), first=i, stop=i + 1) for i in range(num_layers)]
     return sum(load.memory_bytes(1) for load in stage_loads(spec, stages))
 

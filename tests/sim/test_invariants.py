@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from skein.model.layers import layers_of
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
@@ -218,7 +217,7 @@ def executor_of(*accumulated: int) -> SimExecutor:
     plan = plan_of([alone], [path(alone)] * 2, schedules=(schedule("w0a", "L0.1 L0.0"),))
     hand = Hand("w0a")
     executor = SimExecutor(alone.worker, flops_per_s=1e9)
-    layers = layers_of(SPEC.model, sequence_tokens=SPEC.data.sequence_tokens, precision=SPEC.precision)
+    layers = SPEC.layers
     times = {StageIndex(0): stage_times(SPEC, layers, plan.stages[0])}
     executor.build(hand.assignment(plan), {StageIndex(0): INITIAL}, times, visits_of(plan))
     for microbatch in accumulated:

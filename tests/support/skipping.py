@@ -10,7 +10,6 @@ from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.plan.cut import cut
-from skein.plan.load import job_layers
 from skein.types import Layout, StageSpec
 from worker.data.dataset import Dataset, open_dataset
 from worker.model.stage import Stage, build_stage
@@ -25,7 +24,7 @@ def run_skipping(
     clipped together, by torch's own optimizer and clipping; what nobody used has no gradient, and stays. In `LOOP` the
     head is the stage after the last. Stages are those of `cut_at`, by default the job's even cut.
     """
-    stages = _stages(job, cut_at or cut(job_layers(job), job.parallel.stages, job.parallel.layout))
+    stages = _stages(job, cut_at or cut(job.layers, job.parallel.stages, job.parallel.layout))
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     users = {name: [s for s, stage in enumerate(stages) if name in stage.state_dict()] for name in parameters}
     spec = job.optimizer

@@ -13,7 +13,7 @@ from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobS
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.model.layers import layers_of, tied_names
+from skein.model.layers import tied_names
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
@@ -133,7 +133,7 @@ def arrange(
 
     Microbatch m visits the stages `ways[m % len(ways)]` in that order, by default all.
     """
-    num_layers = len(layers_of(job.model, sequence_tokens=job.data.sequence_tokens, precision=job.precision))
+    num_layers = len(job.layers)
     is_loop = job.parallel.layout is Layout.LOOP
     bodies = job.parallel.stages
     body_layers = num_layers - is_loop

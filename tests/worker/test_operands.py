@@ -9,7 +9,6 @@ from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
 from skein.plan.agreeing.exchange import Row
-from skein.plan.load import job_layers
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
@@ -54,7 +53,7 @@ class Member:
             reach=Reach.ALL, learning_rate=0.1, scales=(1.0, 1.0), due_step=STEP, num_steps=9
         )
         job: JobSpec = small_job(stages=1).model_copy(update={"aggregation": rule})
-        stage = StageSpec(index=STAGE, first=0, stop=len(job_layers(job)))
+        stage = StageSpec(index=STAGE, first=0, stop=len(job.layers))
         self.chunk = Chunk.drawn(job, stage, version=STEP, device=torch.device("cpu"))
         self.chunk.lay_out((), ME.worker)
         self.exchanging = Exchanging(job, ME.worker, Gauges())

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar, assert_never
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from skein.config.job import JobSpec
+from skein.config.job import JobSpec, job_of
 from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import stage_loads
@@ -220,7 +219,7 @@ class Builder:
         )
 
     async def _prepare(self, assign: Assign, members: tuple[Member, ...]) -> Holding:
-        job = _job_of(assign)
+        job = job_of(assign.job_spec)
         self._admit(job, assign.chunks)
         if assign.version == 0:
             await self._check_archive(job)
@@ -443,10 +442,3 @@ def _read_walker(
     )
     place = (available, walker) if job.aggregation.walkers.are_lines else None
     return _Saved(tensors=tensors, version=manifest.version, place=place)
-
-
-def _job_of(assign: Assign) -> JobSpec:
-    try:
-        return JobSpec.model_validate_json(assign.job_spec)
-    except ValidationError as error:
-        raise LocalError(f"the job's specification is not one this release knows: {error}") from error

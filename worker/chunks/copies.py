@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import assert_never
 
-from pydantic import ValidationError
 from torch import Tensor
 
-from skein.config.job import JobSpec
+from skein.config.job import job_of
 from skein.errors import LocalError, SkeinError, UnfitError
 from skein.protocol.messages.directives import ChunkVersion, Member, OpenData, Prefetch
 from skein.protocol.worker.worker_io import (
@@ -168,10 +167,10 @@ class ChunkCopies:
         """Have the job's data open before somebody waits for them."""
         error, is_unfit = "", False
         try:
-            await self._datasets.open(JobSpec.model_validate_json(opens.job_spec), is_awaited=False)
+            await self._datasets.open(job_of(opens.job_spec), is_awaited=False)
         except asyncio.CancelledError:
             return  # the job is over
-        except (SkeinError, ValidationError, MemoryError) as failed:
+        except (SkeinError, MemoryError) as failed:
             error, is_unfit = one_line(failed), isinstance(failed, UnfitError)
         self._post(OpeningEnded(job=opens.job, error=error, is_unfit=is_unfit))
 

@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from pydantic import ValidationError
 from torch import Tensor
 
-from skein.config.job import JobSpec
+from skein.config.job import job_of
 from skein.errors import LocalError, RemoteError
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
@@ -73,10 +72,7 @@ class FetchedCopy:
         post: Callable[[WorkerEvent], None],
         patience_s: float,
     ) -> None:
-        try:
-            self._job = JobSpec.model_validate_json(prefetch.job_spec)
-        except ValidationError as error:
-            raise LocalError(f"the job's specification is not one this release knows: {error}") from error
+        self._job = job_of(prefetch.job_spec)
         self.prefetch = prefetch
         self.version = prefetch.version
         self.state: dict[str, Tensor] | None = None

@@ -24,7 +24,6 @@ from skein.model.layers import tied_names
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.changing.clauses import parse_clauses
 from skein.plan.cut import cut
-from skein.plan.load import job_layers
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
 from skein.protocol.messages.directives import Ledger, StepRecord
@@ -149,7 +148,7 @@ class SkippingTraining:
             )
         self.job = job
         self.num_left_out = num_left_out
-        layers = job_layers(job)
+        layers = job.layers
         self._stages = cut(layers, job.parallel.stages, job.parallel.layout)
         self._refs = tuple(ChunkRef(stage=stage.index, worker=_HERE) for stage in self._stages)
         self._groups = tuple(Group(group=Own(ref.stage), members=(ref,), num_shards=1) for ref in self._refs)

@@ -28,7 +28,7 @@ from skein.plan.load import num_shards
 from skein.topology.consensus import choose, round_s
 from skein.topology.graphs import Mixing, graph_of
 from skein.topology.links import LinkMatrices
-from skein.types import Precision, SiteId
+from skein.types import SiteId
 
 _MOST_DRAWN = 16
 """Rounds of a drawn graph of which an average is taken."""
@@ -59,7 +59,7 @@ class Kind:
 
 def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
     """The kinds of exchange that a circle has under the job's rule; the one that it is about comes last."""
-    word = word_bytes(job)
+    word = job.word_bytes
     for sent in job.aggregation.sendings(job):
         match sent:
             case Sums():
@@ -72,11 +72,6 @@ def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
                 yield _mixed(sent, circle, word)
             case _:
                 assert_never(sent)
-
-
-def word_bytes(job: JobSpec) -> int:
-    """Bytes of a parameter."""
-    return 8 if job.precision is Precision.FP64 else 4
 
 
 # --- sums ---

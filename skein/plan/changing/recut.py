@@ -14,7 +14,6 @@ from skein.plan.balanced import make_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.silent import working
 from skein.plan.cut import cut
-from skein.plan.load import job_layers
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 
@@ -24,7 +23,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
 
     A stage's speed is that of its holders together, over the share of the microbatches that visit it.
     """
-    layers = job_layers(job)
+    layers = job.layers
     pool = pool_of(job, fleet)
     speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
     plan = working(plan, set(pool.workers))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
 
-from skein.config.job import JobSpec, with_steps
+from skein.config.job import JobSpec, job_of, with_steps
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
@@ -195,11 +195,10 @@ class History:
                 self.openings.append(Opening(record=record, entry=self.num_records))
                 self.has_decided = False
             case JobSubmitted():
-                spec = JobSpec.model_validate_json(record.spec)
                 self.jobs[record.job] = JobHistory(
                     job=record.job,
                     key=record.key,
-                    spec=spec,
+                    spec=job_of(record.spec),
                     submitted_wall_s=record.wall_s,
                     last_wall_s=record.wall_s,
                     begins=record.begins,

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.plan.load import job_layers
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
@@ -72,7 +71,7 @@ class NumericModel:
     """
 
     def __init__(self, job: JobSpec) -> None:
-        layers = job_layers(job)
+        layers = job.layers
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
         self._seed = job.seed

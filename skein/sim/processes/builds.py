@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.plan.load import job_layers
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
 from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
 from skein.protocol.worker.ops import SaveOp
@@ -59,7 +58,7 @@ class Builds:
     ) -> None:
         self._crash = crash
         self._job = job
-        self._layers = job_layers(job)
+        self._layers = job.layers
         self._clock = clock
         self._network = network
         self._workers = workers
