@@ -13,25 +13,27 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
-from skein.errors import LocalError
-from skein.numeric.aggregate.exchanging.member import StepExchanges, digest_of, measured, replicated
+from skein.numeric.aggregate.exchanging.member import (
+    ExchangeKey,
+    StepExchanges,
+    digest_of,
+    measured,
+    replicated,
+)
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
-from skein.plan.agreeing.rounds import exchanged_stage
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord
 from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
-from skein.types import Attempt, GroupId, Step, WorkerId
+from skein.types import Step, WorkerId
 from worker.compute.chunk import Chunk
 from worker.compute.telling import is_told, residual_norm, sent_bytes
 from worker.telling.aggregating import AggregationMeasure, Gauges
 
 _FP32_BYTES = 4
-
-_Key = tuple[GroupId, Attempt]
 
 
 class Exchanging:
@@ -41,31 +43,22 @@ class Exchanging:
         self._job = job
         self._gauges = gauges
         self._worker = worker
-        self._exchanges: StepExchanges[_Key] = StepExchanges()
-        self._dues: dict[_Key, int] = {}
-        """Which of its step's exchanges each is, in order of their application."""
-        self._ends_with: dict[_Key, Step] = {}
-        """Of exchanges that go on beside steps, the step whose record ends them."""
-        self._told: dict[_Key, int] = {}
+        self._exchanges = StepExchanges()
+        self._told: dict[ExchangeKey, int] = {}
         """Bytes that one vector weighed as it was sent, of exchanges that have not been told of."""
-        self._begun_with: dict[_Key, Tensor] = {}
+        self._begun_with: dict[ExchangeKey, Tensor] = {}
         """Of exchanges that go on beside steps, the digest of what replicates as it was when they were taken."""
 
     def clear(self) -> None:
         """Whatever was begun counts for nothing any more."""
         self._exchanges.clear()
-        self._dues.clear()
         self._told.clear()
-        self._ends_with.clear()
         self._begun_with.clear()
 
     def committed(self, step: Step) -> None:
         """A step is over, and so are its exchanges."""
-        for key in [key for key in self._dues if self._ends_with.get(key, step) <= step]:
-            self._exchanges.forget(key)
-            del self._dues[key]
+        for key in self._exchanges.committed(step):
             self._told.pop(key, None)
-            self._ends_with.pop(key, None)
             self._begun_with.pop(key, None)
 
     def pack(self, op: PackOp, chunk: Chunk) -> dict[int, Tensors]:
@@ -74,7 +67,7 @@ class Exchanging:
         return self._pack((op.group.group, op.attempt), op.step, op.group, op.exchange, chunk)
 
     def _pack(
-        self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
+        self, key: ExchangeKey, step: Step, group: Group, exchange: ExchangeTerms, chunk: Chunk
     ) -> dict[int, Tensors]:
         me = self._place(group)
         dues = self._job.aggregation.dues_at(exchange.due_step, num_steps=exchange.num_steps)
@@ -91,27 +84,19 @@ class Exchanging:
             leader=leader,
         )
         if exchange.taken_at is not None:
-            self._ends_with[key] = step
             said = digest_of(self._replicated(chunk))
             self._begun_with[key] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
-            sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk)
+            sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk, order=index, ends_with=step)
         else:
             terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
             sent = self._exchanges.pack(
-                key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk, beside=self._beside(key)
+                key, chunk.rule, chunk.walker, chunk.gradients(), terms, talk, order=index
             )
-        self._dues[key] = index
         if is_told(chunk.rule, dues[index]):
             self._told[key] = sent_bytes(sent, talk)
         if leader is not None:
             self._gauges.led(group.members[leader].worker, of=f"{exchange.reach} of {chunk.stage.index}")
         return sent
-
-    def _beside(self, key: _Key) -> _Key | None:
-        """Another exchange that ends the same step of the same stage, if one has been packed."""
-        stage = exchanged_stage(key[0])
-        others = (x for x in self._dues if x[0] != key[0] and x not in self._ends_with)
-        return next((x for x in others if exchanged_stage(x[0]) == stage), None)
 
     def form(self, op: SumOp | JoinOp, shard: int, chunk: Chunk) -> Form | None:
         """What peers send for an op looks like; None while this worker has sent nothing itself."""
@@ -146,7 +131,7 @@ class Exchanging:
         )
         return joined, flat
 
-    def _tell(self, key: _Key, flat: Tensor, chunk: Chunk) -> None:
+    def _tell(self, key: ExchangeKey, flat: Tensor, chunk: Chunk) -> None:
         """What an exchange weighed, and how far it found this walker from the others."""
         self._gauges.exchanged(plain_bytes=_FP32_BYTES * flat.numel(), sent_bytes=self._told[key])
         walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
@@ -181,23 +166,12 @@ class Exchanging:
             chunk: at the version that the step began with; with `beside`, after its own step.
             beside: the exchanges that went on beside steps, whose result changes the chunk's walker itself; else those
                 of this very step, which give another walker.
-
-        Raises:
-            LocalError: it does, and the result is not here.
         """
-        keys = [
-            (x.group, x.attempt)
-            for x in record.results
-            if exchanged_stage(x.group) == chunk.stage.index
-            and (x.group, x.attempt) in self._dues
-            and ((x.group, x.attempt) in self._ends_with) is beside
-        ]
+        results = ((x.group, x.attempt) for x in record.results)
+        keys = self._exchanges.named(results, chunk.stage.index, beside=beside)
         if not keys:
             return None
-        keys.sort(key=lambda key: self._dues[key])
         terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
-        if any(key not in self._exchanges for key in keys):
-            raise LocalError(f"stage {chunk.stage.index}: an exchange that was voted is not here")
         walker = self._exchanges.finish(keys, chunk.rule, terms)
         kept = residual_norm(chunk.rule, walker) if any(key in self._told for key in keys) else None
         if kept is not None:

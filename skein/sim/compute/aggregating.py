@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.numeric.aggregate.exchanging.member import StepExchanges, measured, newcomer, replicated
+from skein.numeric.aggregate.exchanging.member import (
+    ExchangeKey,
+    StepExchanges,
+    measured,
+    newcomer,
+    replicated,
+)
 from skein.numeric.aggregate.rule import Offer, Talk, Terms
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
-from skein.plan.agreeing.rounds import exchanged_stage
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import (
     Assign,
@@ -33,10 +38,8 @@ from skein.sim.compute.executor import Payload
 from skein.sim.compute.numeric import NumericExecutor, NumericModel, ParameterState
 from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
 from skein.types import (
-    Attempt,
     ChunkRef,
     Generation,
-    GroupId,
     Local,
     Own,
     StageIndex,
@@ -44,8 +47,6 @@ from skein.types import (
     Step,
     WorkerId,
 )
-
-_Key = tuple[GroupId, Attempt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,12 @@ class AggregatingModel(NumericModel):
         self.job = job
         self.rule = rule_of(job.aggregation, job.optimizer)
         self.walkers = job.aggregation.walkers
-        self.checked: set[_Key] = set()
+        self.checked: set[ExchangeKey] = set()
         """Exchanges that all members have the result of, and that have lost nothing."""
         self._held: dict[tuple[str, WorkerId], dict[StageSpec, HeldStage]] = {}
         self._disk: dict[str, tuple[StageSpec, HeldStage]] = {}
         self._trajectories: dict[tuple[str, int], str] = {}
-        self._offers: dict[tuple[_Key, str], dict[int, Offer]] = {}
+        self._offers: dict[tuple[ExchangeKey, str], dict[int, Offer]] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "AggregatingExecutor":
         """What a worker process computes with."""
@@ -147,7 +148,7 @@ class AggregatingModel(NumericModel):
 
     # --- what must be kept ---
 
-    def offered(self, key: _Key, lineage: str, offer: Offer) -> None:
+    def offered(self, key: ExchangeKey, lineage: str, offer: Offer) -> None:
         """A member has the result of an exchange; once all have, nothing may have been lost in it."""
         offers = self._offers.setdefault((key, lineage), {})
         offers[offer.talk.me] = offer
@@ -170,11 +171,8 @@ class AggregatingExecutor(NumericExecutor):
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
         self._files: dict[StageIndex, tuple[tuple[str, ...], int]] = {}
         self._tensors: dict[ShardTensor, Tensors] = {}
-        self._exchanges: StepExchanges[_Key] = StepExchanges()
-        self._dues: dict[_Key, int] = {}
-        self._ends_with: dict[_Key, Step] = {}
-        """Of exchanges that go on beside steps, the step whose record ends them."""
-        self._offers: dict[_Key, tuple[Offer, str]] = {}
+        self._exchanges = StepExchanges()
+        self._offers: dict[ExchangeKey, tuple[Offer, str]] = {}
         """With the history of commits after which each was made."""
 
     # --- what is held ---
@@ -190,7 +188,9 @@ class AggregatingExecutor(NumericExecutor):
 
     def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
         stage = chunk.stage
-        self._drop_exchanges()
+        self._exchanges.clear()
+        self._offers.clear()
+        self._tensors.clear()
         members = next(g.members for g in assign.groups if g.group == Own(stage.index))
         before = self._groups_of.get(stage, ())
         held = self._begun(chunk, lineage, len(before), len(members))
@@ -239,23 +239,14 @@ class AggregatingExecutor(NumericExecutor):
 
     def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
         outcome = super()._update(op, generation)
-        self._drop_exchanges(ended_by=op.record.step)
+        self._drop_exchanges(op.record.step)
         return outcome
 
-    def _drop_exchanges(self, *, ended_by: Step | None = None) -> None:
-        """Those that end with a step or one before, or all."""
-        over = [
-            key for key in self._dues if ended_by is None or self._ends_with.get(key, ended_by) <= ended_by
-        ]
-        for key in over:
-            self._exchanges.forget(key)
-            del self._dues[key], self._offers[key]
-            self._ends_with.pop(key, None)
-        self._tensors = {
-            tensor: x
-            for tensor, x in self._tensors.items()
-            if ended_by is not None and tensor.step > ended_by
-        }
+    def _drop_exchanges(self, step: Step) -> None:
+        """Those that end with a step or one before."""
+        for key in self._exchanges.committed(step):
+            del self._offers[key]
+        self._tensors = {tensor: x for tensor, x in self._tensors.items() if tensor.step > step}
 
     # --- tensors ---
 
@@ -286,7 +277,7 @@ class AggregatingExecutor(NumericExecutor):
             self._tensors[tensor] = sent[tensor.shard]
 
     def _sent(
-        self, key: _Key, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
+        self, key: ExchangeKey, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
     ) -> dict[int, Tensors]:
         dues = self._model.job.aggregation.dues_at(exchange.due_step, num_steps=exchange.num_steps)
         index = next(
@@ -301,25 +292,17 @@ class AggregatingExecutor(NumericExecutor):
             weights=group.weights_by_shard,
             leader=group.pattern.leader if isinstance(group.pattern, Broadcast) else None,
         )
-        self._dues[key] = index
         walker, grads = self._walkers[stage].walker, tensors_of(self._sums[stage])
         before, terms = walker.copy(), None
         if exchange.taken_at is not None:
-            self._ends_with[key] = step
-            sent = self._exchanges.take(key, self._rule, walker, talk)
+            sent = self._exchanges.take(key, self._rule, walker, talk, order=index, ends_with=step)
         else:
             terms = Terms(step=step, learning_rate=exchange.learning_rate, gradient_scale=exchange.scales[me])
-            sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk, beside=self._beside(key))
+            sent = self._exchanges.pack(key, self._rule, walker, grads, terms, talk, order=index)
         after = self._exchanges.walker(key)
         offer = Offer(before=before, after=after, grads=grads, terms=terms, talk=talk)
         self._offers[key] = offer, self.chunks[stage].lineage
         return sent
-
-    def _beside(self, key: _Key) -> _Key | None:
-        """Another exchange that ends the same step of the same stage, if one has been packed."""
-        stage = exchanged_stage(key[0])
-        others = (x for x in self._dues if x[0] != key[0] and x not in self._ends_with)
-        return next((x for x in others if exchanged_stage(x[0]) == stage), None)
 
     def _sum_values(self, op: SumOp) -> None:
         if op.exchange is None:
@@ -372,15 +355,10 @@ class AggregatingExecutor(NumericExecutor):
 
     def _finished(self, stage: StageIndex, record: StepRecord, *, beside: bool) -> Walker | None:
         """The walker after the record's exchanges that went on beside steps, or after those that did not, if any."""
-        keys = [
-            (x.group, x.attempt)
-            for x in record.results
-            if exchanged_stage(x.group) == stage and (x.group, x.attempt) in self._dues
-        ]
-        keys = [key for key in keys if (key in self._ends_with) is beside]
+        results = ((x.group, x.attempt) for x in record.results)
+        keys = self._exchanges.named(results, stage, beside=beside)
         if not keys:
             return None
-        keys.sort(key=lambda key: self._dues[key])
         terms = Terms(step=record.step, learning_rate=record.learning_rate, gradient_scale=record.clip)
         return self._exchanges.finish(keys, self._rule, terms)
 

@@ -7,9 +7,8 @@ Rules of this file
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.gradients import digest, is_finite, squared_norm
 from skein.numeric.walker import StateClass, Tensors, Walker
+from skein.types import Attempt, Exchanged, GroupId, StageIndex, Step
 
-K = TypeVar("K", bound=Hashable)
+ExchangeKey = tuple[GroupId, Attempt]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,79 +71,107 @@ def newcomer(rule: Rule, walker: Walker, *, before: int, after: int, only_saved:
     return copy
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Pending:
     walker: Walker
     talk: Talk
+    order: int
+    """Which of its step's exchanges it is, as they are applied."""
+    ends_with: Step | None = None
+    """The step whose record ends it, if it goes on beside steps."""
     joined: Tensor | None = None
 
 
-class StepExchanges(Generic[K]):
-    """Exchanges of one step, by key: one for each try at each exchange of each chunk."""
+class StepExchanges:
+    """Exchanges of one member, by key: one for each try at each exchange of each chunk."""
 
     def __init__(self) -> None:
-        self._pending: dict[K, _Pending] = {}
+        self._pending: dict[ExchangeKey, _Pending] = {}
 
-    def __contains__(self, key: K) -> bool:
+    def __contains__(self, key: ExchangeKey) -> bool:
         return key in self._pending
 
-    def talk(self, key: K) -> Talk:
+    def talk(self, key: ExchangeKey) -> Talk:
         """What an exchange is about."""
         return self._pending[key].talk
 
-    def walker(self, key: K) -> Walker:
+    def walker(self, key: ExchangeKey) -> Walker:
         """The copy that an exchange works on."""
         return self._pending[key].walker
 
     def pack(
         self,
-        key: K,
+        key: ExchangeKey,
         rule: Rule,
         walker: Walker,
         grads: Mapping[str, Tensor],
         terms: Terms,
         talk: Talk,
         *,
-        beside: K | None = None,
+        order: int,
     ) -> dict[int, Tensors]:
         """The local step on a copy of `walker`, and what is sent after it, by shard.
 
-        A `gradient_scale` of 0 says that this member's gradient counts for nothing, whatever is in it. `beside` is
-        another exchange that ends the same step, which has made the local step already: they share the copy.
+        A `gradient_scale` of 0 says that this member's gradient counts for nothing, whatever is in it. Where another
+        exchange that ends the same step has made the local step already, they share the copy.
         """
+        beside = self._beside(key)
         if beside is not None:
-            copy = self._pending[beside].walker
-            self._pending[key] = _Pending(copy, talk)
-            return rule.contribution(copy, talk)
-        copy = walker.copy()
-        if not terms.gradient_scale:
-            grads = {name: torch.zeros_like(grad) for name, grad in grads.items()}
-        rule.local_step(copy, grads, terms, talks=True)
-        self._pending[key] = _Pending(copy, talk)
+            copy = beside.walker
+        else:
+            copy = walker.copy()
+            if not terms.gradient_scale:
+                grads = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+            rule.local_step(copy, grads, terms, talks=True)
+        self._pending[key] = _Pending(walker=copy, talk=talk, order=order)
         return rule.contribution(copy, talk)
 
-    def take(self, key: K, rule: Rule, walker: Walker, talk: Talk) -> dict[int, Tensors]:
+    def _beside(self, key: ExchangeKey) -> _Pending | None:
+        """Another exchange that ends the same step of the same stage, if one has been packed."""
+        own, _ = key
+        alike = (
+            x
+            for (group, _), x in self._pending.items()
+            if group != own and _stage_of(group) == _stage_of(own) and x.ends_with is None
+        )
+        return next(alike, None)
+
+    def take(
+        self, key: ExchangeKey, rule: Rule, walker: Walker, talk: Talk, *, order: int, ends_with: Step
+    ) -> dict[int, Tensors]:
         """What is sent of a walker as it is, which goes on meanwhile: `finish` changes this very walker."""
-        self._pending[key] = _Pending(walker, talk)
+        self._pending[key] = _Pending(walker=walker, talk=talk, order=order, ends_with=ends_with)
         return rule.contribution(walker, talk)
 
-    def form(self, key: K, rule: Rule, shard: int, *, is_result: bool) -> Form:
+    def form(self, key: ExchangeKey, rule: Rule, shard: int, *, is_result: bool) -> Form:
         """What every member's part of a shard looks like, or its result."""
         pending = self._pending[key]
         return rule.form(pending.walker, pending.talk, shard, is_result=is_result)
 
-    def combine(self, key: K, rule: Rule, shard: int, parts: Sequence[Tensors]) -> Tensors:
+    def combine(self, key: ExchangeKey, rule: Rule, shard: int, parts: Sequence[Tensors]) -> Tensors:
         """The result of a shard that this member owns."""
         pending = self._pending[key]
         return rule.combine(pending.walker, pending.talk, shard, parts)
 
-    def join(self, key: K, rule: Rule, results: Mapping[int, Tensors]) -> Tensor:
+    def join(self, key: ExchangeKey, rule: Rule, results: Mapping[int, Tensors]) -> Tensor:
         """What came back, as one vector."""
         pending = self._pending[key]
         pending.joined = rule.join(pending.walker, pending.talk, results)
         return pending.joined
 
-    def finish(self, keys: Sequence[K], rule: Rule, terms: Terms) -> Walker:
+    def named(self, results: Iterable[ExchangeKey], stage: StageIndex, *, beside: bool) -> list[ExchangeKey]:
+        """Those of a record's results that a stage here takes part in, as they are applied.
+
+        Args:
+            results: that the record names.
+            stage: of the chunk.
+            beside: those that went on beside steps; else those of the very step that is recorded.
+        """
+        mine = [key for key in results if _stage_of(key[0]) == stage and key in self._pending]
+        alike = [key for key in mine if (self._pending[key].ends_with is not None) is beside]
+        return sorted(alike, key=lambda key: self._pending[key].order)
+
+    def finish(self, keys: Sequence[ExchangeKey], rule: Rule, terms: Terms) -> Walker:
         """The walker after the exchanges of these keys, in their order.
 
         Args:
@@ -156,10 +184,17 @@ class StepExchanges(Generic[K]):
             rule.apply(walker, pending.talk, pending.joined, terms)
         return walker
 
-    def forget(self, key: K) -> None:
-        """An exchange is over, or given up."""
-        self._pending.pop(key, None)
+    def committed(self, step: Step) -> list[ExchangeKey]:
+        """A step is over: its exchanges are forgotten, and given back."""
+        over = [key for key, x in self._pending.items() if x.ends_with is None or x.ends_with <= step]
+        for key in over:
+            del self._pending[key]
+        return over
 
     def clear(self) -> None:
         """Nothing of what was packed counts any more."""
         self._pending.clear()
+
+
+def _stage_of(group: GroupId) -> StageIndex | None:
+    return group.stage if isinstance(group, Exchanged) else None
