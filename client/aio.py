@@ -32,7 +32,7 @@ from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
 from skein.wire.credentials import Credentials
-from skein.wire.v1 import jobs_pb2
+from skein.wire.v1 import checkpoint_pb2, jobs_pb2
 from skein.wire.views import (
     CheckpointView,
     EvaluationFinished,
@@ -143,9 +143,7 @@ class AsyncClient:
             from_job=from_job,
             from_version=from_version,
         )
-        reply = codec.SUBMIT_REPLY.decode(
-            await self._connection.call(lambda: self._connection.jobs.Submit, request)
-        )
+        reply = codec.SUBMIT_REPLY.decode(await self._connection.call(lambda at: at.jobs.Submit, request))
         return AsyncJob(self._connection, reply.job, is_new=reply.is_new)
 
     def job(self, job: str) -> "AsyncJob":
@@ -154,17 +152,17 @@ class AsyncClient:
 
     async def jobs(self) -> tuple[JobStatus, ...]:
         """All jobs, oldest first."""
-        reply = await self._connection.call(lambda: self._connection.jobs.List, jobs_pb2.ListJobsRequest())
+        reply = await self._connection.call(lambda at: at.jobs.List, jobs_pb2.ListJobsRequest())
         return tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
 
     async def workers(self) -> tuple[WorkerStatus, ...]:
         """All workers by id, those lost lately included."""
-        reply = await self._connection.call(lambda: self._connection.jobs.Workers, jobs_pb2.WorkersRequest())
+        reply = await self._connection.call(lambda at: at.jobs.Workers, jobs_pb2.WorkersRequest())
         return tuple(codec.WORKER_STATUS.decode(worker) for worker in reply.workers)
 
     async def links(self) -> tuple[Link, ...]:
         """What workers measured between each other."""
-        reply = await self._connection.call(lambda: self._connection.jobs.Links, jobs_pb2.LinksRequest())
+        reply = await self._connection.call(lambda at: at.jobs.Links, jobs_pb2.LinksRequest())
         return tuple(codec.LINK.decode(link) for link in reply.links)
 
     async def drain(self, worker: str) -> WorkerStatus:
@@ -174,9 +172,7 @@ class AsyncClient:
             NotFound: there is no such worker.
         """
         request = jobs_pb2.DrainRequest(worker=worker)
-        return codec.WORKER_STATUS.decode(
-            await self._connection.call(lambda: self._connection.jobs.Drain, request)
-        )
+        return codec.WORKER_STATUS.decode(await self._connection.call(lambda at: at.jobs.Drain, request))
 
     async def measure(self, worker: str = "") -> tuple[WorkerStatus, ...]:
         """Has a worker, or with no name every worker, measure its device again; gives those that were asked.
@@ -185,7 +181,7 @@ class AsyncClient:
             NotFound: there is no such worker.
         """
         request = jobs_pb2.MeasureRequest(worker=worker)
-        reply = await self._connection.call(lambda: self._connection.jobs.Measure, request)
+        reply = await self._connection.call(lambda at: at.jobs.Measure, request)
         return tuple(codec.WORKER_STATUS.decode(found) for found in reply.workers)
 
     async def incidents(self, job: str) -> tuple[Incident, ...]:
@@ -197,7 +193,7 @@ class AsyncClient:
         found: list[Incident] = []
         while True:
             request = jobs_pb2.ListIncidentsRequest(job=job, since=len(found))
-            reply = await self._connection.call(lambda: self._connection.jobs.ListIncidents, request)
+            reply = await self._connection.call(lambda at: at.jobs.ListIncidents, request)
             found += map(codec.INCIDENT.decode, reply.incidents)
             if not reply.incidents or len(found) >= reply.num_incidents:
                 return tuple(found)
@@ -208,7 +204,9 @@ class AsyncClient:
         Raises:
             NotFound: there is no such job.
         """
-        return await self._connection.checkpoints(job)
+        request = checkpoint_pb2.ListCheckpointsRequest(job=job)
+        reply = await self._connection.call(lambda at: at.checkpoint.List, request)
+        return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
 
     async def verify(self, job: str, version: int) -> CheckpointView:
         """One of them, after the coordinator has read all of it; a damaged one is set aside.
@@ -216,7 +214,9 @@ class AsyncClient:
         Raises:
             NotFound: there is none of this version.
         """
-        return await self._connection.verify(job, Step(version))
+        request = checkpoint_pb2.VerifyRequest(job=job, version=version)
+        found = await self._connection.call(lambda at: at.checkpoint.Verify, request, is_long=True)
+        return codec.CHECKPOINT_VIEW.decode(found)
 
     async def export(
         self,
@@ -246,7 +246,10 @@ class AsyncClient:
             RemoteError: a file is not what was saved.
         """
         require_unused("out", out)  # not only after the download
-        manifest = await self._connection.manifest(job, None if version is None else Step(version))
+        request = checkpoint_pb2.ManifestRequest(job=job, version=version)
+        manifest = codec.MANIFEST_REPLY.decode(
+            await self._connection.call(lambda at: at.checkpoint.Manifest, request)
+        )
         spec, status = job_of(manifest.spec), await self.job(job).status()
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
@@ -297,9 +300,7 @@ class AsyncJob:
             NotFound: there is no such job.
         """
         request = jobs_pb2.GetJobRequest(job=self.id)
-        return codec.JOB_STATUS.decode(
-            await self._connection.call(lambda: self._connection.jobs.Get, request)
-        )
+        return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Get, request))
 
     def events(self, *, since: int | Key = 0) -> AsyncGenerator[JobEvent, None]:
         """What happened after the event of that key or number, then what happens, through restarts, until the end."""
@@ -325,9 +326,7 @@ class AsyncJob:
             discard: end it now; its newest checkpoint stays.
         """
         request = jobs_pb2.CancelRequest(job=self.id, reason=reason, discards=discard)
-        return codec.JOB_STATUS.decode(
-            await self._connection.call(lambda: self._connection.jobs.Cancel, request)
-        )
+        return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Cancel, request))
 
     async def pause(self, reason: str = "") -> JobStatus:
         """Holds the job once its newest step is saved; its workers are free for others.
@@ -336,9 +335,7 @@ class AsyncJob:
             Refused: it has ended.
         """
         request = jobs_pb2.PauseRequest(job=self.id, reason=reason)
-        return codec.JOB_STATUS.decode(
-            await self._connection.call(lambda: self._connection.jobs.Pause, request)
-        )
+        return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Pause, request))
 
     async def resume(self, *, steps: int | None = None) -> JobStatus:
         """Has the job go on, if it was paused or has ended, well or not, or is about to.
@@ -350,9 +347,7 @@ class AsyncJob:
             Refused: all steps are done, or the job is at work and its budget cannot be changed now.
         """
         request = jobs_pb2.ResumeRequest(job=self.id, steps=steps)
-        return codec.JOB_STATUS.decode(
-            await self._connection.call(lambda: self._connection.jobs.Resume, request)
-        )
+        return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Resume, request))
 
     async def metrics(self) -> Metrics:
         """Loss, gradient norm, rates and the like of every step and evaluation that counts so far."""

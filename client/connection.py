@@ -10,24 +10,24 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
 
 from client.errors import check_version, explain
 from skein.errors import UserError
-from skein.types import Step
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import Credentials
-from skein.wire.extra import GetRequest, ManifestReply
+from skein.wire.extra import GetRequest
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from skein.wire.views import CheckpointView, JobEvent, Key, VersionReply
+from skein.wire.views import JobEvent, Key, VersionReply
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+Method: TypeAlias = "Callable[[Connection], aio.UnaryUnaryMultiCallable[Request, Reply]]"
 
 DEFAULT_TARGET = "127.0.0.1:7411"
 PATIENCE_S = 60.0
@@ -72,7 +72,7 @@ class Connection:
         self._control = self._dial(address, Lane.CONTROL)
         self._bulk = self._dial(address, Lane.STATE)
         self.jobs = jobs_pb2_grpc.JobsStub(self._control)
-        self._checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
+        self.checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
 
     def _dial(self, address: str, lane: Lane) -> aio.Channel:
         return open_channel(address, lane, credentials=self._credentials)
@@ -110,35 +110,36 @@ class Connection:
         """
         if not self._is_sought:
             _ = await self.seek()
-        answer = await self._attempts(lambda: self.jobs.Version, jobs_pb2.VersionRequest())
+        answer = await self._attempts(lambda at: at.jobs.Version, jobs_pb2.VersionRequest(), self._timeout_s)
         reply = codec.VERSION_REPLY.decode(answer)
         check_version(self.target, reply.protocol_version, reply.release)
         self._version = reply
         return reply
 
     async def call(
-        self, method: "Callable[[], aio.UnaryUnaryMultiCallable[Request, Reply]]", request: Request
+        self, method: "Method[Request, Reply]", request: Request, *, is_long: bool = False
     ) -> Reply:
         """The reply to `request`.
 
         Args:
             method: gives the method, as this connection has it at the moment.
             request: what it is called with.
+            is_long: however long it takes.
 
         Raises:
             NotReachable | NotFound | Refused | VersionMismatch | RemoteError: see `client.errors`.
         """
         if self._version is None:
             _ = await self.version()
-        return await self._attempts(method, request)
+        return await self._attempts(method, request, None if is_long else self._timeout_s)
 
     async def _attempts(
-        self, method: "Callable[[], aio.UnaryUnaryMultiCallable[Request, Reply]]", request: Request
+        self, method: "Method[Request, Reply]", request: Request, timeout_s: float | None
     ) -> Reply:
         patience = self.patience()
         while True:
             try:
-                return await method()(request, timeout=self._timeout_s)
+                return await method(self)(request, timeout=timeout_s)
             except aio.AioRpcError as error:
                 await patience.endure(error)
 
@@ -175,49 +176,13 @@ class Connection:
             except aio.AioRpcError as error:
                 await patience.endure(error)
 
-    async def manifest(self, job: str, version: Step | None) -> ManifestReply:
-        """What a checkpoint of `job` consists of; the newest one if no `version` is named.
-
-        Raises:
-            NotFound: there is none.
-        """
-        request = checkpoint_pb2.ManifestRequest(job=job, version=version)
-        reply: checkpoint_pb2.ManifestReply = await self.call(lambda: self._checkpoint.Manifest, request)
-        return codec.MANIFEST_REPLY.decode(reply)
-
-    async def checkpoints(self, job: str) -> tuple[CheckpointView, ...]:
-        """The checkpoints of `job` that are kept, oldest first.
-
-        Raises:
-            NotFound: there is no such job.
-        """
-        request = checkpoint_pb2.ListCheckpointsRequest(job=job)
-        reply: checkpoint_pb2.ListCheckpointsReply = await self.call(lambda: self._checkpoint.List, request)
-        return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
-
-    async def verify(self, job: str, version: Step) -> CheckpointView:
-        """A checkpoint of `job` after the coordinator has read all of it, however long that takes.
-
-        Raises:
-            NotFound: there is none of this version.
-        """
-        if self._version is None:
-            _ = await self.version()
-        patience = self.patience()
-        while True:
-            try:
-                request = checkpoint_pb2.VerifyRequest(job=job, version=version)
-                return codec.CHECKPOINT_VIEW.decode(await self._checkpoint.Verify(request))
-            except aio.AioRpcError as error:
-                await patience.endure(error)
-
     async def file_parts(self, request: GetRequest) -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
         """The parts of a checkpoint's file, in one try.
 
         Raises:
             AioRpcError: it broke; ask again from where it did.
         """
-        async with aclosing(_messages(self._checkpoint.Get, codec.GET_REQUEST.encode(request))) as parts:
+        async with aclosing(_messages(self.checkpoint.Get, codec.GET_REQUEST.encode(request))) as parts:
             async for part in parts:
                 yield part
 
