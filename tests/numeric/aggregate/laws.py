@@ -4,7 +4,7 @@ A new rule adds a row to `ROWS` and inherits every law of `test_laws.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -157,6 +157,16 @@ class Flock:
         members = [_kept(self.row.rule, walker, saved) for walker in self.members]
         return Flock(row=self.row, members=members, problems=list(self.problems), step=self.step)
 
+    def copy(self) -> "Flock":
+        """The same flock, to go on with apart."""
+        members = [walker.copy() for walker in self.members]
+        return replace(self, members=members, problems=list(self.problems), in_flight=list(self.in_flight))
+
+    def settle(self) -> None:
+        """Steps until nothing is in flight: what is, is of the membership it began with."""
+        while self.in_flight:
+            self.run(1)
+
     def _groups(self, due: Due) -> list[list[int]]:
         """Who talks with whom: all, or neighbours in order, two by two."""
         n = len(self.members)
@@ -176,6 +186,31 @@ class Flock:
                 lengths = [squared_norm(flatten(self.members[i].params)) for i in places]
                 talks = talks_by_shard(due, num_members=n, num_shards=3)
                 return [led_by(talk, lengths.index(min(lengths))) for talk in talks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What a flock was after each number of steps, none included, and all that it exchanged; laws read it."""
+
+    row: Row
+    after: Sequence[Flock]
+    exchanged: Sequence[Exchanged]
+
+    def settled(self) -> Flock:
+        """The flock of the end, to go on with, when nothing is in flight."""
+        some = self.after[-1].copy()
+        some.settle()
+        return some
+
+
+def life_of(row: Row) -> Life:
+    """A flock's whole life, once."""
+    some = flock(row)
+    after, exchanged = [some.copy()], []
+    for _ in range(row.num_steps):
+        exchanged += some.run(1)
+        after.append(some.copy())
+    return Life(row=row, after=after, exchanged=exchanged)
 
 
 def take(rule: Rule, walkers: Sequence[Walker], talks: Sequence[Talk]) -> Exchanged:
