@@ -7,6 +7,7 @@ import tempfile
 
 from hypothesis import settings
 
+from tests.support.extent import examples
 from tests.support.turns import TurningPolicy
 
 # Before torch or a BLAS is imported; `make test` sets it too, for child processes and for speed.
@@ -16,7 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STATE = tempfile.TemporaryDirectory(prefix="skein-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
-settings.register_profile("skein", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.register_profile(
+    "skein", max_examples=examples(100), deadline=None, print_blob=True, derandomize="CI" in os.environ
+)
 settings.load_profile("skein")
 
 # Loops of tests say when they have turned.

@@ -9,6 +9,11 @@ T = TypeVar("T")
 ENTIRE = os.environ.get("SKEIN_MATRIX") == "entire"
 
 
+def examples(entirely: int) -> int:
+    """How many examples Hypothesis draws for a law of which so many are the matrix."""
+    return entirely if ENTIRE else -(-entirely // 4)
+
+
 def part(cases: Sequence[T], *, every: int, start: int = 0) -> Sequence[T]:
     """One in so many, or all of them if the matrix is to be tried entirely.
 

@@ -174,14 +174,13 @@ def test_steps_without_an_exchange_are_those_of_a_walker_alone() -> None:
 def limit(method: GossipMethod, momentum: float, mixing: Mixing, problem: Quadratics, rate: float) -> F64:
     rule = rule_of(method, momentum)
     walkers = walkers_at(rule, np.zeros((mixing.num_members, DIM)))
-    for k in range(300):
+    for k in range(100):
         walkers = step(rule, walkers, mixing, problem.gradient, terms_at(k, rate))
     return rows_of(walkers)
 
 
-# The slowest mode shrinks by less than 0.9 a step, so 300 of them are past float64's precision; what is left is the
-# rounding of a linear system whose condition is about 100.
-LIMIT = 1e-11
+# The slowest mode, plain gossip's, shrinks by about 0.88 a step: to 3e-6 in 100 of them.
+LIMIT = 1e-5
 
 
 @pytest.mark.parametrize("method", ["dsgd", "qg_dmsgd", "decentlam"])
@@ -229,11 +228,11 @@ def test_the_mean_stays_while_members_miss_rounds(method: GossipMethod, graph: G
         (num_walkers, DIM)
     )  # of about equal norms, as models are
     walkers = walkers_at(rule, start)
-    for k in range(20):
+    for k in range(8):
         whole = mixing_at(graph, num_walkers, k, seed=0)
         missing = np.flatnonzero(lost.random(num_walkers) < 0.3).tolist()
         walkers = step(rule, walkers, without(whole, missing), np.zeros_like, terms_at(k, 0.01))
-    # Rounding of 20 weighted sums of values of about 3.
+    # Rounding of 8 weighted sums of values of about 3.
     assert np.allclose(rows_of(walkers).mean(axis=0), start.mean(axis=0), atol=1e-13)
 
 

@@ -191,7 +191,7 @@ def double_well(x: Tensor) -> Tensor:
 def test_all_walkers_come_to_rest_in_the_deeper_of_two_wells() -> None:
     rule = rule_of(EVERY)
     walkers = walkers_at(rule, [[0.9], [-0.9]])
-    descend(rule, walkers, double_well, 400, learning_rate=0.1)
+    descend(rule, walkers, double_well, 250, learning_rate=0.1)
     for walker in walkers:
         # The root of x**3 - x + 0.02 below -1.
         assert at(walker) == pytest.approx([-1.009854], abs=5e-7)
@@ -209,11 +209,11 @@ def test_where_a_leader_rests_the_gradient_of_the_loss_is_zero_whatever_the_pull
     def loss(x: Tensor) -> Tensor:
         return 0.5 * (x - target) @ matrix.double() @ (x - target)
 
-    for pull in (0.01, 0.5, 0.9):
+    for pull in (0.01, 0.9):
         rule = rule_of(EVERY.model_copy(update={"global_pull": pull}))
         starts = [torch.randn(6, generator=generator, dtype=torch.float64).tolist() for _ in range(4)]
         walkers = walkers_at(rule, starts)
-        descend(rule, walkers, loss, 600, learning_rate=0.2)
+        descend(rule, walkers, loss, 150, learning_rate=0.2)
         for walker in walkers:
             assert max(map(abs, slope(loss, walker))) < 1e-12
 

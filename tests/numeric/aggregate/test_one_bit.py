@@ -1,4 +1,4 @@
-"""Laws of both 1-bit rules, and their guards. What DeepSpeed makes of the same gradients: test_one_bit_deepspeed."""
+"""Both 1-bit rules beyond the laws of all rules, and their guards. What DeepSpeed makes: test_one_bit_deepspeed."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -118,27 +118,6 @@ def all_equal(rule: Rule, walkers: Sequence[Walker]) -> bool:
 # --- laws ---
 
 
-@pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
-def test_members_are_bit_equal_after_every_step(make: Make, num_members: int) -> None:
-    rule = make()
-    walkers = new_walkers(rule, num_members)
-    for step in range(12):
-        before = walkers[0].params
-        walkers = advance(rule, walkers, range(step, step + 1))
-        assert all_equal(rule, walkers)
-        assert not same_bits(walkers[0].params, before)
-        assert all(walker.num_updates == step + 1 for walker in walkers)
-        assert all(tensor.isfinite().all() for tensor in replicated(rule, walkers[0]).values())
-
-
-def test_every_slot_is_declared_and_the_transient_one_is_empty_between_steps(make: Make) -> None:
-    rule = make()
-    for steps in (range(0), range(3), range(9)):
-        for walker in advance(rule, new_walkers(rule, 2), steps):
-            assert walker.state.keys() == rule.slots.keys()
-            assert not walker.state[MOMENTUM]
-
-
 @pytest.mark.parametrize("num_shards", [1, 3, 7])
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_what_members_give_comes_out_or_is_kept_as_error(
@@ -233,7 +212,7 @@ def test_without_anything_to_round_one_bit_is_full_precision(make: Make) -> None
 
 def test_a_saved_walker_goes_on_bit_for_bit(make: Make) -> None:
     rule = make()
-    walkers = advance(rule, new_walkers(rule, 3), range(9))
+    walkers = advance(rule, new_walkers(rule, 3), range(7))
     loaded = []
     for walker in walkers:
         named = {f"p/{name}": t for name, t in walker.params.items()} | {
@@ -248,21 +227,11 @@ def test_a_saved_walker_goes_on_bit_for_bit(make: Make) -> None:
             slot, name = key.split("/")
             (params if slot == "p" else state[slot])[name] = tensor
         loaded.append(Walker(params=params, state=state, num_updates=walker.num_updates))
-    after, resumed = (advance(rule, w, range(9, 15)) for w in (walkers, loaded))
+    after, resumed = (advance(rule, w, range(7, 10)) for w in (walkers, loaded))
     assert all(
         same_bits(replicated(rule, a), replicated(rule, b)) for a, b in zip(after, resumed, strict=True)
     )
     assert all_equal(rule, resumed)
-
-
-def test_a_failed_attempt_leaves_nothing_behind(make: Make) -> None:
-    rule = make()
-    walkers = advance(rule, new_walkers(rule, 2), range(8))
-    kept = copy.deepcopy(walkers)
-    advance(rule, walkers, range(8, 9))
-    for walker, before in zip(walkers, kept, strict=True):
-        assert same_bits(walker.params, before.params)
-        assert all(same_bits(walker.state[slot], before.state[slot]) for slot in rule.slots)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1), (1, 4)])
@@ -336,15 +305,15 @@ def test_error_feedback_keeps_the_sum_of_momenta_where_it_should_be(make: Make) 
     walkers = advance(rule, new_walkers(rule, 3, torch.float64), range(WARMUP + 1))
     talks = talks_by_shard(Due(round=0), num_members=3, num_shards=3)
     truth = torch.randn(101, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    said, num_rounds = torch.zeros(101, dtype=torch.float64), 150
+    said, num_rounds = torch.zeros(101, dtype=torch.float64), 50
     for _ in range(num_rounds):
         for walker in walkers:
             walker.state[MOMENTUM] = {"all": truth.clone()}
         sent = [rule.contribution(walker, talk) for walker, talk in zip(walkers, talks, strict=True)]
         results = {s: rule.combine(walkers[s], talks[s], s, [part[s] for part in sent]) for s in range(3)}
         said += rule.join(walkers[0], talks[0], results)
-    # What is missing of the mean is an error divided by 150; signs alone would be off by half of it for good.
-    assert (said / num_rounds - truth).norm() < 0.1 * truth.norm()
+    # What is missing of the mean is an error divided by 50; signs alone would be off by half of it for good.
+    assert (said / num_rounds - truth).norm() < 0.2 * truth.norm()
 
 
 def test_bytes_are_a_thirtieth_of_full_precision(make: Make) -> None:

@@ -5,10 +5,12 @@ of its own.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.support.extent import part
 from tests.support.one_bit_contest import Contest, Kind, run_ours, sample
 
 RECORDED: dict[str, dict[str, list[float]]] = json.loads(
@@ -16,8 +18,7 @@ RECORDED: dict[str, dict[str, list[float]]] = json.loads(
 )
 
 
-@pytest.mark.parametrize("kind", ["adam", "lamb"])
-@pytest.mark.parametrize("num_peers", [2, 4])
+@pytest.mark.parametrize(("kind", "num_peers"), part(list(product(("adam", "lamb"), (2, 4))), every=3))
 def test_forty_steps_are_those_of_deepspeed(kind: Kind, num_peers: int) -> None:
     contest = Contest(kind=kind, dtype="float64", num_peers=num_peers)
     ours, theirs = run_ours(contest), RECORDED[contest.name]

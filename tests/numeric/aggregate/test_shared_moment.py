@@ -1,5 +1,7 @@
 """Gossip with AdamW and LAMB: what all share, what a lone walker does, and the bias that sharing takes away."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -23,8 +25,8 @@ from skein.numeric.walker import Tensors, Walker
 from skein.topology.graphs import Mixing, ring, without
 
 DUE = Due(round=0, reach=Reach.NEIGHBOURS)
-ADAMW = AdamWSpec(betas=(0.8, 0.8), weight_decay=0.0)
-LAMB = LambSpec(name="lamb", betas=(0.8, 0.8), weight_decay=0.0)
+ADAMW = AdamWSpec(betas=(0.5, 0.5), weight_decay=0.0)
+LAMB = LambSpec(name="lamb", betas=(0.5, 0.5), weight_decay=0.0)
 
 
 def rule_of(optimizer: AdamWSpec | LambSpec, method: GossipMethod = "decentlam") -> GossipRule:
@@ -85,11 +87,11 @@ def test_the_shared_statistics_become_the_mean_of_all(optimizer: AdamWSpec | Lam
     rule, generator = rule_of(optimizer), np.random.default_rng(2)
     walkers = walkers_of(rule, 5)
     grads = [drawn(generator) for _ in walkers]
-    for _ in range(170):
+    for _ in range(60):
         # Without learning rate parameters stay, so that everything that is averaged settles.
         walkers = step(rule, walkers, grads, ring(5), learning_rate=0.0)
     squares = torch.stack([flatten(grad) for grad in grads]).square()
-    # 0.8**170 is below float64's precision; rounding of 170 steps is left.
+    # Half of what is missing is left by each step, and 0.54 of disagreement by each round: 1e-16 by 60 of them.
     assert torch.allclose(stacked(walkers, OWN_SQUARES), squares, rtol=1e-12)
     mean = squares.mean(dim=0).expand_as(squares)
     assert torch.allclose(stacked(walkers, SHARED_SQUARES), mean, rtol=1e-12)
@@ -131,17 +133,17 @@ def test_after_a_change_of_members_means_begin_anew() -> None:
 
 
 def test_a_walker_with_far_larger_gradients_divides_by_something_positive() -> None:
-    rule = rule_of(ADAMW)
-    walkers = walkers_of(rule, 32)
+    rule = rule_of(AdamWSpec(betas=(0.8, 0.8), weight_decay=0.0))
+    walkers = walkers_of(rule, 12)
     still = {name: torch.zeros_like(tensor) for name, tensor in walkers[0].params.items()}
     loud = {name: torch.full_like(tensor, 1e3) for name, tensor in walkers[0].params.items()}
     before = flatten(walkers[0].params)
-    for k in range(60):
-        walkers = step(rule, walkers, [loud if k < 30 else still, *[still] * 31], ring(32))
+    for k in range(30):
+        walkers = step(rule, walkers, [loud if k < 15 else still, *[still] * 11], ring(12))
     moved = (flatten(walkers[0].params) - before).abs()
-    # No direction is longer than learning_rate / (1 - beta2), and 30 of them are not still.
+    # No direction is longer than learning_rate / (1 - beta2), and 15 of them are not still.
     assert bool(moved.isfinite().all())
-    assert float(moved.max()) <= 30 * 0.01 / (1 - 0.8)
+    assert float(moved.max()) <= 15 * 0.01 / (1 - 0.8)
 
 
 def test_slots_are_private_and_copied_but_for_the_momentum() -> None:
@@ -152,6 +154,7 @@ def test_slots_are_private_and_copied_but_for_the_momentum() -> None:
 # --- bias ---
 
 
+@cache
 def bias(method: GossipMethod, learning_rate: float, *, shares: bool) -> float:
     """Relative squared distance of eight walkers on a ring from the minimum of their mean loss, in the limit.
 
@@ -176,13 +179,18 @@ def bias(method: GossipMethod, learning_rate: float, *, shares: bool) -> float:
     return float((found - minimum).square().sum(dim=1).mean() / minimum.square().sum())
 
 
-def test_sharing_takes_away_the_bias_and_the_velocity_form_most_of_the_rest() -> None:
-    at_3, at_1 = (bias("decentlam", rate, shares=True) for rate in (0.03, 0.01))
-    # O(learning_rate²): a third of it leaves a ninth, up to higher orders.
-    assert at_3 / at_1 == pytest.approx(9, rel=0.25)
+def test_sharing_leaves_a_bias_that_smaller_rates_take_away() -> None:
+    # O(learning_rate²): two thirds of it leave four ninths, up to higher orders.
+    at_3, at_2 = (bias("decentlam", rate, shares=True) for rate in (0.03, 0.02))
+    assert at_3 / at_2 == pytest.approx(9 / 4, rel=0.25)
+
+
+def test_the_velocity_form_takes_away_most_of_the_rest() -> None:
     # Momentum before mixing makes the rate ten times larger, and so the bias up to a hundred times.
-    assert 20 < bias("dmsgd", 0.01, shares=True) / at_1 <= 100
-    # A second moment of one's own leaves a bias that smaller rates do not take away.
-    own_at_3, own_at_1 = (bias("decentlam", rate, shares=False) for rate in (0.03, 0.01))
-    assert own_at_1 > 0.5 * own_at_3
-    assert own_at_1 > 100 * at_1
+    assert 20 < bias("dmsgd", 0.02, shares=True) / bias("decentlam", 0.02, shares=True) <= 100
+
+
+def test_a_second_moment_of_ones_own_leaves_a_bias_that_smaller_rates_do_not_take_away() -> None:
+    own_at_4, own_at_2 = (bias("decentlam", rate, shares=False) for rate in (0.04, 0.02))
+    assert own_at_2 > 0.5 * own_at_4
+    assert own_at_2 > 100 * bias("decentlam", 0.02, shares=True)
