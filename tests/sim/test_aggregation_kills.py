@@ -13,7 +13,7 @@ SEEDS = range(6)
 
 @pytest.mark.parametrize("rule", STRUCK)
 def test_a_strike_amid_an_exchange_loses_nothing(rule: str) -> None:
-    for seed in part(SEEDS, every=3, start=list(STRUCK).index(rule)):
+    for seed in part(SEEDS, every=6, start=list(STRUCK).index(rule)):
         world = struck(rule, seed)
         try:
             judge_struck(world)
@@ -34,5 +34,6 @@ def test_who_is_steps_behind_the_fastest_needs_no_checkpoint_when_that_dies() ->
 
 
 def test_strikes_come_at_all_moments() -> None:
-    drawn = {draw_strike(rule, seed).moment for rule in ("lsgd", "diloco") for seed in range(100)}
+    alike = range(0, 6000, 30)  # seeds of one undisturbed run
+    drawn = {draw_strike(rule, seed).moment for rule in ("lsgd", "diloco") for seed in alike}
     assert drawn == set(MOMENTS)

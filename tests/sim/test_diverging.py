@@ -24,6 +24,7 @@ from skein.sim.scenario import make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
 from skein.types import JobId, JobState
+from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.worlds import Run, finish, fleet_of, of_kind, run_until, version_of
 
@@ -101,7 +102,7 @@ def test_a_job_stops_and_keeps_what_was_good_and_nobody_is_to_blame(spoils_gradi
     assert of_kind(run.world.log, CheckpointCommitted)[-1].keeps == (6, 15)
 
 
-@pytest.mark.parametrize("after", range(96, 124, 7))
+@pytest.mark.parametrize("after", part(range(96, 124, 7), every=2))
 def test_a_coordinator_that_dies_meanwhile_comes_to_the_same(after: int) -> None:
     run = simulate(job_that("stop"), always, state=JobState.FAILED, disturb=partial(crash, after=after))
     assert len(of_kind(run.world.log, Diverged)) == 1
@@ -117,7 +118,7 @@ def test_a_job_goes_back_and_learns_on_with_half_the_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "disturb", [kill_when_diverged, *(partial(crash, after=n) for n in range(97, 130, 6))]
+    "disturb", [kill_when_diverged, *(partial(crash, after=n) for n in part(range(97, 130, 6), every=3))]
 )
 def test_a_job_goes_back_whatever_dies_meanwhile(disturb: Callable[[World], None]) -> None:
     run = simulate(job_that("rewind"), partial(above, 3e-4), state=JobState.FINISHED, disturb=disturb)

@@ -15,15 +15,15 @@ from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import SHAPES, SimShape, shape_of
 from skein.types import JobState
+from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.reports import hello, ledger, stage_done, vote
 from tests.support.worlds import finish, fleet_of, of_kind, plan_of, run_until, version_of
 
-BY_TEXT = {shape.text: shape for shape in SHAPES}
 ENDS = (JobState.FINISHED, JobState.FAILED, JobState.PAUSED)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
+@pytest.mark.parametrize("shape", part(SHAPES, every=3), ids=lambda shape: shape.text)
 def test_lies_bring_a_job_to_its_end_or_to_a_reason(shape: SimShape) -> None:
     world = disturbed(shape, seed=4, num_faults=4, kinds=("lie",))
     assert judge(shape, world).state in ENDS
@@ -38,11 +38,11 @@ def test_a_stage_that_no_cut_has_is_not_planned_with() -> None:
 def test_most_jobs_with_liars_are_finished_all_the_same() -> None:
     """A liar is made up for; but before the first step a job ends of fatal trouble or other data, with that reason."""
     states = []
-    for seed in range(2, 14):
+    for seed in part(range(2, 14), every=2):
         shape = SHAPES[seed % len(SHAPES)]
         world = disturbed(shape, seed=seed, num_faults=3, kinds=("lie", "kill"))
         states.append(judge(shape, world).state)
-    assert states.count(JobState.FINISHED) >= 10
+    assert states.count(JobState.FINISHED) >= 0.8 * len(states)
 
 
 def test_a_mutation_is_of_the_same_kind_and_now_and_then_nothing_or_the_same_twice() -> None:

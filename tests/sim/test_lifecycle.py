@@ -24,6 +24,7 @@ from skein.protocol.log.records import (
 from skein.sim.scenario import LIMIT_S, make_world
 from skein.sim.world import World
 from skein.types import JobId, JobState
+from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.worlds import (
     Run,
@@ -43,7 +44,9 @@ POINTS = 13
 NUM_EVENTS = undisturbed(JOB, 4).outcome.num_events
 SIM_1 = JobId("small-1")
 
-AT_ANY_MOMENT = pytest.mark.parametrize("num_events", range(40, NUM_EVENTS, NUM_EVENTS // POINTS))
+AT_ANY_MOMENT = pytest.mark.parametrize(
+    "num_events", part(range(40, NUM_EVENTS, NUM_EVENTS // POINTS), every=2)
+)
 
 
 def world_of(job: JobSpec = JOB) -> World:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -24,7 +25,7 @@ def spec(layout: Layout) -> JobSpec:
     return job.model_copy(update={"skip": SkipSpec(max_swaps=1)})
 
 
-JOBS = {layout.value: spec(layout) for layout in Layout}
+JOBS = {layout: spec(layout) for layout in Layout}
 
 
 def wild_plan(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> Plan | Infeasible:
@@ -46,6 +47,11 @@ def swapped(path: Path) -> Path:
     return Path(hops=(first, third, second, *rest))
 
 
+@cache
+def calm(layout: Layout) -> Run:
+    return run(JOBS[layout], seed=None)
+
+
 def run(job: JobSpec, *, seed: int | None) -> Run:
     """The job under wild plans, with the faults of a seed if there is one."""
 
@@ -57,16 +63,16 @@ def run(job: JobSpec, *, seed: int | None) -> Run:
     return simulate(job, 8, seed=seed or 0, disturb=disturb)
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_orders_that_follow_no_rule_are_carried_out(job: JobSpec) -> None:
-    undisturbed = run(job, seed=None)
+@pytest.mark.parametrize("layout", Layout)
+def test_orders_that_follow_no_rule_are_carried_out(layout: Layout) -> None:
+    undisturbed = calm(layout)
     assert [record.step for record in undisturbed.curve] == list(range(6))
     plans = [line for line in undisturbed.world.lines if "plan:" in line]
     assert len(plans) == 1
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_faults_leave_the_curve_of_such_plans_as_it_was(job: JobSpec) -> None:
-    undisturbed = run(job, seed=None)
-    for seed in part(range(12), every=4):
-        assert run(job, seed=seed).curve == undisturbed.curve, f"seed={seed}"
+@pytest.mark.parametrize("layout", Layout)
+def test_faults_leave_the_curve_of_such_plans_as_it_was(layout: Layout) -> None:
+    undisturbed = calm(layout)
+    for seed in part(range(12), every=6):
+        assert run(JOBS[layout], seed=seed).curve == undisturbed.curve, f"seed={seed}"

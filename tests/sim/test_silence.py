@@ -1,6 +1,7 @@
 """Holders that are cut off, stand still or come late are no dead ones: nothing that they hold is given up for it."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -11,6 +12,7 @@ from skein.sim.scenario import disturbed, judge, make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
 from skein.types import JobId, StageIndex, WorkerId
+from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.worlds import (
     Run,
@@ -86,10 +88,10 @@ def struck(silence: Silence, seconds: float, *, later: int, stage: int = 1) -> R
     return finish(world, about=f"{silence.__name__} {seconds} s, {later} events later")
 
 
-@pytest.mark.parametrize("later", [0, 29])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("seconds", SILENCES_S)
-@pytest.mark.parametrize("silence", [mute, freeze, come_late])
+@pytest.mark.parametrize(
+    ("silence", "seconds", "stage", "later"),
+    part(list(product((mute, freeze, come_late), SILENCES_S, (0, 1), (0, 29))), every=5),
+)
 def test_no_step_is_lost_when_all_holders_of_a_stage_are_silent_and_nobody_is_dead(
     silence: Silence, seconds: float, stage: int, later: int
 ) -> None:
