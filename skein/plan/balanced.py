@@ -11,7 +11,7 @@ Rules of this file
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,11 @@ from skein.plan.check import too_few, violations
 from skein.plan.clock.timing import (
     Traffic,
     depths,
+    estimate_s,
     lower_bound_s,
     op_times,
-    predict_s,
     reduction_s,
+    stage_speeds,
     traffic,
     with_times,
 )
@@ -45,7 +46,7 @@ from skein.plan.load import (
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
-from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan
+from skein.plan.plan import ChunkPlan, Group, Infeasible, Path, Plan, Schedule
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
 from skein.types import ChunkRef, Layout, StageSpec, WorkerId
@@ -100,16 +101,11 @@ def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, as this planner predicts; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
-    pool, loads = pool_of(job, fleet), stage_loads(job, plan.stages)
+    setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
     chunks = tuple(placed.chunk for placed in plan.chunks)
-    groups = [*groups_of(job, plan.stages, chunks, loads, tied_bytes(job, plan.stages), pool)]
-    pace = pace_of(pool, loads, *op_times(fleet, loads, pool))
-    found_s = walked_s(plan.paths, plan.schedules, sums_of(groups, plan.layout, pool), pace)
-    if found_s is not None:
-        return found_s
     slots = {placed.chunk: placed.slots for placed in plan.chunks}
-    reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in groups]
-    return predict_s(traffic(plan.paths, loads, pool), slots, reductions_s)
+    groups = setting.groups(plan.stages, chunks)
+    return setting.predicted_s(plan.stages, plan.paths, plan.schedules, slots, groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +118,44 @@ class Setting:
 
     def loads(self, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
         return stage_loads(self.job, stages)
+
+    def groups(
+        self, stages: Sequence[StageSpec], chunks: Sequence[ChunkRef]
+    ) -> tuple[tuple[Group, int], ...]:
+        """Who reduces with whom, and how many bytes."""
+        shared = tied_bytes(self.job, stages)
+        return tuple(groups_of(self.job, stages, chunks, self.loads(stages), shared, self.pool))
+
+    def predicted_s(
+        self,
+        stages: Sequence[StageSpec],
+        paths: Sequence[Path],
+        schedules: Sequence[Schedule],
+        slots: Mapping[ChunkRef, int],
+        groups: Sequence[tuple[Group, int]],
+    ) -> float:
+        """Seconds of a step, walked through where it is short enough for that; estimated otherwise."""
+        loads, pool = self.loads(stages), self.pool
+        # An exchange is no part of every step; what it costs is told by client.planning.estimates.
+        summed = groups if self.job.aggregation.walkers.sum_every_step else ()
+        pace = pace_of(pool, loads, *op_times(self.fleet, loads, pool))
+        sums = sums_of(summed, self.job.parallel.layout, pool)
+        walk_s = walked_s(paths, schedules, sums, pace)
+        if walk_s is not None:
+            return walk_s
+        reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in summed]
+        return estimate_s(self.timed(stages, paths), slots, reductions_s)
+
+    def lower_bound_s(self, stages: Sequence[StageSpec], paths: Sequence[Path]) -> float:
+        """What no schedule of these paths can beat, by the times that `predicted_s` goes by."""
+        loads = self.loads(stages)
+        return lower_bound_s(
+            self.timed(stages, paths), loads, self.pool, stage_speeds(self.fleet, loads, self.pool)
+        )
+
+    def timed(self, stages: Sequence[StageSpec], paths: Sequence[Path]) -> Traffic:
+        loads = self.loads(stages)
+        return traffic(paths, loads, self.pool, stage_speeds(self.fleet, loads, self.pool))
 
     def demand(self, stages: Sequence[StageSpec]) -> Demand:
         """Of the body stages; stage 0 carries the head stage of `LOOP`."""
@@ -250,16 +284,9 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     step = traffic(paths, loads, pool)
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
-    shared = tied_bytes(setting.job, stages)
-    groups = tuple(groups_of(setting.job, stages, chunks, loads, shared, pool))
-    # An exchange is no part of every step; what it costs is told by client.planning.estimates.
-    is_plain = setting.job.aggregation.walkers.sum_every_step
-    reductions_s = [reduction_s(group, num_bytes, pool) if is_plain else 0.0 for group, num_bytes in groups]
+    groups = setting.groups(stages, chunks)
     schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))
-    forward_s, backward_s = op_times(setting.fleet, loads, pool)
-    pace = pace_of(pool, loads, forward_s, backward_s)
-    sums = sums_of(groups, layout, pool) if is_plain else ()
-    predicted_s = walked_s(paths, schedules, sums, pace) or predict_s(step, slots, reductions_s)
+    predicted_s = setting.predicted_s(stages, paths, schedules, slots, groups)
     plan = Plan(
         layout=layout,
         stages=stages,
@@ -270,12 +297,13 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         alternates=tuple(alternates_of(chunks, pool)),
         groups=tuple(group for group, _ in groups),
         predicted_step_s=predicted_s,
-        lower_bound_s=min(predicted_s, lower_bound_s(step, loads, pool)),
+        # Sums in another order differ in the last bits.
+        lower_bound_s=min(predicted_s, setting.lower_bound_s(stages, paths)),
         reason=Clauses(tuple(_reasons(seating, step, slots, wanted, loads, previous))),
     )
     before = () if previous is None else [x.chunk for x in previous.chunks]
     plan = with_silent(plan, setting.job, loads, pool, before)
-    return with_times(plan, loads, pool, forward_s, backward_s)
+    return with_times(plan, loads, pool, *op_times(setting.fleet, loads, pool))
 
 
 def _slots(

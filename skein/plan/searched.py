@@ -259,7 +259,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         alternates=tuple(alternates_of(chunks, pool)),
         groups=tuple(group for group, _ in groups_of(job, base.stages, chunks, posed.loads, shared, pool)),
         predicted_step_s=found.jittered_s,
-        lower_bound_s=min(bound.seconds, found.step_s),
+        lower_bound_s=bound.seconds,
         reason=_reason(base, posed, found, bound, started),
     )
 

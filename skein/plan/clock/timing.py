@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import assert_never
@@ -14,12 +14,13 @@ from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, 
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Group, Path, Plan, TransferTime
-from skein.topology.fleet import Fleet
+from skein.topology.fleet import Fleet, StageTime
 from skein.topology.links import F64
 from skein.types import ChunkRef, WorkerId
 
 # A quotient this little above a whole number is that number and rounding.
 _ROUNDING = 1e-9
+_LEAST_S = 1e-12
 
 
 def warm_up_depths(
@@ -73,15 +74,18 @@ class Traffic:
         return min(self.busy_s, key=lambda worker: (-self.busy_s[worker], worker))
 
 
-def traffic(paths: Sequence[Path], loads: Sequence[StageLoad], pool: Pool) -> Traffic:
-    """Times of all `paths` through stages of `loads`."""
+def traffic(
+    paths: Sequence[Path], loads: Sequence[StageLoad], pool: Pool, speeds: F64 | None = None
+) -> Traffic:
+    """Times of all `paths` through stages of `loads`; `speeds` as of `stage_speeds`, None: those of profiles."""
+    speeds = np.repeat(pool.speeds[:, None], len(loads), axis=1) if speeds is None else speeds
     position = {worker: i for i, worker in enumerate(pool.workers)}
     count_by_path = Counter(paths)
     trips = []
     visits: Counter[ChunkRef] = Counter()
     busy_s: defaultdict[WorkerId, float] = defaultdict(float)
     for path, count in count_by_path.items():
-        trip = _trip(path, loads, pool, position)
+        trip = _trip(path, loads, pool, position, speeds)
         trips.append(trip)
         for hop, op_s in zip(path.hops, trip.op_s, strict=True):
             visits[hop] += count
@@ -89,7 +93,9 @@ def traffic(paths: Sequence[Path], loads: Sequence[StageLoad], pool: Pool) -> Tr
     return Traffic(trips=tuple(trips), visits=visits, busy_s=busy_s)
 
 
-def _trip(path: Path, loads: Sequence[StageLoad], pool: Pool, position: Mapping[WorkerId, int]) -> Trip:
+def _trip(
+    path: Path, loads: Sequence[StageLoad], pool: Pool, position: Mapping[WorkerId, int], speeds: F64
+) -> Trip:
     way = [position[hop.worker] for hop in path.hops]
     stages = [loads[hop.stage] for hop in path.hops]
     hop_s = []
@@ -97,7 +103,10 @@ def _trip(path: Path, loads: Sequence[StageLoad], pool: Pool, position: Mapping[
         latency_s = pool.links.latency_s[sender, receiver] + pool.links.latency_s[receiver, sender]
         there, back = pool.links.bytes_per_s[sender, receiver], pool.links.bytes_per_s[receiver, sender]
         hop_s.append(float(latency_s + load.output_bytes / there + load.output_bytes / back))
-    op_s = tuple(load.flops / float(pool.speeds[worker]) for load, worker in zip(stages, way, strict=True))
+    op_s = tuple(
+        loads[hop.stage].flops / float(speeds[worker, hop.stage])
+        for hop, worker in zip(path.hops, way, strict=True)
+    )
     return Trip(path=path, op_s=op_s, hop_s=tuple(hop_s))
 
 
@@ -112,10 +121,11 @@ def depths(of: Traffic) -> dict[ChunkRef, int]:
     return dict(deepest)
 
 
-def predict_s(of: Traffic, slots: Mapping[ChunkRef, int], reductions_s: Sequence[float]) -> float:
-    """Seconds of one step: the longest path, behind the other work of the busiest worker or of the scarcest slots.
+def estimate_s(of: Traffic, slots: Mapping[ChunkRef, int], reductions_s: Sequence[float]) -> float:
+    """Seconds of one step, in closed form: the longest path, behind the busiest worker's other work or scarce slots.
 
-    Exact for a uniform pipeline, (m + p - 1) (f + b) + 2 (p - 1) c; the groups then reduce side by side.
+    Exact for a uniform pipeline, (m + p - 1) (f + b) + 2 (p - 1) c; the groups then reduce side by side. Elsewhere an
+    estimate: shared lines and idle gaps make steps longer, waits that overlap shorter, but never below `lower_bound_s`.
     """
     longest = 0.0
     for trip in of.trips:
@@ -131,23 +141,24 @@ def predict_s(of: Traffic, slots: Mapping[ChunkRef, int], reductions_s: Sequence
     return longest + max(reductions_s, default=0.0)
 
 
-def lower_bound_s(of: Traffic, loads: Sequence[StageLoad], pool: Pool) -> float:
+def lower_bound_s(of: Traffic, loads: Sequence[StageLoad], pool: Pool, speeds: F64) -> float:
     """Seconds that no schedule of this placement and these paths can beat, even over free links.
 
-    All arithmetic at all speeds, each stage's at its holders', and the longest path's alone.
+    All arithmetic at all speeds, each stage's at its holders', and the longest path's alone. `of` is at `speeds`.
     """
-    speed_by_worker = dict(zip(pool.workers, (float(x) for x in pool.speeds), strict=True))
+    position = {worker: i for i, worker in enumerate(pool.workers)}
     flops_by_stage: Counter[int] = Counter()
-    workers_by_stage: defaultdict[int, set[WorkerId]] = defaultdict(set)
+    speeds_by_stage: defaultdict[int, dict[WorkerId, float]] = defaultdict(dict)
     for chunk, visits in of.visits.items():
         flops_by_stage[chunk.stage] += visits * loads[chunk.stage].flops
-        workers_by_stage[chunk.stage].add(chunk.worker)
-    total_s = flops_by_stage.total() / sum(speed_by_worker[worker] for worker in of.busy_s)
+        speeds_by_stage[chunk.stage][chunk.worker] = float(speeds[position[chunk.worker], chunk.stage])
+    # Who holds several stages is no faster than at the best of them.
+    fastest = (max(own[worker] for own in speeds_by_stage.values() if worker in own) for worker in of.busy_s)
     stage_s = (
-        flops_by_stage[stage] / sum(speed_by_worker[worker] for worker in sorted(workers))
-        for stage, workers in workers_by_stage.items()
+        flops_by_stage[stage] / sum(own[worker] for worker in sorted(own))
+        for stage, own in speeds_by_stage.items()
     )
-    return max(total_s, *stage_s, *(sum(trip.op_s) for trip in of.trips))
+    return max(flops_by_stage.total() / sum(fastest), *stage_s, *(sum(trip.op_s) for trip in of.trips))
 
 
 def reduction_s(group: Group, num_bytes: int, pool: Pool) -> float:
@@ -192,21 +203,45 @@ def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64,
     What was measured counts; a stage that a worker has not run yet takes as long as its arithmetic at the speed the
     worker showed on others, or else in its profile.
     """
-    speeds = pool.speeds.copy()
-    flops_by_stage = {load.stage: load for load in loads}
-    measured = [x for x in fleet.stage_times if x.stage in flops_by_stage and x.worker in pool.workers]
-    position = {worker: i for i, worker in enumerate(pool.workers)}
-    for worker in {x.worker for x in measured}:
-        own = [x for x in measured if x.worker == worker]
-        flops = sum(flops_by_stage[x.stage].flops for x in own)
-        if flops > 0:  # looking up embeddings is no arithmetic, and tells nothing about other stages
-            speeds[position[worker]] = flops / sum(x.forward_s + x.backward_s for x in own)
+    speeds = _shown_speeds(fleet, loads, pool)
     forward_s = np.array([load.forward_flops for load in loads])[None, :] / speeds[:, None]
     backward_s = np.array([load.backward_flops for load in loads])[None, :] / speeds[:, None]
-    for x in measured:
-        at = position[x.worker], x.stage.index
+    for at, _, x in _measured(fleet, loads, pool):
         forward_s[at], backward_s[at] = x.forward_s, x.backward_s
     return forward_s, backward_s
+
+
+def stage_speeds(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> F64:
+    """FLOP/s of every stage at every worker, as `op_times` has them, (num_workers, all stages)."""
+    speeds = np.repeat(_shown_speeds(fleet, loads, pool)[:, None], len(loads), axis=1)
+    for at, load, x in _measured(fleet, loads, pool):
+        if load.flops > 0:
+            speeds[at] = load.flops / max(x.forward_s + x.backward_s, _LEAST_S)
+    return speeds
+
+
+def _shown_speeds(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> F64:
+    """(num_workers,) FLOP/s over all stages that a worker was measured at, or else its profile's."""
+    speeds = pool.speeds.copy()
+    own: defaultdict[int, list[tuple[StageLoad, StageTime]]] = defaultdict(list)
+    for (worker, _), load, x in _measured(fleet, loads, pool):
+        own[worker].append((load, x))
+    for worker, pairs in own.items():
+        flops = sum(load.flops for load, _ in pairs)
+        if flops > 0:  # looking up embeddings is no arithmetic, and tells nothing about other stages
+            speeds[worker] = flops / sum(x.forward_s + x.backward_s for _, x in pairs)
+    return speeds
+
+
+def _measured(
+    fleet: Fleet, loads: Sequence[StageLoad], pool: Pool
+) -> Iterator[tuple[tuple[int, int], StageLoad, StageTime]]:
+    """What was measured of these very stages, each with its (worker, stage) and its load."""
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    load_of = {load.stage: load for load in loads}
+    for x in fleet.stage_times:
+        if x.stage in load_of and x.worker in position:
+            yield (position[x.worker], x.stage.index), load_of[x.stage], x
 
 
 def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F64, backward_s: F64) -> Plan:

@@ -64,7 +64,7 @@ def sums_of(groups: Sequence[tuple[Group, int]], layout: Layout, pool: Pool) -> 
     """
     bytes_by_stages: defaultdict[frozenset[int], int] = defaultdict(int)
     workers_by_stages: dict[frozenset[int], tuple[WorkerId, ...]] = {}
-    last = max(member.stage for group, _ in groups for member in group.members)
+    last = max((member.stage for group, _ in groups for member in group.members), default=0)
     for group, num_bytes in groups:
         stages = frozenset(int(member.stage) for member in group.members)
         if layout.comes_back and stages <= {0, last}:

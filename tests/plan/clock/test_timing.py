@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from skein.plan.clock.timing import depths, lower_bound_s, predict_s, traffic, warm_up_depths
+from skein.plan.clock.timing import depths, estimate_s, lower_bound_s, traffic, warm_up_depths
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import Path
@@ -111,8 +111,8 @@ def test_estimate_is_exact_for_a_uniform_pipeline(p: int, m: int, hop_s: float) 
     step = traffic(paths, loads, pool)
     slots = depths(step)
     # All terms are small whole numbers, so nothing is rounded.
-    assert predict_s(step, slots, []) == makespan(tuple(slots[hop] for hop in paths[0].hops), m, hop_s)
-    assert lower_bound_s(step, loads, pool) == 3 * max(m, p)
+    assert estimate_s(step, slots, []) == makespan(tuple(slots[hop] for hop in paths[0].hops), m, hop_s)
+    assert lower_bound_s(step, loads, pool, np.ones((p, p))) == 3 * max(m, p)
 
 
 def test_estimate_grows_when_memory_allows_too_few_in_flight() -> None:
@@ -120,7 +120,7 @@ def test_estimate_grows_when_memory_allows_too_few_in_flight() -> None:
     step = traffic(paths, loads, pool)
     few = dict.fromkeys(depths(step), 1)
     # One slot at the first hop: each microbatch makes its whole round trip alone.
-    assert predict_s(step, few, []) == 16 * (4 * 3 + 3 * 4)
+    assert estimate_s(step, few, []) == 16 * (4 * 3 + 3 * 4)
 
 
 def test_a_holder_that_sees_every_second_microbatch_needs_half_the_depth() -> None:

@@ -99,7 +99,7 @@ def program_parts(
 ) -> list[tuple[str, float]]:
     """Parts that a linear program proves, from the makespan `low_s` on and never above `high_s`."""
     high_s = min(high_s, _MOST_ABOVE * low_s)
-    if not trips.is_single or not np.isfinite(low_s) or low_s >= high_s:
+    if not trips.num_hops or not trips.is_single or not np.isfinite(low_s) or low_s >= high_s:
         return []
     listed = catalogue(trips, longest_s(trips, problem.num_by_origin, high_s))
     if listed is None:
@@ -145,6 +145,8 @@ def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
         ("origin's slots", lambda count: alone_s(trips, trip_s, count)),
     ]
     work = [(f"work of stage {s}", x) for s, x in stage_ends(problem, trips, tail_s=trips.tail_s())]
+    if not trips.num_hops:  # one stage that keeps nothing from forward to backward: all ops are losses
+        return work
     return [*((name, _of_origins(problem, seconds)) for name, seconds in chains), *work]
 
 
