@@ -33,6 +33,13 @@ class Kept(StrEnum):
     GRAPH = "graph"
 
 
+class Lane(StrEnum):
+    """The two strict orders of a chunk: of the ops that take a slot, and of those that add to its gradient."""
+
+    SLOTS = "slots"
+    SUMS = "sums"
+
+
 class Cost(StrEnum):
     """Whose seconds an op takes, of those that are known of a chunk: LOSS is both others, unless measured by itself."""
 
@@ -74,6 +81,13 @@ class OpRow:
     is_accumulating: bool = False
     cost: Cost
     urgency: int
+
+    @property
+    def lane(self) -> Lane | None:
+        """The order of its chunk that it keeps to; None: it begins as soon as what it waits for is there."""
+        if self.is_accumulating:
+            return Lane.SUMS
+        return Lane.SLOTS if self.slots > 0 else None
 
 
 class OpKind(StrEnum):
@@ -191,6 +205,12 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
 def taker_of(direction: Direction, *, is_last: bool) -> OpKind | None:
     """The kind of op that takes such a boundary tensor at a path's last hop, or at one before; None: none does."""
     return next((x for x in OpKind if x.row.takes is direction and x.row.is_last == is_last), None)
+
+
+@cache
+def only_using(kept: Kept) -> tuple[OpKind, ...]:
+    """The kinds that wait for nothing but what an op has left at their own chunk."""
+    return tuple(x for x in OpKind if x.row.uses is kept and x.row.takes is None)
 
 
 @cache

@@ -341,7 +341,13 @@ def test_what_was_made_is_sent_again_the_way_that_holds_now() -> None:
     hand = one_of_two()
     resume(
         hand,
-        left("B0.0 B0.1", forwards=(0, 1), repeats=(activation(0, MOVED), activation(1, MOVED)), plan=MOVED),
+        left(
+            "B0.1",
+            ledger=(0,),
+            forwards=(1,),
+            repeats=(activation(0, MOVED), activation(1, MOVED)),
+            plan=MOVED,
+        ),
         plan=MOVED,
     )
     assert hand.sent() == [("w1b", activation(0, MOVED)), ("w1b", activation(1, MOVED))]
@@ -413,7 +419,7 @@ def test_what_the_log_has_forgotten_is_not_told() -> None:
 
 def test_what_the_log_has_forgotten_and_somebody_waits_for_is_trouble() -> None:
     hand = one_of_two()
-    resume(hand, left("B0.0 B0.1", forwards=(0, 1), repeats=(activation(0),)))
+    resume(hand, left("B0.1", ledger=(0,), forwards=(1,), repeats=(activation(0),)))
     hand.give(LogShortened(keys=(hop_key(activation(0)),), is_wanted=True))
     [trouble] = hand.said()
     assert isinstance(trouble, Trouble)

@@ -5,10 +5,13 @@ refused, and all are idempotent. These classes are the domain side of protos/ske
 them field by field, so names here are names there.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 from skein.config.rule import Reach
+from skein.plan.ops import Kept
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -137,7 +140,25 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkProgress:
+class ResumedChunk:
+    """What stays of a chunk's progress: its whole ledger or none of it, and some of what waits there for later ops."""
+
+    stage: StageIndex
+    ledger: tuple[MicrobatchId, ...]
+    forwards: tuple[MicrobatchId, ...]
+
+    @property
+    def held(self) -> frozenset[tuple[Kept, MicrobatchId]]:
+        """What ops have left at the chunk."""
+        return frozenset((Kept.GRAPH, microbatch) for microbatch in self.forwards)
+
+    def holding(self, held: Iterable[tuple[Kept, MicrobatchId]]) -> Self:
+        """The same with this left at the chunk."""
+        return replace(self, forwards=tuple(sorted(m for _, m in held)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkProgress(ResumedChunk):
     """What a chunk has done of the step that begins at its version, when a new generation stopped it.
 
     `ledger` is in the order of accumulation. `forwards` are microbatches whose activations wait for their gradient;
@@ -145,20 +166,8 @@ class ChunkProgress:
     log has.
     """
 
-    stage: StageIndex
-    ledger: tuple[MicrobatchId, ...]
-    forwards: tuple[MicrobatchId, ...]
     outputs: tuple[MicrobatchId, ...]
     gradients: tuple[MicrobatchId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumedChunk:
-    """What stays of a chunk's progress: its whole ledger or none of it, and some of its activations."""
-
-    stage: StageIndex
-    ledger: tuple[MicrobatchId, ...]
-    forwards: tuple[MicrobatchId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Which compute op a worker runs next: of those whose input has arrived, the one that its schedule names first.
 
 Rules of this file
-- Of one chunk, forwards are taken strictly in the schedule's order, and so are losses and backwards. So sums are made
-  in one order whatever the network does. Otherwise nothing waits for its turn: what is ready goes first.
+- Of one chunk, ops that take a slot are begun strictly in the schedule's order, and so are those that add to its
+  gradient. So sums are made in one order whatever the network does. Otherwise nothing waits for its turn: what is ready
+  goes first.
 - A forward starts only into a free slot; its slot is free again when that microbatch's backward has ended.
 - So what an op waits for is fixed: its input, the op before it in its chunk's order, and for the k-th forward of a
   chunk with n slots the backward number k - n. A worker is never idle while one of its ops is ready; hence a step can
@@ -14,14 +15,13 @@ Rules of this file
   stage. Its paths visit all stages in order: who holds a slot waits for later stages alone, and the last never waits.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from skein.numeric.sums import exact_sum
-from skein.plan.ops import Direction, OpKind, taker_of
+from skein.plan.ops import Direction, Kept, Lane, OpKind, only_using, taker_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -50,14 +50,17 @@ class _Listed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a chunk has done of a step: it outlives the generation under which it was done."""
+    """What a chunk has done of a step: it outlives the generation under which it was done.
+
+    `held` says of what ops have left there for later ones at which hop of which path that was.
+    """
 
     ledger: tuple[MicrobatchId, ...]
-    forwards: tuple[MicrobatchId, ...]
+    held: Mapping[tuple[Kept, MicrobatchId], _Place]
     losses: Mapping[MicrobatchId, Loss]
 
 
-NOTHING = Carried(ledger=(), forwards=(), losses={})
+NOTHING = Carried(ledger=(), held={}, losses={})
 
 
 class _Chunk:
@@ -68,6 +71,7 @@ class _Chunk:
         self.evaluation_paths = assignment.evaluation_paths
         self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
         self.evaluation_losses: dict[MicrobatchId, Loss] = {}
+        self._stage = assignment.stage.index
         self._whole_step = list(planned)
         self.arrived: dict[PlannedOp, _Place] = {}
         self.clear()
@@ -77,7 +81,7 @@ class _Chunk:
         self.arrived.clear()
         self.ledger: list[MicrobatchId] = []
         self.train_losses: dict[MicrobatchId, Loss] = {}
-        self.held: set[MicrobatchId] = set()
+        self.held: dict[tuple[Kept, MicrobatchId], _Place] = {}
         # What an evaluation of the older version has not released by now is refused as stale when it comes.
         self.in_flight = 0
         self._plan(self._whole_step)
@@ -86,44 +90,53 @@ class _Chunk:
         """A step that goes on: what was carried over counts, the ops in `left` are to come."""
         self.ledger = list(carried.ledger)
         self.train_losses = {m: carried.losses[m] for m in carried.ledger if m in carried.losses}
-        self.held = set(carried.forwards)
-        self.in_flight = len(self.held)
+        self.in_flight = len({microbatch for _, microbatch in carried.held})
         self._plan(left)
+        for (kept, microbatch), place in carried.held.items():
+            self.keep(kept, microbatch, place)
 
     def _plan(self, listed: Iterable[_Listed]) -> None:
-        left = list(listed)
-        self.planned = {listed_op.op for listed_op in left}
-        self._forwards = deque(listed_op for listed_op in left if not listed_op.op.kind.row.is_accumulating)
-        self._accumulations = deque(listed_op for listed_op in left if listed_op.op.kind.row.is_accumulating)
+        self._lanes: dict[Lane | None, list[_Listed]] = {lane: [] for lane in (*Lane, None)}
+        for listed_op in listed:
+            self._lanes[listed_op.op.kind.row.lane].append(listed_op)
+        self.planned = {listed_op.op for lane in self._lanes.values() for listed_op in lane}
 
     @property
     def is_done(self) -> bool:
-        return not self._accumulations
+        return not self._lanes[Lane.SUMS]
 
     def due(self) -> Iterator[_Listed]:
-        """What may run now: at most the next forward and the next op that accumulates."""
-        if self._accumulations and self._is_ready(self._accumulations[0].op):
-            yield self._accumulations[0]
-        if self._forwards and self.in_flight < self.slots and self._forwards[0].op in self.arrived:
-            yield self._forwards[0]
+        """What may run now: at most the next op of each order, and whatever keeps to none."""
+        for lane, listed in self._lanes.items():
+            yield from (x for x in (listed if lane is None else listed[:1]) if self._may_begin(x.op))
 
-    def _is_ready(self, op: PlannedOp) -> bool:
-        # In a step that goes on, the gradient may be here before the activation has been made again.
-        is_forward_done = not op.kind.row.uses or op.microbatch in self.held
-        return is_forward_done and op in self.arrived
-
-    def begin_op(self, op: PlannedOp) -> _Place:
-        """The op runs now."""
+    def _may_begin(self, op: PlannedOp) -> bool:
         row = op.kind.row
-        if not row.is_accumulating:
-            self._forwards.popleft()
-        if row.slots > 0:
-            self.in_flight += row.slots
+        has_slot = row.slots <= 0 or self.in_flight < self.slots
+        # In a step that goes on, the gradient may be here before the activation has been made again.
+        is_own_here = row.uses is None or (row.uses, op.microbatch) in self.held
+        return has_slot and is_own_here and op in self.arrived
+
+    def begin_op(self, listed_op: _Listed) -> _Place:
+        """The op runs now."""
+        op = listed_op.op
+        if not op.kind.row.is_accumulating:
+            self._lanes[op.kind.row.lane].remove(listed_op)
+        if op.kind.row.slots > 0:
+            self.in_flight += op.kind.row.slots
         return self.arrived.pop(op)
+
+    def keep(self, kept: Kept, microbatch: MicrobatchId, place: _Place) -> None:
+        """An op has left something here; whatever waits for that alone is ready."""
+        self.held[kept, microbatch] = place
+        for kind in only_using(kept):
+            op = PlannedOp(kind=kind, stage=self._stage, microbatch=microbatch)
+            if op in self.planned:
+                self.arrived[op] = place
 
     def accumulated(self, microbatch: MicrobatchId) -> None:
         """An op that adds to the gradient has ended."""
-        self._accumulations.popleft()
+        self._lanes[Lane.SUMS].pop(0)
         self.ledger.append(microbatch)
 
 
@@ -156,7 +169,7 @@ class Pipeline:
         return {
             stage: Carried(
                 ledger=tuple(chunk.ledger),
-                forwards=tuple(sorted(chunk.held)),
+                held=dict(sorted(chunk.held.items())),
                 losses=dict(chunk.train_losses),
             )
             for stage, chunk in self._chunks.items()
@@ -240,8 +253,9 @@ class Pipeline:
         due = [(listed_op, chunk) for chunk in self._chunks.values() for listed_op in chunk.due()]
         if not due:
             return self._next_evaluation()
-        (_, op), chunk = min(due, key=lambda pair: pair[0].position)
-        hop, path = chunk.begin_op(op)
+        listed_op, chunk = min(due, key=lambda pair: pair[0].position)
+        op = listed_op.op
+        hop, path = chunk.begin_op(listed_op)
         return COMPUTE_OPS[op.kind](
             phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
         )
@@ -265,10 +279,10 @@ class Pipeline:
         row = op.kind.row
         assert (loss is not None) == row.is_last, f"{op} has ended with {loss}"
         if row.leaves and op.phase.keeps_graph:
-            chunk.held.add(op.microbatch)
+            chunk.keep(row.leaves, op.microbatch, (op.hop, op.path))
         if op.phase.trains:
             if row.uses:
-                chunk.held.discard(op.microbatch)
+                chunk.held.pop((row.uses, op.microbatch), None)
             if row.slots < 0:
                 chunk.in_flight += row.slots
             if row.is_accumulating:
@@ -279,9 +293,10 @@ class Pipeline:
         return op.output
 
     def spoil(self, op: ComputeOp) -> None:
-        """An op failed halfway: its activation is gone, and if it accumulates, all that its chunk has summed."""
+        """An op failed halfway: what was left for it is gone, and if it accumulates, all that its chunk has summed."""
         chunk = self._chunks[op.chunk.stage]
-        chunk.held.discard(op.microbatch)
+        for kept in Kept:
+            chunk.held.pop((kept, op.microbatch), None)
         if op.kind.row.is_accumulating:
             chunk.ledger.clear()
             chunk.train_losses.clear()

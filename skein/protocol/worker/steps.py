@@ -155,10 +155,10 @@ class Steps:
         return ChunkProgress(
             stage=stage,
             ledger=carried.ledger,
-            forwards=carried.forwards,
+            forwards=(),
             outputs=logged(Direction.FORWARD),
             gradients=logged(Direction.BACKWARD),
-        )
+        ).holding(carried.held)
 
     def hold(self, assign: Assign) -> None:
         """What was built is here, whatever generation asked for it. Of the step in progress, what it says stays."""
@@ -176,8 +176,10 @@ class Steps:
         kept: dict[StageIndex, Carried] = {}
         for chunk in resumption.chunks:
             before = self._carried.get(chunk.stage, NOTHING)
-            assert chunk.ledger in ((), before.ledger), f"told to keep {chunk}, here is {before}"
-            kept[chunk.stage] = replace(before, ledger=chunk.ledger, forwards=chunk.forwards)
+            is_here = chunk.ledger in ((), before.ledger) and chunk.held <= before.held.keys()
+            assert is_here, f"told to keep {chunk}, here is {before}"
+            held = {key: place for key, place in before.held.items() if key in chunk.held}
+            kept[chunk.stage] = replace(before, ledger=chunk.ledger, held=held)
         self._carried = kept
 
     def settle(self, assign: Assign) -> None:
