@@ -103,21 +103,11 @@ class _Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Closed:
+class _Heard:
+    """What counts only while the stream is the one of its worker."""
+
     stream: Stream
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Reported:
-    stream: Stream
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    stream: Stream
-    reason: str
+    event: ReportArrived | ReportRefused | StreamBroken
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +121,7 @@ class _Woken:
     """Nothing but a reason to look up."""
 
 
-_Item = CoordinatorEvent | _Opened | _Closed | _Reported | _Refused | _Asked | _Woken
+_Item = CoordinatorEvent | _Opened | _Heard | _Asked | _Woken
 
 
 class Driver:
@@ -191,17 +181,23 @@ class Driver:
     async def reported(self, stream: Stream, report: Report) -> None:
         """A worker reported. Waits while the inbox is full."""
         self._meter.heard(stream.worker, report)
-        await self._inbox.put(_Reported(stream, report))
+        worker, incarnation = stream.key
+        event = ReportArrived(worker=worker, incarnation=incarnation, report=report)
+        await self._inbox.put(_Heard(stream, event))
 
     async def refused(self, stream: Stream, reason: str) -> None:
         """A worker sent what no worker of this release sends. Waits while the inbox is full."""
         self._meter.refused("Session", "malformed")
-        await self._inbox.put(_Refused(stream, reason))
+        worker, incarnation = stream.key
+        event = ReportRefused(worker=worker, incarnation=incarnation, reason=reason)
+        await self._inbox.put(_Heard(stream, event))
 
     async def closed(self, stream: Stream, reason: str) -> None:
         """A stream ended."""
         stream.close(reason)
-        await self._inbox.put(_Closed(stream, reason))
+        worker, incarnation = stream.key
+        event = StreamBroken(worker=worker, incarnation=incarnation, reason=reason)
+        await self._inbox.put(_Heard(stream, event))
 
     async def ask(self, event: Asked) -> tuple[Record, ...]:
         """Have a client's wish handled; gives what it recorded, once that is durable and carried out.
@@ -312,8 +308,7 @@ class Driver:
         match item:
             case _Opened():
                 stream = item.stream
-                key = (stream.worker, stream.incarnation)
-                older = self._streams.get(key)
+                older = self._streams.get(stream.key)
                 is_other = older is not None and older.secret != stream.secret
                 if is_other and not self.machine.membership.is_from_holder(item.hello):
                     # What the machine said to this name and incarnation would go to the one who has them.
@@ -325,27 +320,15 @@ class Driver:
                     return []
                 if older is not None:
                     older.close("the worker opened another stream")
-                self._streams[key] = stream
-                return self._machine(ReportArrived(worker=key[0], incarnation=key[1], report=item.hello))
-            case _Closed():
-                stream = item.stream
-                key = (stream.worker, stream.incarnation)
-                if self._streams.get(key) is not stream:
+                self._streams[stream.key] = stream
+                worker, incarnation = stream.key
+                return self._machine(ReportArrived(worker=worker, incarnation=incarnation, report=item.hello))
+            case _Heard():
+                if self._streams.get(item.stream.key) is not item.stream:
                     return []
-                del self._streams[key]
-                return self._machine(StreamBroken(worker=key[0], incarnation=key[1], reason=item.reason))
-            case _Reported():
-                stream = item.stream
-                key = (stream.worker, stream.incarnation)
-                if self._streams.get(key) is not stream:
-                    return []
-                return self._machine(ReportArrived(worker=key[0], incarnation=key[1], report=item.report))
-            case _Refused():
-                stream = item.stream
-                key = (stream.worker, stream.incarnation)
-                if self._streams.get(key) is not stream:
-                    return []
-                return self._machine(ReportRefused(worker=key[0], incarnation=key[1], reason=item.reason))
+                if isinstance(item.event, StreamBroken):
+                    del self._streams[item.stream.key]
+                return self._machine(item.event)
             case _Asked():
                 return self._machine(item.event)
             case _Woken():

@@ -38,6 +38,11 @@ class Stream:
         self._changed = asyncio.Event()
 
     @property
+    def key(self) -> tuple[WorkerId, Incarnation]:
+        """Whose it is."""
+        return self.worker, self.incarnation
+
+    @property
     def num_waiting(self) -> int:
         """Directives that the network has not taken yet."""
         return len(self._waiting)
