@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from client.aio import TIMEOUT_S, AsyncClient, AsyncJob
@@ -74,9 +73,7 @@ class Client(_Blocking[AsyncClient]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from coordinator.records.logfile import sync_directory
@@ -87,9 +86,7 @@ class Upload:
         self._synced = Synced(self._file)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # A thread that was left behind may be about to finish.
         if (file := self._file) is not None:
             # What is still in memory may have no room either.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self, TypeAlias, cast
+from typing import NoReturn, Self, TypeAlias, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -80,6 +80,25 @@ NO_CREDENTIALS = Credentials()
 """Where nobody is asked who they are."""
 
 
+Shape = TypeVar("Shape", bound=Callable[..., object])
+
+
+def _carrying(shape: Shape) -> Shape:
+    """The calls of one shape on a `TokenChannel`."""
+
+    def call(
+        self: "TokenChannel",
+        method: str,
+        request_serializer: Serialize | None = None,
+        response_deserializer: Parse | None = None,
+        _registered_method: bool | None = False,
+    ) -> object:
+        plain = getattr(self.channel, shape.__name__)(method, request_serializer, response_deserializer)
+        return partial(plain, metadata=self.metadata)
+
+    return cast("Shape", call)
+
+
 class TokenChannel(aio.Channel):
     """A channel whose calls carry the token. A call with metadata of its own has to bring the token itself.
 
@@ -87,69 +106,34 @@ class TokenChannel(aio.Channel):
     """
 
     def __init__(self, channel: aio.Channel, token: str) -> None:
-        self._channel = channel
-        self._metadata = ((_KEY, f"Bearer {token}"),)
+        self.channel = channel
+        self.metadata = ((_KEY, f"Bearer {token}"),)
 
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
+        await self.channel.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return await self._channel.__aexit__(kind, error, trace)
+        return await self.channel.__aexit__(kind, error, trace)
 
     async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
+        await self.channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
+        return self.channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
+        await self.channel.channel_ready()
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Serialize | None = None,
-        response_deserializer: Parse | None = None,
-        _registered_method: bool | None = False,
-    ) -> aio.UnaryUnaryMultiCallable[object, object]:
-        call = self._channel.unary_unary(method, request_serializer, response_deserializer)
-        return cast("aio.UnaryUnaryMultiCallable[object, object]", partial(call, metadata=self._metadata))
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Serialize | None = None,
-        response_deserializer: Parse | None = None,
-        _registered_method: bool | None = False,
-    ) -> aio.UnaryStreamMultiCallable[object, object]:
-        call = self._channel.unary_stream(method, request_serializer, response_deserializer)
-        return cast("aio.UnaryStreamMultiCallable[object, object]", partial(call, metadata=self._metadata))
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Serialize | None = None,
-        response_deserializer: Parse | None = None,
-        _registered_method: bool | None = False,
-    ) -> aio.StreamUnaryMultiCallable[object, object]:
-        call = self._channel.stream_unary(method, request_serializer, response_deserializer)
-        return cast("aio.StreamUnaryMultiCallable[object, object]", partial(call, metadata=self._metadata))
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Serialize | None = None,
-        response_deserializer: Parse | None = None,
-        _registered_method: bool | None = False,
-    ) -> aio.StreamStreamMultiCallable[object, object]:
-        call = self._channel.stream_stream(method, request_serializer, response_deserializer)
-        return cast("aio.StreamStreamMultiCallable[object, object]", partial(call, metadata=self._metadata))
+    unary_unary = _carrying(aio.Channel.unary_unary)
+    unary_stream = _carrying(aio.Channel.unary_stream)
+    stream_unary = _carrying(aio.Channel.stream_unary)
+    stream_stream = _carrying(aio.Channel.stream_stream)
 
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"

@@ -70,11 +70,6 @@ class Dataset:
         return self.selection.num_train
 
     @property
-    def num_train_tokens(self) -> int:
-        """Tokens of one epoch; the last sample of a source may have fewer."""
-        return self.num_train_samples * self.sample_tokens
-
-    @property
     def num_validation_samples(self) -> int:
         return self.selection.num_validation
 
