@@ -12,7 +12,7 @@ from typing import Self
 from client.api import Client
 from client.errors import NotReachable
 from client.local import free_port
-from client.tether import start_tethered
+from skein.wire.process.tether import start_tethered
 from skein.wire.views import WorkerState
 
 ANY_ROOT = Path("/")

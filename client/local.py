@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from client.api import Client
 from client.connection import DEFAULT_TARGET
 from client.errors import NotReachable
-from client.tether import start_tethered
 from skein.errors import SkeinError
 from skein.wire.channel import split_address
+from skein.wire.process.tether import start_tethered
 from skein.wire.views import WorkerState
 
 HOST = "127.0.0.1"
@@ -96,9 +95,7 @@ class LocalFleet:
         self.logs.mkdir(parents=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, client: Client) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from client.lab.preset import COORDINATOR, Endpoint
 from client.lab.state import LabFile, LabFolder, coordinator_of
 from client.local import HOST, service_environment
-from client.tether import start_tethered
 from skein.wire.channel import join_address, split_address
+from skein.wire.process.tether import start_tethered
 
 METRICS_PORT = 7412
 """Of the coordinator, on its own loopback."""

@@ -27,7 +27,7 @@ from client.planning.messages import (
     Progressed,
     message_of,
 )
-from client.tether import tethered_arguments
+from skein.wire.process.tether import tethered_arguments
 
 COMPILE_S = 300.0
 """Far above what compiling takes on a slow and busy core."""

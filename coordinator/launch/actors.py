@@ -12,21 +12,21 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
-from coordinator.launch.leash import leashed
 from coordinator.launch.subprocesses import worker_command
 from skein.errors import UserError
+from skein.wire.process.tether import tethered
 
 
 class WorkerHost:
     """Runs one worker daemon where Ray gives it a GPU. Ray restarts it, and with it the daemon.
 
-    It does one thing at a time: then all of it is on the main thread, and the daemon's leash is tied to that.
+    It does one thing at a time: then all of it is on the main thread, and the daemon is tied to that.
     """
 
     def __init__(self, join: str, options: Sequence[str]) -> None:
         # Ray has set CUDA_VISIBLE_DEVICES to the one that is ours.
         self._process = subprocess.Popen(
-            leashed(worker_command(join, options), number=signal.SIGKILL), stdin=subprocess.DEVNULL
+            tethered(worker_command(join, options), number=signal.SIGKILL), stdin=subprocess.DEVNULL
         )
 
     def ended(self) -> int | None:

@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
-from coordinator.launch.leash import leashed
 from skein.errors import UserError
+from skein.wire.process.tether import tethered
 
 STOP_S = 20.0
 """What workers may take to hand over their work before they are killed."""
@@ -46,13 +45,11 @@ class WorkerProcesses:
     def __enter__(self) -> Self:
         for name, command in self._commands.items():
             self.processes[name] = subprocess.Popen(
-                leashed(command, number=signal.SIGKILL), stdin=subprocess.DEVNULL
+                tethered(command, number=signal.SIGKILL), stdin=subprocess.DEVNULL
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def failed(self) -> str | None:

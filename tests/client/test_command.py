@@ -10,7 +10,7 @@ import pytest
 
 from client.api import Client
 from client.local import LocalFleet, NotStarted, free_port
-from client.tether import tethered_arguments
+from skein.wire.process.tether import tethered_arguments
 from tests.client.scripted import GOOD, Script, serving
 
 SKEIN = (sys.executable, "-P", "-m", "client.cli")
@@ -113,7 +113,7 @@ def test_reader_that_stops_reading_is_no_error() -> None:
 
 def test_tethered_process_ends_when_its_parent_is_killed() -> None:
     program = (
-        "import subprocess; from client.tether import tethered_arguments; "
+        "import subprocess; from skein.wire.process.tether import tethered_arguments; "
         "child = subprocess.Popen(tethered_arguments('http.server', ['--bind', '127.0.0.1', '0'])); "
         "print(child.pid, flush=True); child.wait()"
     )
@@ -135,7 +135,7 @@ def test_tethered_process_ends_when_its_parent_is_killed() -> None:
 
 def test_process_whose_parent_is_gone_already_does_not_begin() -> None:
     command = tethered_arguments("http.server", ["0"])
-    command[4] = "1"
+    command[4] = "1"  # the parent
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: process 1 is gone\n")
 

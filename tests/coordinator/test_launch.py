@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from coordinator.launch.guard import writers
-from coordinator.launch.leash import leashed
 from coordinator.launch.subprocesses import WorkerProcesses, worker_command
 from skein.errors import UserError
 
@@ -22,10 +21,10 @@ HOLDS = [
     "-c",
     "import signal, sys; f = open(*sys.argv[1:]); print('up', flush=True); signal.pause()",
 ]
-LEASHES_ONE = """
-import subprocess, sys
-from coordinator.launch.leash import leashed
-child = subprocess.Popen(leashed(sys.argv[1:], number=9), stdout=subprocess.PIPE)
+TIES_ONE = """
+import signal, subprocess, sys
+from skein.wire.process.tether import tethered
+child = subprocess.Popen(tethered(sys.argv[1:], number=signal.SIGKILL), stdout=subprocess.PIPE)
 child.stdout.readline()
 print("up", flush=True)
 child.wait()
@@ -57,19 +56,12 @@ def has_ended(process: psutil.Process) -> bool:
     return bool(gone) or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_leashed_process_ends_with_its_parent(started: list[subprocess.Popen[bytes]]) -> None:
-    parent = start(started, [sys.executable, "-c", LEASHES_ONE, *FOREVER])
+def test_a_process_is_killed_with_the_parent_that_wants_it(started: list[subprocess.Popen[bytes]]) -> None:
+    parent = start(started, [sys.executable, "-c", TIES_ONE, *FOREVER])
     (child,) = psutil.Process(parent.pid).children()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert has_ended(child)
-
-
-def test_a_leash_to_a_parent_that_is_gone_holds_nothing() -> None:
-    command = leashed(FOREVER, number=signal.SIGKILL)
-    command[3] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: process 1 has ended\n")
 
 
 def test_the_guard_ends_who_writes_into_the_folder_and_nobody_else(

@@ -14,9 +14,9 @@ import psutil
 from grpc import aio
 
 from client.local import free_port
-from coordinator.launch.leash import leashed
 from skein.wire.channel import Lane, is_loopback, open_channel
 from skein.wire.credentials import NO_CREDENTIALS
+from skein.wire.process.tether import tethered
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import job_spec
 
@@ -101,7 +101,7 @@ async def brought_up(directory: Path, *, port: int | None = None) -> AsyncIterat
 
 
 def launch(arguments: list[str], errors: Path) -> subprocess.Popen[str]:
-    command = leashed(arguments, number=signal.SIGKILL)
+    command = tethered(arguments, number=signal.SIGKILL)
     with errors.open("ab") as out:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, text=True)
 

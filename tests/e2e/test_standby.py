@@ -16,8 +16,8 @@ import pytest
 from bench.cluster import ROOTS
 from client.api import Client, Job
 from client.local import free_port
-from client.tether import start_tethered
 from skein.types import JobState
+from skein.wire.process.tether import start_tethered
 from skein.wire.views import StepFinished, WentBack, WorkerState
 from tests.e2e.jobs import text_job, write_text
 from tests.e2e.test_recovery import losses_of, wait_for_step

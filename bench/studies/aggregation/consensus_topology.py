@@ -28,10 +28,10 @@ from bench.report import Row, spread
 from bench.studies.aggregation.gossip_peer import GossipRun, PeerFile, start_of
 from bench.studies.aggregation.measured import Measured
 from bench.studies.plot import Chart, Line
-from client.tether import tethered_arguments
 from skein.topology.consensus import AGREED_RATIO, choose
 from skein.topology.graphs import Mixing, ring, symmetric_exponential
 from skein.topology.links import LinkMatrices
+from skein.wire.process.tether import tethered_arguments
 
 F64 = npt.NDArray[np.float64]
 

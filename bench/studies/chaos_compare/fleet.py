@@ -14,8 +14,8 @@ from bench.chaosing.blows import Blow
 from bench.studies.chaos_compare.replica_file import Part, replica_of
 from bench.studies.chaos_compare.told import Curve, Kind, Told, curve_of, read_told
 from client.local import free_port
-from client.tether import tethered_arguments
 from skein.config.job import JobSpec
+from skein.wire.process.tether import tethered_arguments
 
 _POLL_S = 0.05
 _GIVE_UP_S = 300.0
@@ -157,7 +157,8 @@ class Fleet:
         )
         path = self._folder / f"{replica}.json"
         path.write_text(part.model_dump_json(), encoding="utf-8")
-        command = [str(self._program.python), *tethered_arguments(self._program.module, [str(path)])[1:]]
+        python = str(self._program.python)
+        command = tethered_arguments(self._program.module, [str(path)], python=python)
         with (self._folder / f"{replica}.log").open("ab") as out:
             self._processes[replica] = subprocess.Popen(
                 command,
