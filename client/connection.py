@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 from grpc import aio
 
-from client.errors import check_version, explain
+from client.errors import check_version, explain_call
 from skein.errors import UserError
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
@@ -214,7 +214,7 @@ class CallPatience:
             if await self._connection.seek(named):
                 return
         if error.code() not in _BROKEN or time.monotonic() + self._pause_s > self._until:
-            raise explain(error, self._connection.target) from error
+            raise explain_call(error, self._connection.target) from error
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 

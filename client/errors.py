@@ -28,7 +28,7 @@ class NotFound(Refused):
     """The coordinator knows no such job, worker, checkpoint or file."""
 
 
-def explain(error: aio.AioRpcError, target: str) -> SkeinError:
+def explain_call(error: aio.AioRpcError, target: str) -> SkeinError:
     """What a failed call to `target` means to the caller."""
     meant, code = error_of(error, target), error.code()
     if isinstance(meant, UserError):

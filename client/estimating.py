@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from client.planning.estimates import Estimate, estimate_of_job, estimate_of_plan
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.changing.redundancy import shortfalls
 from skein.plan.plan import Infeasible
 from skein.topology.fleet import Fleet, FleetWorker, Link
@@ -29,7 +29,7 @@ def expected(job: JobSpec, workers: Iterable[WorkerStatus], links: Iterable[Link
         workers=tuple(FleetWorker(worker=x.worker, site=x.site, profile=x.profile) for x in found),
         links=tuple(links),
     )
-    plan = make_plan(job, fleet, None, seed=job.seed)
+    plan = make_balanced_plan(job, fleet, None, seed=job.seed)
     if isinstance(plan, Infeasible):
         return Expected(estimate=estimate_of_job(job), warnings=(f"the job waits: {plan.reason}",))
     warnings = tuple(short.words for short in shortfalls(plan, job, fleet))

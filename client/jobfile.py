@@ -20,7 +20,7 @@ from skein.config.load import parse_job
 from skein.config.location import cure_of_path, parse_location
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel
-from skein.plan.admission import check_admissible, settled
+from skein.plan.admission import check_admissible, settled_job
 from skein.storage.places import FIELD
 
 _BYTE_VALUES = 256
@@ -78,7 +78,7 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
         "data": _located(job.data, base),
         "checkpoint": job.checkpoint.model_copy(update={"url": url and _located_url(url, base)}),
     }
-    prepared = settled(job.model_copy(update=changes))
+    prepared = settled_job(job.model_copy(update=changes))
     check_admissible(prepared)
     _check_fit(prepared)
     return prepared

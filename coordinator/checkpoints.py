@@ -25,7 +25,7 @@ from skein.config.job import JobSpec
 from skein.errors import RemoteError, SkeinError, UserError
 from skein.protocol.log.records import CheckpointCommitted, checkpoint_folder
 from skein.storage.folders import Folder, RootedFolder
-from skein.storage.outside import PIECE_BYTES, Synced, moved, require_room, room_explained
+from skein.storage.outside import PIECE_BYTES, Synced, call_moved, require_room, room_explained
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.storage.roots import Inside
 from skein.types import JobId, Step
@@ -249,13 +249,13 @@ def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
         if size != file.num_bytes:
             found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
             raise DamagedError(f"{path} {found}")
-        moved()
+        call_moved()
     for file in listed:
         digest = hashlib.sha256()
         with files.open(f"{folder}/{file.name}") as opened:
             while piece := opened.read(PIECE_BYTES):
                 digest.update(piece)
-                moved()
+                call_moved()
         if digest.hexdigest() != file.sha256:
             raise DamagedError(f"{folder}/{file.name} is not what was written: its SHA-256 is another")
 
@@ -265,9 +265,9 @@ def _delete_checkpoint(files: Folder, folder: str) -> None:
     files.delete(f"{folder}/{MANIFEST}")
     for name in files.list(folder):
         files.delete(f"{folder}/{name}")
-        moved()
+        call_moved()
     files.delete(folder)
-    moved()
+    call_moved()
 
 
 def _checked(pattern: re.Pattern[str], name: str) -> str:

@@ -39,7 +39,7 @@ NICENESS = 15
 _log = logging.getLogger("coordinator")
 
 
-def warm_up() -> None:
+def warm_search() -> None:
     """Have the search compiled on this machine."""
     from skein.plan.route.warm import warm_up as compile_all
 
@@ -72,7 +72,7 @@ def _plan_behind(asked: MakePlan) -> PlanMade:
 
 def _warm_up_behind() -> None:
     _step_back()
-    warm_up()
+    warm_search()
 
 
 def _search_behind(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:

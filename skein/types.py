@@ -60,6 +60,16 @@ class Precision(StrEnum):
     FP64 = "fp64"
     BF16 = "bf16"
 
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of one number in parameters, residuals and losses."""
+        return 8 if self is Precision.FP64 else 4
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of one number that enters or leaves a matrix product."""
+        return 2 if self is Precision.BF16 else self.word_bytes
+
 
 class JobState(StrEnum):
     """What a user sees. `PAUSED` waits for workers and is no failure, `HELD` for somebody who lets it go on."""

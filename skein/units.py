@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, turned into SI base units at the edge."""
+"""Sizes and durations as people write them, turned into SI base units at the edge; and back."""
 
 import re
 
@@ -51,3 +51,12 @@ def format_bytes(num_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts.
+
+    >>> counted(1, "hop"), counted(0, "hop"), counted(2, "microbatch", "microbatches")
+    ('1 hop', '0 hops', '2 microbatches')
+    """
+    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

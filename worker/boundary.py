@@ -17,7 +17,7 @@ from typing import Protocol
 from skein.protocol.worker.ops import HopKey, TensorKey
 from skein.types import Step
 from skein.wire.extra import TensorMeta
-from worker.bundle import Bundle, WireTensor, num_bytes_of
+from worker.bundle import Bundle, WireTensor, bundle_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class BoundaryLog:
         """Keep a bundle, whose bytes do not change from now on; gives the keys that are forgotten for it."""
         self._remove(key)
         self._in_memory[key] = bundle
-        self.num_bytes += num_bytes_of(bundle)
+        self.num_bytes += bundle_bytes(bundle)
         forgotten = self._settle()
         while self.num_bytes > self._memory_bytes and len(self._in_memory) > 1:
             oldest = next(iter(self._in_memory))
@@ -144,10 +144,10 @@ class BoundaryLog:
     def _spill(self, key: HopKey) -> bool:
         """Send an entry to the disk; False if there is no room, or too much waits for it."""
         bundle = self._in_memory[key]
-        num_bytes = num_bytes_of(bundle)
+        num_bytes = bundle_bytes(bundle)
         if self.num_spilled_bytes + num_bytes > self._disk_bytes:
             return False
-        num_waiting = sum(num_bytes_of(waiting) for waiting, _ in self._writing.values())
+        num_waiting = sum(bundle_bytes(waiting) for waiting, _ in self._writing.values())
         if self._writing and num_waiting + num_bytes > self._memory_bytes:
             return False
         if self._disk is None:
@@ -194,7 +194,7 @@ class BoundaryLog:
     def _remove(self, key: HopKey) -> None:
         bundle = self._in_memory.pop(key, None)
         if bundle is not None:
-            self.num_bytes -= num_bytes_of(bundle)
+            self.num_bytes -= bundle_bytes(bundle)
         spilled = self._on_disk.pop(key, None)
         if spilled is not None:
             self.num_spilled_bytes -= spilled.num_bytes

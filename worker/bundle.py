@@ -39,7 +39,7 @@ Bundle = tuple[WireTensor, ...]
 """Tensors that travel together. Empty for a release, which says something by arriving."""
 
 
-def num_bytes_of(bundle: Bundle) -> int:
+def bundle_bytes(bundle: Bundle) -> int:
     """Bytes of all elements."""
     return sum(len(tensor.data) for tensor in bundle)
 
@@ -107,7 +107,7 @@ def allocate(num_bytes: int) -> memoryview:
     return _POOL.allocate(num_bytes)
 
 
-def split(tensors: Iterable[TensorMeta], data: memoryview) -> Bundle:
+def split_tensors(tensors: Iterable[TensorMeta], data: memoryview) -> Bundle:
     """The tensors that lie in `data` one after the other; they share its memory unless that breaks alignment."""
     bundle: list[WireTensor] = []
     start = 0

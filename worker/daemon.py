@@ -30,7 +30,7 @@ from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
 from worker.data.cache import usual_cache
 from worker.naming import take_name
-from worker.telling.logs import LogTail, begin_logging
+from worker.telling.logs import LogTail, begin_worker_log
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ async def run_worker(
         adapt: what a program that embeds the worker changes of the setting that follows from the options.
     """
     try:
-        setting = _setting(options, begin_logging(options.log_format))
+        setting = _setting(options, begin_worker_log(options.log_format))
         setting = setting if adapt is None else adapt(setting)
     except UserError as error:
         return _fail(error, USAGE)

@@ -62,7 +62,7 @@ from worker.compute.payload import Payload, key_of, pack
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
 from worker.telling.metrics import WorkerMetrics
-from worker.telling.moments import named, op_named, tell_report, unwatched
+from worker.telling.moments import named_moment, op_named, tell_report, unwatched
 from worker.transport.links import Sight
 
 _log = logging.getLogger(__name__)
@@ -154,11 +154,11 @@ class WorkerDriver:
         while self._exit is None or (self._exit.is_clean and self._num_saving):
             event = await self._inbox.get()
             commands = self._machine.handle(event, now=self._loop.time())
-            self._watch(f"after {named(event)}")
+            self._watch(f"after {named_moment(event)}")
             for command in commands:
-                self._watch(f"before {named(command)}")
+                self._watch(f"before {named_moment(command)}")
                 self._carry_out(command)
-                self._watch(f"after {named(command)}")
+                self._watch(f"after {named_moment(command)}")
             self._follow_generation()
             self._set_timer()
         return self._exit

@@ -25,7 +25,7 @@ def measure_device(device: torch.device, *, seconds: float = 0.5) -> Profile:
     Of each run the median product counts, which is neither one that was interrupted nor one that a coarse clock makes
     look short; of the runs their median, with how far they lie apart. Blocks for a little longer than `seconds`.
     """
-    flops_per_s, spread = settled(_rates(device, seconds))
+    flops_per_s, spread = median_and_spread(_rates(device, seconds))
     return Profile(
         device=str(device),
         device_name=_name(device),
@@ -35,10 +35,10 @@ def measure_device(device: torch.device, *, seconds: float = 0.5) -> Profile:
     )
 
 
-def settled(rates: Sequence[float]) -> tuple[float, float]:
+def median_and_spread(rates: Sequence[float]) -> tuple[float, float]:
     """The median of several runs, and from the slowest to the fastest as a share of it.
 
-    >>> settled([4.0, 326.0, 5.0, 4.5, 5.0])
+    >>> median_and_spread([4.0, 326.0, 5.0, 4.5, 5.0])
     (5.0, 64.4)
     """
     middle = median(rates)

@@ -25,7 +25,7 @@ from bench.report import Row, finish, spread
 from skein.config.job import JobSpec
 from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
-from skein.plan.searched import make_plan, reckoned_s
+from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
 from skein.types import SiteId, WorkerId
 
@@ -93,16 +93,16 @@ def lose(
     after = without(fleet, lost)
     quick = job.model_copy(update={"plan": job.plan.model_copy(update={"budget_s": replan_s})})
     began_s = time.process_time()
-    plan = make_plan(quick, after, before, job.seed, steps_left=STEPS_LEFT)
+    plan = make_searched_plan(quick, after, before, job.seed, steps_left=STEPS_LEFT)
     cpu_s = time.process_time() - began_s
-    scratch = make_plan(job, after, None, job.seed)
+    scratch = make_searched_plan(job, after, None, job.seed)
     assert isinstance(plan, Plan), plan
     assert isinstance(scratch, Plan), scratch
     state_bytes = {x.stage.index: x.state_bytes for x in stage_loads(job, plan.stages)}
     held = {x.chunk for x in before.chunks if x.chunk.worker not in lost}
     survivors = Counter(chunk.stage for chunk in held)
     wanted = Counter(x.chunk.stage for x in scratch.chunks)
-    step_s, scratch_s = reckoned_s(job, after, plan), reckoned_s(job, after, scratch)
+    step_s, scratch_s = searched_step_s(job, after, plan), searched_step_s(job, after, scratch)
     assert step_s is not None
     assert scratch_s is not None
     return Loss(
@@ -187,7 +187,7 @@ def main() -> int:
         shape = Shape(num_workers=NUM_WORKERS, scale=SCALE, budget_s=asked.budget_s)
         job = shape.job("replan", tokens, method="search", steps=STEPS_LEFT)
     fleet = fleet_of(job, SCALE)
-    before = make_plan(job, fleet, None, job.seed)
+    before = make_searched_plan(job, fleet, None, job.seed)
     assert isinstance(before, Plan), before
     losses = []
     for number in LOSSES:

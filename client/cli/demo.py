@@ -21,7 +21,7 @@ from rich.console import Console
 from client.api import Client, Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.files import outline
-from client.cli.job.follow import JobProgress, follow, view
+from client.cli.job.follow import JobProgress, follow_events, view_for
 from client.cli.job.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
@@ -141,7 +141,7 @@ def _watch(job: Job, total_steps: int, say: Console, losses: list[float]) -> Job
             losses.append(event.body.loss)
 
     with closing(job.events()) as events:
-        return follow(events, view(say), total_steps=total_steps, on_event=note)
+        return follow_events(events, view_for(say), total_steps=total_steps, on_event=note)
 
 
 def _sample(export: Path) -> str:

@@ -22,7 +22,7 @@ import click
 import skein
 from client.api import Client
 from client.cli import DONE, FAILED
-from client.cli.options import connect, connection_options, json_option, target
+from client.cli.options import connect_client, connection_options, json_option, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
 from skein.errors import SkeinError, UserError
@@ -101,7 +101,7 @@ def _look(state_dir: Path, metrics_port: int | None) -> Iterator[DoctorFinding]:
     yield _ray()
     yield _torch()
     # The hard limit: services raise their own to it.
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield open_files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield free_space("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, "give it more: Ray keeps its objects there")  # noqa: S108
     yield free_space("disk", state_dir, MIN_DISK_BYTES, _DISK_HINT)
     yield _token()
@@ -162,7 +162,7 @@ def _torch() -> DoctorFinding:
     return DoctorFinding(check="torch", verdict=Verdict.OK, found=found)
 
 
-def open_files(limit: int) -> DoctorFinding:
+def open_files_finding(limit: int) -> DoctorFinding:
     """Whether so many open files are enough; each worker and client is several connections."""
     if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
         return DoctorFinding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
@@ -197,7 +197,7 @@ def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
     name = target().coordinator
     try:
         host, port = split_address("coordinator", split_addresses("coordinator", name)[0])
-        with connect() as client:
+        with connect_client() as client:
             version = client.version()
             found = f"{name} runs release {version.release}, epoch {version.epoch}"
             yield DoctorFinding(check="coordinator", verdict=Verdict.OK, found=found)

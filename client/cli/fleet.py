@@ -6,7 +6,7 @@ import click
 
 from client.api import Client
 from client.cli import DONE
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import WORKER_COLUMNS, print_json, print_table, worker_row
 from skein.errors import SkeinError
 from skein.units import format_bytes
@@ -18,7 +18,7 @@ from skein.wire.views import WorkerState, WorkerStatus
 @connection_options
 def workers(*, is_json: bool) -> int:
     """List workers, those lost lately included."""
-    with connect() as client:
+    with connect_client() as client:
         found = client.workers()
     if is_json:
         for worker in found:
@@ -35,7 +35,7 @@ def workers(*, is_json: bool) -> int:
 @connection_options
 def links(*, is_json: bool) -> int:
     """List what workers measured between each other; a direction is a line."""
-    with connect() as client:
+    with connect_client() as client:
         found = client.links()
     if is_json:
         for link in found:
@@ -55,7 +55,7 @@ def links(*, is_json: bool) -> int:
 @connection_options
 def measure(worker: str, *, is_json: bool) -> int:
     """Have WORKER, or every worker, measure its device again, half a second each; shows what they found."""
-    with connect() as client:
+    with connect_client() as client:
         found = _measured(client, worker)
     if is_json:
         for status in found:
@@ -95,7 +95,7 @@ _MEASURE_S, _LOOK_S = 30.0, 0.2
 @connection_options
 def drain(worker: str, *, is_json: bool) -> int:
     """Take work away from WORKER, step by step, and let it exit."""
-    with connect() as client:
+    with connect_client() as client:
         found = client.drain(worker)
     if is_json:
         print_json(found)

@@ -11,7 +11,7 @@ from client.cli import DONE
 from client.cli.options import COORDINATOR_VARIABLE, TOKEN_VARIABLE, json_option
 from client.cli.show import print_json, print_table
 from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Request, Slow, ask
-from client.lab.measure import measure as measure_link
+from client.lab.measure import measure_direction
 from client.lab.preset import PRESETS, parse_rate
 from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
 from client.lab.state import LabFolder, Mode, default_folder
@@ -179,7 +179,7 @@ def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -
     """Measure what TCP gets from endpoint A to endpoint B, beside what the link is set to."""
     status = ask(LabFolder(directory).path, Ask()).status
     assert status is not None
-    found = measure_link(status, a, b, seconds=seconds)
+    found = measure_direction(status, a, b, seconds=seconds)
     if is_json:
         print_json(found)
         return DONE

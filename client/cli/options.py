@@ -44,7 +44,7 @@ def target() -> Target:
     return found
 
 
-def connect() -> Client:
+def connect_client() -> Client:
     """A client of that coordinator; nothing is sent yet.
 
     Raises:
@@ -59,7 +59,7 @@ def connect() -> Client:
 
 
 def connection_options(command: Command) -> Command:
-    """Adds `--coordinator`, `--token-file` and `--timeout`, which `connect` uses."""
+    """Adds `--coordinator`, `--token-file` and `--timeout`, which `connect_client` uses."""
     for option in (
         click.option(
             "--timeout",

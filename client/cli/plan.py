@@ -119,7 +119,7 @@ def _tell(
     from client.planning.text import report_lines
 
     case, standing = hunted.case, hunted.standing
-    told, best = _reported(case, standing, order), best_of(standing)
+    told, best = _reported(case, standing, order), best_so_far(standing)
     if out is not None:
         _save(out, case, standing, best)
     if plot is not None:
@@ -141,10 +141,10 @@ def _reported(case: "KnownProblem", standing: PortfolioStanding, order: Order) -
         moves_per_s=standing.num_moves / max(1e-9, spent_s - (standing.first_plan_s or 0.0)),
         num_processes=order.num_processes,
     )
-    return report(case, standing, best_of(standing), effort)
+    return report(case, standing, best_so_far(standing), effort)
 
 
-def best_of(standing: PortfolioStanding) -> PlanFound:
+def best_so_far(standing: PortfolioStanding) -> PlanFound:
     """The best plan.
 
     Raises:

@@ -15,9 +15,9 @@ from client.planning.estimates import estimate_of_job
 from skein.config.job import MOST_STEPS, JobSpec, job_of
 from skein.errors import UserError
 from skein.protocol.coordinator.runs.watching.measuring import PARTED
-from skein.protocol.log.incident import cost, counted, remedied, what
+from skein.protocol.log.incident import cost, remedied, what
 from skein.topology.fleet import Profile
-from skein.units import format_bytes
+from skein.units import counted, format_bytes
 from skein.wire.views import (
     CheckpointFinished,
     Ended,

@@ -42,7 +42,7 @@ class MeasuredDirection:
     measured_bytes_per_s: float
 
 
-def measure(status: LabStatus, sender: str, receiver: str, *, seconds: float) -> MeasuredDirection:
+def measure_direction(status: LabStatus, sender: str, receiver: str, *, seconds: float) -> MeasuredDirection:
     """Measure the link from one endpoint to another; takes `seconds` and a bit.
 
     Raises:

@@ -116,13 +116,13 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
     from client.planning.estimates import estimate_of_plan
     from client.planning.files.fleetfile import parse_fleet_file
-    from skein.plan.balanced import make_plan, pool_of
+    from skein.plan.balanced import make_balanced_plan, pool_of
     from skein.plan.route.evaluate import ordered
     from skein.plan.route.job_problem import pose
 
     given = parse_fleet_file(text, origin=origin)
     job, fleet = given.job, given.fleet
-    plan = make_plan(job, fleet, None, seed=job.seed)
+    plan = make_balanced_plan(job, fleet, None, seed=job.seed)
     if isinstance(plan, Infeasible):
         raise NoPlan(plan.reason)
     fleet, unused = _timed(fleet, plan.stages)

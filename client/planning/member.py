@@ -20,7 +20,7 @@ from client.planning.messages import (
     MethodRefused,
     PlanFound,
     Progressed,
-    bounded,
+    bound_message,
     line_of,
     plan_found,
 )
@@ -44,7 +44,9 @@ _ROUND_MOVES_PER_OP = 200
 """Of a round where rounds are counted."""
 
 
-def told(text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic) -> Iterator[Message]:
+def member_messages(
+    text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
+) -> Iterator[Message]:
     """What a member with this errand tells about the case in `text`, ending with `MemberEnded`."""
     until_s = now() + errand.budget_s
     case = case_of(text, origin="instance", objective=errand.objective)
@@ -61,10 +63,10 @@ def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
     """Bounds of rising effort, each at least as high as the one before."""
     from skein.plan.route.bounds.bound import Effort, lower_bound
 
-    best = bounded(lower_bound(problem, cutoff_s=cutoff_s, effort=Effort.SIMPLE))
+    best = bound_message(lower_bound(problem, cutoff_s=cutoff_s, effort=Effort.SIMPLE))
     yield best
     for effort in (Effort.ROUTES, Effort.FULL):
-        found = bounded(lower_bound(problem, cutoff_s=cutoff_s, effort=effort))
+        found = bound_message(lower_bound(problem, cutoff_s=cutoff_s, effort=effort))
         if found.seconds > best.seconds:
             best = found
             yield best
@@ -172,7 +174,7 @@ def main() -> None:
     errand = errand_of(sys.argv[1])
     if errand.role is not Role.PLAN:
         os.nice(_NICENESS)
-    for message in told(sys.stdin.read(), errand):
+    for message in member_messages(sys.stdin.read(), errand):
         print(line_of(message), flush=True)
 
 

@@ -89,7 +89,7 @@ def plan_found(routing: "Routing", *, seed: int, step_s: float, jittered_s: floa
     )
 
 
-def bounded(bound: "Bound") -> Bounded:
+def bound_message(bound: "Bound") -> Bounded:
     """The message about a bound."""
     return Bounded(seconds=bound.seconds, binding=bound.binding, parts=bound.parts)
 

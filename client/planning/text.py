@@ -58,16 +58,17 @@ def _paths(report: Report) -> Iterator[str]:
 
 def _step(report: Report) -> Iterator[str]:
     parts, is_step = report.parts, report.objective is Objective.STEP
-    yield f"last backward     {seconds(parts.makespan_s)}"
-    yield f"aggregation adds  {seconds(parts.exposed_s)}{'' if is_step else ', not counted below'}"
-    yield f"step              {seconds(parts.step_s)}"
+    yield f"last backward     {in_seconds(parts.makespan_s)}"
+    yield f"aggregation adds  {in_seconds(parts.exposed_s)}{'' if is_step else ', not counted below'}"
+    yield f"step              {in_seconds(parts.step_s)}"
     what = "step" if is_step else "last backward"
-    yield f"under 3 % jitter  {seconds(parts.jittered_mean_s)} on average ({what})"
+    yield f"under 3 % jitter  {in_seconds(parts.jittered_mean_s)} on average ({what})"
     if report.bound is None:
         yield "lower bound       none yet: raise --budget-s"
     else:
         gap = f"{report.bound.gap:.1%}".replace("%", " %")
-        yield f"lower bound       {seconds(report.bound.seconds)} ({report.bound.binding}); this plan is {gap} above it"
+        bound = report.bound
+        yield f"lower bound       {in_seconds(bound.seconds)} ({bound.binding}); this plan is {gap} above it"
     yield f"critical way      {_way(parts)}"
     yield from _longest(parts)
 
@@ -80,14 +81,14 @@ def _way(parts: StepParts) -> str:
         ("waiting for links", parts.queued_s),
         (f"aggregating stage {parts.reduced_stage}", parts.reduction_s),
     ]
-    return " + ".join(f"{seconds(value)} {name}" for name, value in named if value > 0)
+    return " + ".join(f"{in_seconds(value)} {name}" for name, value in named if value > 0)
 
 
 def _longest(parts: StepParts) -> Iterator[str]:
     for title, sums in (("worker", parts.compute_s_by_worker), ("link", parts.transfer_s_by_link)):
         if sums:
             name, value = next(iter(sums.items()))
-            yield f"  longest {title:<8}{name}, {seconds(value)}"
+            yield f"  longest {title:<8}{name}, {in_seconds(value)}"
     if parts.slot_waits_by_worker:
         waits = ", ".join(
             f"{name} ({count} x)" for name, count in list(parts.slot_waits_by_worker.items())[:4]
@@ -124,7 +125,7 @@ def _links(report: Report) -> Iterator[str]:
             str(row.num_tensors),
             "-" if row.tensor_bytes is None else format_bytes(row.tensor_bytes),
             format_bytes(row.reduction_bytes),
-            seconds(row.tensors_s),
+            in_seconds(row.tensors_s),
         )
         for row in report.links[:_MAX_LINKS]
     ]
@@ -150,9 +151,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
         yield "  ".join(map(str.ljust, line, widths)).rstrip()
 
 
-def seconds(value: float) -> str:
+def in_seconds(value: float) -> str:
     """
-    >>> seconds(63.345), seconds(0.00123), seconds(0.0), seconds(1460.2)
+    >>> in_seconds(63.345), in_seconds(0.00123), in_seconds(0.0), in_seconds(1460.2)
     ('63.3 s', '0.00123 s', '0 s', '1,460 s')
     """
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

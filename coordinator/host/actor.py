@@ -17,7 +17,7 @@ import psutil
 from coordinator.lead.standby import Standby
 from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
-from coordinator.telling.logs import begin_logging
+from coordinator.telling.logs import begin_coordinator_log
 from skein.errors import SkeinError
 from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
@@ -64,7 +64,7 @@ class Host:
         loop = asyncio.get_event_loop()
         if options.launcher is not None:
             _leave_with(options.launcher, loop)
-        begin_logging(options.log_file, options.log_format)
+        begin_coordinator_log(options.log_file, options.log_format)
         self._options = options
         self._serving: Serving | None = None
         self._address: str | None = None

@@ -197,7 +197,7 @@ def _key(event: JobEvent) -> Key:
     return event.key
 
 
-def job_of(record: Record) -> JobId | None:
+def job_of_record(record: Record) -> JobId | None:
     """Whose record it is; None for one of the coordinator itself."""
     return None if isinstance(record, EpochOpened | Drained) else record.job
 
@@ -234,7 +234,7 @@ class Journal:
                 self._epoch = record.epoch
                 for kept in self._kept.values():
                     kept.on_disk = kept.fold.sequence, record.epoch * _LINES_OF_EPOCH
-            job = job_of(record)
+            job = job_of_record(record)
             event = None if job is None else self._of(job).fold.take(record)
             if job is not None and event is not None:
                 kept = self._of(job)
@@ -320,7 +320,7 @@ class Journal:
         fold = Fold()
         async for records in self._read():
             for record in records:
-                event = fold.take(record) if job_of(record) == job else None
+                event = fold.take(record) if job_of_record(record) == job else None
                 if event is not None and event.sequence > since:
                     yield event
                 if fold.sequence >= until:

@@ -134,7 +134,7 @@ def current(directory: Path) -> Path:
     return path
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def open_database(path: Path) -> sqlite3.Connection:
     """A connection that is durable when it says so.
 
     Raises:
@@ -330,7 +330,7 @@ def drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
     """Within a transaction: what was wrong with the last entry, if anything; it is gone then."""
     last = _last_row(connection)
     # One that is whole by itself and does not follow the one before says that more is wrong; who reads finds out.
-    if last is None or checksum(*last[:3]) == last[3]:
+    if last is None or entry_checksum(*last[:3]) == last[3]:
         return None
     connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
     return f"{path}: the last entry, {last[0]}, was damaged and is dropped"
@@ -361,7 +361,7 @@ def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Recor
     for payload in map(RECORD.to_bytes, records):
         number = tail.entry + 1
         digest = chained(tail.digest, number, epoch, payload)
-        row = (number, epoch, payload, checksum(number, epoch, payload), digest)
+        row = (number, epoch, payload, entry_checksum(number, epoch, payload), digest)
         connection.execute(
             "INSERT INTO entries (number, epoch, payload, crc32, digest) VALUES (?, ?, ?, ?, ?)", row
         )
@@ -387,7 +387,7 @@ def record_of(row: Row, path: Path) -> Record:
         raise UserError(FIELD, str(path), hint) from error
 
 
-def checksum(number: int, epoch: int, payload: bytes) -> int:
+def entry_checksum(number: int, epoch: int, payload: bytes) -> int:
     """What an entry carries beside its bytes: CRC-32 over its place and its payload."""
     return zlib.crc32(payload, zlib.crc32(f"{number}/{epoch}/".encode()))
 
@@ -400,7 +400,7 @@ def chained(before: bytes | None, number: int, epoch: int, payload: bytes) -> by
 def is_whole(row: Row, before: bytes | None) -> bool:
     """The entry is as it was written, after one whose digest is `before`."""
     number, epoch, payload, crc32, digest = row
-    if checksum(number, epoch, payload) != crc32:
+    if entry_checksum(number, epoch, payload) != crc32:
         return False
     # What an older release wrote has no digest, and nothing comes before it that has one.
     return before is None if digest is None else chained(before, number, epoch, payload) == digest

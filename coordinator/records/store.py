@@ -28,7 +28,6 @@ from coordinator.records.logfile import (
     LogBusy,
     LogFull,
     Tail,
-    connect,
     current,
     damage_explained,
     digest_before,
@@ -37,6 +36,7 @@ from coordinator.records.logfile import (
     is_sealed,
     is_whole,
     move_on,
+    open_database,
     read_lease,
     read_tail,
     record_of,
@@ -107,7 +107,7 @@ class RunLog:
         self._key = opening.key
         self._mirrored: Tail | None = None
         # Renewals have a connection of their own: they come from another thread, and need not outlive a power cut.
-        self._renewing = connect(path)
+        self._renewing = open_database(path)
         self._renewing.execute("PRAGMA synchronous = NORMAL")
 
     @classmethod
@@ -141,7 +141,7 @@ class RunLog:
             undo.enter_context(damage_explained(path))
             # Who sealed it may have died before the copy was there.
             path = move_on(path) if is_sealed(path) else path
-            connection = connect(path)
+            connection = open_database(path)
             undo.callback(connection.close)
             sync_directory(directory)
             with transaction(connection, path):
@@ -340,7 +340,7 @@ class Lookout:
                 if read_lease(self._connection) != seen:
                     return None
                 opening = _begin(self._connection, self._path, seen, wall_s, holder, has_lock=False)
-            return RunLog(connect(self._path), self._path, opening, None)
+            return RunLog(open_database(self._path), self._path, opening, None)
 
     def _may_move(self) -> bool:
         """On a shared file system whoever is frozen in a transaction keeps readers out, too, so nothing is gained."""
@@ -421,7 +421,7 @@ def _begin(
 
 def _patient(path: Path) -> sqlite3.Connection:
     with damage_explained(path):
-        connection = connect(path)
+        connection = open_database(path)
         connection.execute(f"PRAGMA busy_timeout = {_BLOCKED_MS}")
     return connection
 

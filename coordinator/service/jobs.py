@@ -9,10 +9,10 @@ from pydantic import ValidationError
 import skein
 from coordinator.driver import Driver
 from coordinator.service.calls import BusyError, NotFoundError
-from coordinator.telling.status import Roster, brief, job_status
+from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.plan.admission import check_admissible, settled
+from skein.plan.admission import check_admissible, settled_job
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     DrainAsked,
@@ -54,7 +54,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
-        spec = await asyncio.to_thread(settled, parse_spec(request.spec))
+        spec = await asyncio.to_thread(settled_job, parse_spec(request.spec))
         history = self._machine.view.history
         if request.key not in history.job_by_key:
             await asyncio.to_thread(_check, spec, self._places)
@@ -71,7 +71,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        found = [brief(self._status(job)) for job in self._machine.view.history.jobs]
+        found = [brief_status(self._status(job)) for job in self._machine.view.history.jobs]
         trouble = await self._driver.settled()
         return jobs_pb2.ListJobsReply(
             jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]

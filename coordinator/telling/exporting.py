@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, ReExport, StatisticKind, bounded
+from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, ReExport, StatisticKind, bounded_labels
 from skein.types import WorkerId
 
 MAX_WORKERS = 256
@@ -36,12 +36,14 @@ class StatisticsCollector(Collector):
             yield metric
         links = CounterMetricFamily("skein_link_bytes", LINK.about, labels=["src", "dst"])
         for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for peer, value in bounded(counts_by_worker[worker].get(f"{LINK.name}_total", {})).items():
+            for peer, value in bounded_labels(counts_by_worker[worker].get(f"{LINK.name}_total", {})).items():
                 links.add_metric([worker, peer], value)
         yield links
         shards = CounterMetricFamily("skein_aggregation_bytes", SHARDS.about, labels=["rule", "src", "dst"])
         for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for label, value in bounded(counts_by_worker[worker].get(f"{SHARDS.name}_total", {})).items():
+            for label, value in bounded_labels(
+                counts_by_worker[worker].get(f"{SHARDS.name}_total", {})
+            ).items():
                 rule, _, peer = label.partition("/")
                 shards.add_metric([rule, worker, peer or "other"], value)
         yield shards
@@ -52,15 +54,15 @@ def _add(
 ) -> None:
     match metric:
         case SummaryMetricFamily():
-            sums = bounded(counts.get(f"{export.name}_sum", {}))
-            numbers = bounded(counts.get(f"{export.name}_count", {}))
+            sums = bounded_labels(counts.get(f"{export.name}_sum", {}))
+            numbers = bounded_labels(counts.get(f"{export.name}_count", {}))
             for label in sums.keys() & numbers.keys():
                 metric.add_metric(_labels(export, worker, label), int(numbers[label]), sums[label])
         case CounterMetricFamily():
-            for label, value in bounded(counts.get(f"{export.name}_total", {})).items():
+            for label, value in bounded_labels(counts.get(f"{export.name}_total", {})).items():
                 metric.add_metric(_labels(export, worker, label), value)
         case GaugeMetricFamily():
-            for label, value in bounded(counts.get(export.name, {})).items():
+            for label, value in bounded_labels(counts.get(export.name, {})).items():
                 metric.add_metric(_labels(export, worker, label), value)
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from google.protobuf import json_format
 
-from skein.storage.outside import Outside, SilentError, moved
+from skein.storage.outside import Outside, SilentError, call_moved
 from skein.types import JobId
 from skein.wire import codec
 from skein.wire.v1 import jobs_pb2
@@ -117,7 +117,7 @@ class JobLines:
         with self._has_written:
             while self._num_written < num_lines:
                 self._has_written.wait()
-                moved()
+                call_moved()
 
     def _read(self, job: JobId, num_lines: int) -> list[JobEvent]:
         self._await_written(num_lines)

@@ -16,7 +16,7 @@ _NUM_OLDER = 3
 _POLL_S = 0.1
 
 
-def begin_logging(path: Path, log_format: LogFormat) -> None:
+def begin_coordinator_log(path: Path, log_format: LogFormat) -> None:
     """Sends what this process logs to the file at `path`."""
     file = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
     file.setFormatter(formatter(log_format))

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client import generate_latest as render_text
 
 import skein
-from coordinator.records.journal import Fold, job_of
+from coordinator.records.journal import Fold, job_of_record
 from coordinator.telling.exporting import MAX_WORKERS, StatisticsCollector
 from coordinator.telling.statistics import MAX_LABELS, counts_by_name
 from coordinator.telling.status import chunk_times
@@ -263,7 +263,7 @@ class CoordinatorMetrics:
         """These records are in the run log; from `appended`, or from replay."""
         for record in records:
             self._entries.inc()
-            job = job_of(record)
+            job = job_of_record(record)
             if job is not None:
                 kept = self._kept(job)
                 _ = kept.fold.take(record)

@@ -91,7 +91,7 @@ SHARDS = ReExport(
 )
 
 
-def bounded(values: Mapping[str, float]) -> dict[str, float]:
+def bounded_labels(values: Mapping[str, float]) -> dict[str, float]:
     """Values of the first labels under them, those of the rest together."""
     kept = sorted(values)[:MAX_LABELS]
     found = {label: values[label] for label in kept}

@@ -80,7 +80,7 @@ def _shortfalls(view: CoordinatorView, plan: Plan | None, spec: JobSpec) -> tupl
     return () if plan is None else shortfalls(plan, spec, Fleet(workers=may_work, links=()))
 
 
-def brief(status: JobStatus) -> JobStatus:
+def brief_status(status: JobStatus) -> JobStatus:
     """A job in a list: without a line for each chunk, link and stage."""
     return replace(status, chunk_times=(), transfer_times=(), shortfalls=())
 

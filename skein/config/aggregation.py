@@ -307,7 +307,7 @@ class Gossip(RuleSpec):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The method may be another than was asked for: see `skein.plan.admission.settled`."""
+        """The method may be another than was asked for: see `skein.plan.admission.settled_job`."""
         return self.method, self.graph
 
     @property

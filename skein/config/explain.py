@@ -23,7 +23,7 @@ class Words(str):
         return str(self)
 
 
-def explain(error: ValidationError, schema: Schema) -> list[UserError]:
+def explain_mistakes(error: ValidationError, schema: Schema) -> list[UserError]:
     """The mistakes in `error`, in the order of the schema's fields as pydantic checks them.
 
     Args:

@@ -16,7 +16,7 @@ from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.errors import LocalError, UserError
-from skein.model.layers import LayerSpec, layers_of, word_bytes
+from skein.model.layers import LayerSpec, layers_of
 from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
@@ -342,7 +342,7 @@ class JobSpec(Spec):
     @property
     def word_bytes(self) -> int:
         """Bytes of one number in parameters and in what is reduced."""
-        return word_bytes(self.precision)
+        return self.precision.word_bytes
 
     def paths(self) -> Iterator[tuple[str, str]]:
         """Field and path of everything that workers read for this job."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 import yaml
 from pydantic import ValidationError
 
-from skein.config.explain import Words, explain
+from skein.config.explain import Words, explain_mistakes
 from skein.config.job import JobSpec
 from skein.errors import UserError
 
@@ -72,7 +72,7 @@ def job_from_json(text: str) -> JobSpec:
         # JSON and strict: lists become tuples and words enums, but "5" is no number and true is not 1.
         return JobSpec.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise JobFileErrors(explain(error, job_schema())) from error
+        raise JobFileErrors(explain_mistakes(error, job_schema())) from error
 
 
 def job_schema() -> Document:

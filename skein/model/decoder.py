@@ -24,9 +24,7 @@ from skein.model.layers import (
     LayerSpec,
     Shapes,
     num_elements,
-    product_bytes,
     refuse_difference,
-    word_bytes,
 )
 from skein.model.shape import DecoderShape
 from skein.types import Precision
@@ -68,10 +66,10 @@ class DecoderModel(AnyModel):
 
     @property
     def vocab_size(self) -> int:
-        return shape_of(self).vocab_size
+        return decoder_shape(self).vocab_size
 
     def layer_parameters(self) -> tuple[Shapes, ...]:
-        shape = shape_of(self)
+        shape = decoder_shape(self)
         matrix = (shape.vocab_size, shape.hidden_size)
         head_matrix = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
         blocks = (_block(shape, f"model.layers.{i}") for i in range(shape.num_hidden_layers))
@@ -82,9 +80,9 @@ class DecoderModel(AnyModel):
         )
 
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-        shape = shape_of(self)
+        shape = decoder_shape(self)
         _check_length(shape, sequence_tokens)
-        word = word_bytes(precision)
+        word = precision.word_bytes
         first, *blocks, last = self.layer_parameters()
         hidden_bytes = sequence_tokens * shape.hidden_size * word
         embedding = LayerSpec(
@@ -107,7 +105,7 @@ class DecoderModel(AnyModel):
             )
             for i, tensors in enumerate(blocks)
         )
-        norm_bytes = shape.hidden_size * (word + product_bytes(precision)) + word
+        norm_bytes = shape.hidden_size * (word + precision.product_bytes) + word
         head = LayerSpec(
             name="head",
             num_parameters=num_elements(last),
@@ -119,10 +117,10 @@ class DecoderModel(AnyModel):
         return (embedding, *middle, head)
 
     def hugging_face(self) -> dict[str, object]:
-        return config_from_shape(shape_of(self), self.dialect, self.family) | self.config
+        return config_from_shape(decoder_shape(self), self.dialect, self.family) | self.config
 
     def check_config(self, config: Mapping[str, object]) -> None:
-        refuse_difference(comparable(shape_of(self)), comparable(self.shape_in(config)))
+        refuse_difference(comparable(decoder_shape(self)), comparable(self.shape_in(config)))
 
     def begun(self, config: Mapping[str, object]) -> Self:
         kept = {"config": kept_from_config(config, self.sizes, self.dialect) | self.config}
@@ -145,7 +143,7 @@ class DecoderModel(AnyModel):
         return shape_from_config(config, cls.sizes, cls.dialect)
 
 
-def shape_of(model: DecoderModel) -> DecoderShape:
+def decoder_shape(model: DecoderModel) -> DecoderShape:
     """The sizes that `model` asks for, by preset or by shape.
 
     Raises:
@@ -205,7 +203,7 @@ def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
 
     Where heads are normalised, their queries and keys before that too, and a scale of each.
     """
-    word, product = word_bytes(precision), product_bytes(precision)
+    word, product = precision.word_bytes, precision.product_bytes
     norms = 2 * (shape.hidden_size * (word + product) + word)
     attention = 2 * (shape.attention_width + shape.key_width) * product + shape.num_attention_heads * word
     if shape.has_head_norms:

@@ -153,16 +153,6 @@ def tied_names(model: AnyModel) -> frozenset[str]:
 # --- for families ---
 
 
-def word_bytes(precision: Precision) -> int:
-    """Bytes of one number in parameters, residuals and losses."""
-    return 8 if precision is Precision.FP64 else 4
-
-
-def product_bytes(precision: Precision) -> int:
-    """Bytes of one number that enters or leaves a matrix product."""
-    return 2 if precision is Precision.BF16 else word_bytes(precision)
-
-
 def num_elements(tensors: Shapes) -> int:
     """Numbers in all tensors of a layer."""
     return sum(math.prod(shape) for shape in tensors.values())

@@ -19,7 +19,7 @@ def arrays_of(tensors: Tensors) -> dict[str, NDArray[np.float64]]:
     return {name: tensor.detach().to(torch.float64).numpy().copy() for name, tensor in tensors.items()}
 
 
-def num_bytes_of(tensors: Tensors) -> int:
+def tensors_bytes(tensors: Tensors) -> int:
     """What the tensors' elements weigh, without headers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 

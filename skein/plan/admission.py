@@ -2,7 +2,7 @@
 
 Rules of this file
 - Both functions are called wherever a job comes in, by the client for its user's sake, by the coordinator for its own.
-- `settled` never fails and changes nothing in what it has settled; what it gives is what is stored and run.
+- `settled_job` never fails and changes nothing in what it has settled; what it gives is what is stored and run.
 - Judging stability takes from a millisecond to some seconds: nobody does it on an event loop.
 """
 
@@ -22,7 +22,7 @@ _MOST_JUDGED = 64
 """A graph of more walkers is judged as one of so many: more of the same are as stable, and drawn ones take minutes."""
 
 
-def settled(job: JobSpec) -> JobSpec:
+def settled_job(job: JobSpec) -> JobSpec:
     """`job` with everything decided that its file leaves to us: an unstable gossip method, where it says so."""
     mixed = job.aggregation.neighbourhood
     if mixed is None or mixed.fallback is None or isinstance(_judged(job, mixed), Stable):

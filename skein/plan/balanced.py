@@ -50,10 +50,10 @@ from skein.plan.plan import ChunkPlan, Group, Infeasible, Path, Plan, Schedule
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64, link_cost_s
 from skein.types import ChunkRef, Layout, StageSpec, WorkerId
-from skein.units import format_bytes
+from skein.units import counted, format_bytes
 
 
-def make_plan(
+def make_balanced_plan(
     job: JobSpec,
     fleet: Fleet,
     previous: Plan | None,
@@ -97,7 +97,7 @@ def _with_enough(plan: Plan, job: JobSpec) -> Plan | Infeasible:
     return plan if reason is None else Infeasible(reason=reason)
 
 
-def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
+def balanced_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, as this planner predicts; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
@@ -347,15 +347,6 @@ def _reasons(
             state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
             yield Clause(what, About.MOVES)
-
-
-def counted(count: int, what: str) -> str:
-    """`count` of `what` in words.
-
-    >>> counted(1, "stage"), counted(2, "stage")
-    ('1 stage', '2 stages')
-    """
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def and_more(others: Sequence[object]) -> str:

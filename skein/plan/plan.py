@@ -3,7 +3,7 @@ reduces with whom."""
 
 from dataclasses import dataclass
 
-from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owner_of
+from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owning_place
 from skein.plan.changing.clauses import Clauses
 from skein.plan.ops import OpKind
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
@@ -101,7 +101,7 @@ class Group:
     def owner(self, shard: int) -> ChunkRef:
         """The member that makes the result of `shard`: owners are workers in turn."""
         workers = self.workers
-        worker = workers[owner_of(self.pattern, len(workers), shard)]
+        worker = workers[owning_place(self.pattern, len(workers), shard)]
         return next(member for member in self.members if member.worker == worker)
 
     def contributors(self, shard: int) -> tuple[ChunkRef, ...]:

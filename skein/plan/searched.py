@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import and_more, counted, pool_of
-from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.balanced import and_more, make_balanced_plan, pool_of
 from skein.plan.changing.clauses import Clause, Clauses
 from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
@@ -24,7 +23,8 @@ from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import stage_loads, tied_bytes
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
-from skein.plan.replan.job_replan import follow
+from skein.plan.replan.job_replan import replan_job
+from skein.plan.replan.routing import always
 from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.job_problem import Posed, pose, resized
@@ -36,14 +36,10 @@ from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
+from skein.units import counted
 
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
-
-
-def always() -> bool:
-    """For searches that end by their effort alone."""
-    return True
 
 
 def num_moves_in(budget_s: float, num_ops: int) -> int:
@@ -51,7 +47,7 @@ def num_moves_in(budget_s: float, num_ops: int) -> int:
     return int(budget_s * OPS_PER_S / max(1, num_ops))
 
 
-def make_plan(
+def make_searched_plan(
     job: JobSpec,
     fleet: Fleet,
     previous: Plan | None,
@@ -127,7 +123,7 @@ def _follower(
     posed = pose(job, fleet, balanced, pool)
     if (posed.problem.slots < 1).all(axis=0).any():
         return None
-    followed = follow(
+    followed = replan_job(
         posed,
         working(held.plan, set(pool.workers)),
         most_chunks=posed.problem.num_chunks,
@@ -147,7 +143,7 @@ def _follower(
     return with_times(plan, posed.loads, pool, *op_times(fleet, posed.loads, pool))
 
 
-def reckoned_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
+def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """What a step of `plan` takes on `fleet`, by the measure that searches go by; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None

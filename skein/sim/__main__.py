@@ -24,7 +24,7 @@ from skein.config.job import (
 )
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.protocol.worker.worker_io import WorkerEvent
-from skein.sim.faults import draw_faults, schedule
+from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
@@ -95,7 +95,7 @@ def main() -> int:
         began = time.perf_counter()
         world = make_world(job, fleet, seed=seed)
         horizon_s = args.steps * 0.5
-        schedule(
+        schedule_faults(
             world, draw_faults(args.workers, num_faults=args.faults or 0, horizon_s=horizon_s, seed=seed)
         )
         try:
@@ -133,14 +133,14 @@ class TracedWorld(World):
         super()._handle(worker, event)
 
 
-def shape_for(seed: int, text: str) -> SimShape:
+def shape_by_text(seed: int, text: str) -> SimShape:
     """The shape that a seed is judged on; `any` has seeds walk over the known ones."""
     return SHAPES[seed % len(SHAPES)] if text == "any" else shape_of(text)
 
 
 def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) -> tuple[str, str]:
     """One seed: what became of it (nothing if it violates no invariant), and the story."""
-    of = shape_for(seed, shape)
+    of = shape_by_text(seed, shape)
     new_world = TracedWorld if is_traced else World
     world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world)
     try:

@@ -62,7 +62,7 @@ def draw_faults(
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
-def schedule(world: World, faults: Sequence[Fault]) -> None:
+def schedule_faults(world: World, faults: Sequence[Fault]) -> None:
     """Have them happen, each at its time, and be told among the world's lines."""
     if any(fault.kind == "lie" for fault in faults):
         world.expect_lies()

@@ -12,7 +12,7 @@ from typing import Final
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import DrainAsked
 from skein.protocol.log.records import Incident, Record, RolledBack, StepCommitted
@@ -162,7 +162,7 @@ class WatchedWorld(World):
 
 def finely_cut(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> Plan | Infeasible:
     """The balanced plan with a shard for every worker, however small they are."""
-    made = make_plan(job, fleet, previous, seed)
+    made = make_balanced_plan(job, fleet, previous, seed)
     if isinstance(made, Infeasible):
         return made
     groups = tuple(replace(group, num_shards=len(group.workers)) for group in made.groups)
@@ -172,7 +172,7 @@ def finely_cut(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> 
 # --- strikes ---
 
 
-def shape_for(rule: str, seed: int) -> SimShape:
+def shape_by_rule(rule: str, seed: int) -> SimShape:
     """The shape that a seed is judged on."""
     bases = WHOLE_BASES if RULES[rule][0].is_eager else BASES
     return shape_of(f"{bases[seed % len(bases)]} by {rule}")
@@ -182,7 +182,7 @@ def draw_strike(rule: str, seed: int) -> Strike:
     """One that a run comes to: all moments of the rule's exchanges alike, and all times that they come."""
     draw = rng.stream(seed, "strike", rule)
     counts = dict(
-        _undisturbed(shape_for(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
+        _undisturbed(shape_by_rule(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
     )
     known = [moment for moment in MOMENTS if counts.get(moment)]
     moment = known[int(draw.integers(len(known)))]
@@ -198,7 +198,7 @@ def draw_strike(rule: str, seed: int) -> Strike:
 def struck(rule: str, seed: int) -> WatchedWorld:
     """A world that the strike of a seed is going to hit."""
     strike = draw_strike(rule, seed)
-    world = _world(shape_for(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
+    world = _world(shape_by_rule(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
 
     def on_moment(moment: str, nth: int, worker: WorkerId | None) -> None:
         if (moment, nth) == (strike.moment, strike.nth):

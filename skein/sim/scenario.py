@@ -11,7 +11,7 @@ from skein.protocol.coordinator.coordinator_io import SubmitAsked
 from skein.protocol.log.history import History
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.faults import draw_faults, schedule
+from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.invariants import Violated
 from skein.sim.shapes import SimShape
 from skein.sim.world import World
@@ -207,7 +207,7 @@ def disturbed(
     """A world of this shape that the faults of a seed are going to strike."""
     world = make_world(shape.job(steps=steps), small_fleet(shape), seed=seed, new_world=new_world)
     world.transport.repeat_every = REPEAT_EVERY
-    schedule(
+    schedule_faults(
         world,
         draw_faults(shape.num_workers, num_faults=num_faults, horizon_s=HORIZON_S, seed=seed, kinds=kinds),
     )

@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol, cast
 import fsspec
 from fsspec.callbacks import Callback
 
-from skein.storage.outside import copy_pieces, moved, require_room, room_explained
+from skein.storage.outside import call_moved, copy_pieces, require_room, room_explained
 from skein.storage.roots import Inside
 
 
@@ -126,10 +126,10 @@ class _Moving(Callback):  # type: ignore[misc]  # fsspec has no types
     """Tells with each piece that a file system copies that it does."""
 
     def relative_update(self, inc: int = 1) -> None:
-        moved()
+        call_moved()
 
     def absolute_update(self, value: int) -> None:
-        moved()
+        call_moved()
 
 
 class ObjectFolder:

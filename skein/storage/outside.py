@@ -3,7 +3,7 @@
 Rules of this file
 - Each call has a thread of its own. One that gives no sign of life for too long is left behind, for nothing can end it;
   it keeps no process from ending, and what it comes to in the end is forgotten.
-- Silence is what counts, not time: whoever reads or writes large files says `moved` with each piece.
+- Silence is what counts, not time: whoever reads or writes large files says `call_moved` with each piece.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Outside:
         """What `function` returns or raises; it may block.
 
         Args:
-            function: says `moved` now and then if it takes long.
+            function: says `call_moved` now and then if it takes long.
             what: is asked, for people.
 
         Raises:
@@ -118,7 +118,7 @@ def _ended(tell: Callable[[T], None], value: T) -> Callable[[], None]:
     return lambda: tell(value)
 
 
-def moved() -> None:
+def call_moved() -> None:
     """The call that runs on this thread has got further; without one this says nothing."""
     call: _Call[object] | None = getattr(_here, "call", None)
     if call is not None:
@@ -161,7 +161,7 @@ def copy_pieces(source: BinaryIO, target: BinaryIO, *, syncs: bool = False) -> N
     write: Callable[[bytes], object] = Synced(target).write if syncs else target.write
     while piece := source.read(PIECE_BYTES):
         write(piece)
-        moved()
+        call_moved()
 
 
 class Synced:
@@ -179,4 +179,4 @@ class Synced:
             self._file.flush()
             os.fdatasync(self._file.fileno())
             self._num_bytes = 0
-            moved()
+            call_moved()

@@ -187,7 +187,7 @@ def test_watching_a_status_ends_with_the_job(
         looks.append(seconds)
         script.jobs["first-job-1"] = status(state=JobState.FINISHED, step=3)
 
-    monkeypatch.setattr("client.cli.job.curve.pause", pause)
+    monkeypatch.setattr("client.cli.job.curve.wait_for_look", pause)
     assert run(["status", "first-job-1", "--watch"]) == 0
     shown = capsys.readouterr().out
     assert len(looks) == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from client.cli.job.follow import LINE_S, BarView, JobProgress, LineView, follow, view
+from client.cli.job.follow import LINE_S, BarView, JobProgress, LineView, follow_events, view_for
 from client.cli.show import event_text, timed
 from skein.protocol.messages.directives import Decision
 from skein.types import Generation, JobState, Step, WorkerId
@@ -36,7 +36,7 @@ def steps(first: int, stop: int) -> list[JobEvent]:
 
 
 def progress_after(events: list[JobEvent]) -> JobProgress:
-    return follow(events, None, total_steps=10)
+    return follow_events(events, None, total_steps=10)
 
 
 def test_steps_losses_tokens_and_state_add_up() -> None:
@@ -61,7 +61,7 @@ def test_elsewhere_steps_are_lines_now_and_then_and_news_at_once() -> None:
     out_console, out = console()
     clock = iter([0.0, LINE_S - 1, LINE_S])
     lines = LineView(out_console, now=lambda: next(clock))
-    follow(whole_story(), lines, total_steps=10)
+    follow_events(whole_story(), lines, total_steps=10)
     assert out.getvalue().splitlines() == [
         "pending: submitted",
         "step 1/10  loss 3  validation -  tokens 100  tokens/s 200  eta 0:04",
@@ -75,20 +75,20 @@ def test_an_incident_is_news_where_progress_is_shown() -> None:
     story = [*steps(0, 1), event(2, IncidentEnded(incident=incident()))]
     for is_terminal in (False, True):
         out_console, out = console(is_terminal=is_terminal)
-        follow(story, view(out_console), total_steps=3)
+        follow_events(story, view_for(out_console), total_steps=3)
         assert "incident in step 41: worker_lost w3" in out.getvalue()
 
 
 def test_last_step_is_always_told() -> None:
     out_console, out = console()
-    follow(steps(0, 3), LineView(out_console, now=lambda: 0.0), total_steps=3)
+    follow_events(steps(0, 3), LineView(out_console, now=lambda: 0.0), total_steps=3)
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/3", "3/3"]
 
 
 def test_warnings_of_workers_are_news_and_their_chatter_is_not() -> None:
     out_console, out = console()
     events = [event(1, line_body("hm")), event(1, line_body("[oh]", level=LogLevel.WARNING))]
-    follow(events, LineView(out_console), total_steps=3)
+    follow_events(events, LineView(out_console), total_steps=3)
     assert out.getvalue() == "w1  WARNING  [oh]\n"
 
 
@@ -116,7 +116,7 @@ def tries(first: int) -> list[JobEvent]:
 def test_a_reason_is_told_once_until_it_changes_or_the_job_gets_further() -> None:
     out_console, out = console()
     other = event(20, StateChanged(state=JobState.PAUSED, reason="too few workers"))
-    follow([*tries(1), *tries(5), other, *tries(9)], LineView(out_console), total_steps=3)
+    follow_events([*tries(1), *tries(5), other, *tries(9)], LineView(out_console), total_steps=3)
     assert out.getvalue().splitlines() == [
         "generation 1: w1, w2 (workers gathered)",
         f"w1  WARNING  build failed: {LACKING}",
@@ -126,15 +126,15 @@ def test_a_reason_is_told_once_until_it_changes_or_the_job_gets_further() -> Non
         "paused: too few workers",
     ]
     out_console, out = console()
-    follow([*tries(1), *steps(0, 1), *tries(5)], LineView(out_console), total_steps=3)
+    follow_events([*tries(1), *steps(0, 1), *tries(5)], LineView(out_console), total_steps=3)
     assert out.getvalue().count("generation 5") == 1
 
 
 def test_terminal_gets_a_bar() -> None:
     out_console, out = console(is_terminal=True)
-    shown = view(out_console)
+    shown = view_for(out_console)
     assert isinstance(shown, BarView)
-    follow(whole_story(), shown, total_steps=3)
+    follow_events(whole_story(), shown, total_steps=3)
     last = out.getvalue().rpartition("finished")[2]
     for part in ("3/3", "loss 1/1.25", "300 tokens  200/s", "eta 0:00"):
         assert part in last
@@ -143,7 +143,7 @@ def test_terminal_gets_a_bar() -> None:
 
 def test_terminal_that_cannot_go_back_gets_lines() -> None:
     dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(view(dumb), LineView)
+    assert isinstance(view_for(dumb), LineView)
 
 
 def skipped(body: StepFinished) -> StepFinished:
@@ -183,5 +183,5 @@ def test_every_event_is_a_line(told: JobEvent, text: str) -> None:
 
 def test_what_epochs_were_is_forgotten_where_the_budget_is_another_by_now() -> None:
     counted = event(2, EpochsCounted(num_train_samples=80, num_steps=10))
-    assert follow([counted], None, total_steps=100).total_steps == 10
-    assert follow([], None, total_steps=100, told=[counted]).total_steps == 100
+    assert follow_events([counted], None, total_steps=100).total_steps == 10
+    assert follow_events([], None, total_steps=100, told=[counted]).total_steps == 100

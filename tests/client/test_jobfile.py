@@ -10,7 +10,7 @@ from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.aggregation import Gossip
 from skein.config.job import JobSpec, JsonlSource, TextSource, TokenSource
 from skein.errors import UserError
-from skein.model.decoder import shape_of
+from skein.model.decoder import decoder_shape
 from skein.model.families.llama import LlamaModel
 from tests.client.scripted import GOOD
 
@@ -104,7 +104,7 @@ def test_sizes_are_read_from_where_a_job_begins(tmp_path: Path) -> None:
     job = good("model={family: llama, init_from: old}", base=tmp_path)
     assert isinstance(job.model, LlamaModel)
     assert job.model.init_from == str(tmp_path / "old")
-    assert shape_of(job.model) == shape_of(begun)
+    assert decoder_shape(job.model) == decoder_shape(begun)
 
 
 def test_sizes_that_a_job_states_must_be_those_it_begins_with(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import pytest
 from client.cli import run
 from client.planning.case import case_of
 from client.planning.errand import Errand, Role
-from client.planning.files.document import routing_of
+from client.planning.files.document import routing_in
 from client.planning.files.fleetfile import parse_fleet_file
-from client.planning.member import told
+from client.planning.member import member_messages
 from client.planning.messages import PlanFound
 from client.planning.portfolio import PortfolioStanding
 from client.planning.report import Report, SearchEffort, report
 from client.planning.text import report_lines
 from skein.errors import UserError
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
 from tests.support.instances import instance, matrix
@@ -62,7 +62,7 @@ def reported(text: str) -> Report:
     """The report on the plan of two rounds, without any process."""
     case = case_of(text, origin="x")
     errand = Errand(role=Role.PLAN, objective=None, num_rounds=2)
-    best = [message for message in told(text, errand) if isinstance(message, PlanFound)][-1]
+    best = [message for message in member_messages(text, errand) if isinstance(message, PlanFound)][-1]
     effort = SearchEffort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
     return report(case, PortfolioStanding(best=best), best, effort)
 
@@ -79,7 +79,7 @@ def test_a_plan_is_printed_written_and_drawn(instance_file: Path, tmp_path: Path
         assert part in text
     problem = case_of(instance_file.read_text(), origin="x").searched
     document = json.loads(out.read_text())
-    routing = routing_of(problem, document)
+    routing = routing_in(problem, document)
     assert violations(problem, routing) == ()
     assert timeline(problem, routing).makespan_s == document["predicted_s"]
     assert 0 < document["lower_bound_s"] <= document["predicted_s"]
@@ -281,7 +281,7 @@ def with_times(first: int, stop: int) -> str:
 
 def test_measured_times_of_a_stage_count_where_the_plan_cuts_there() -> None:
     given = parse_fleet_file(FLEET, origin="x")
-    plan = make_plan(given.job, given.fleet, None, given.job.seed)
+    plan = make_balanced_plan(given.job, given.fleet, None, given.job.seed)
     assert isinstance(plan, Plan)
     second = plan.stages[1]
     case = case_of(with_times(second.first, second.stop), origin="x")

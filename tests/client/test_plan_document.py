@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.planning.files.document import plan_document, routing_of
+from client.planning.files.document import plan_document, routing_in
 from client.planning.files.instance import problem_of
 from skein.errors import UserError
 from skein.plan.route.evaluate import timeline
@@ -45,7 +45,7 @@ def document(problem: Problem, routing: Routing) -> dict[str, object]:
 def test_a_plan_file_brings_back_the_same_step(
     problem: Problem, routing: Routing, document: dict[str, object]
 ) -> None:
-    again = routing_of(problem, document)
+    again = routing_in(problem, document)
     assert violations(problem, again) == ()
     assert np.array_equal(again.worker_of, routing.worker_of)
     assert np.array_equal(again.path, routing.path)
@@ -81,7 +81,7 @@ def test_without_an_order_workers_take_what_comes_first(
     del document["order"]
     for path in document["paths"]:  # type: ignore[attr-defined]
         del path["stages"]
-    assert violations(problem, routing_of(problem, document)) == ()
+    assert violations(problem, routing_in(problem, document)) == ()
 
 
 def test_who_holds_two_stages_needs_stages_in_the_paths() -> None:
@@ -90,11 +90,11 @@ def test_who_holds_two_stages_needs_stages_in_the_paths() -> None:
     two_each = [[0, 1], [0, 1], [2, 3], [2, 3]]
     paths = [{"microbatch": m, "hops": hops, "stages": [0, stage]} for m, hops, stage in FOUR_WAYS]
     document: dict[str, object] = {"placement": two_each, "paths": paths}
-    path = routing_of(problem, document).path
+    path = routing_in(problem, document).path
     assert path.tolist() == [[0, 3, 0], [0, 4, 0], [1, 7, 1], [1, 2, 1]]
     document["paths"] = [{"microbatch": m, "hops": hops} for m, hops, _ in FOUR_WAYS]
     with pytest.raises(UserError, match="holds several stages: give stages too"):
-        routing_of(problem, document)
+        routing_in(problem, document)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_file_that_does_not_fit_the_problem_is_refused(
     problem: Problem, document: dict[str, object], field: str, value: object, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        routing_of(problem, document | {field: value})
+        routing_in(problem, document | {field: value})
     assert str(caught.value).startswith(message)
 
 
@@ -123,4 +123,4 @@ def test_an_order_in_a_circle_is_refused(problem: Problem, document: dict[str, o
     longest = max(order, key=lambda worker: len(order[worker]))
     order[longest].reverse()
     with pytest.raises(UserError, match="ops can run: list every op"):
-        routing_of(problem, document)
+        routing_in(problem, document)

@@ -14,7 +14,7 @@ from client.planning.case import case_of
 from client.planning.errand import Errand, Objective, Role, errand_argument, errand_of
 from client.planning.first import first_plan
 from client.planning.hunt import Order, hunt
-from client.planning.member import rounds_in_time, told
+from client.planning.member import member_messages, rounds_in_time
 from client.planning.messages import (
     Bounded,
     Compiling,
@@ -56,14 +56,14 @@ def plan(*, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0) -> Pla
 
 def found(errand: Errand, now: Callable[[], float]) -> list[Message]:
     """What a member tells of the search itself."""
-    return [x for x in told(TEXT, errand, now=now) if not isinstance(x, Compiling | MemberEnded)]
+    return [x for x in member_messages(TEXT, errand, now=now) if not isinstance(x, Compiling | MemberEnded)]
 
 
 # --- one member ---
 
 
 def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
-    messages = list(told(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3)))
+    messages = list(member_messages(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3)))
     plans = [x for x in messages if isinstance(x, PlanFound)]
     problem = case_of(TEXT, origin="x").problem
     assert len(plans) > 1
@@ -77,7 +77,7 @@ def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
 def test_the_plan_at_once_is_legal_and_no_better_under_jitter_than_it_says() -> None:
     problem = case_of(TEXT, origin="x", objective=Objective.MAKESPAN).searched
     errand = Errand(role=Role.PLAN, objective=Objective.MAKESPAN, num_rounds=0)
-    at_once = next(x for x in told(TEXT, errand) if isinstance(x, PlanFound))
+    at_once = next(x for x in member_messages(TEXT, errand) if isinstance(x, PlanFound))
     assert violations(problem, at_once.routing) == ()
     assert timeline(problem, at_once.routing).step_s == at_once.step_s
     assert jittered_mean_s(problem, at_once.routing, jitter=0.03) <= at_once.jittered_s
@@ -99,7 +99,7 @@ def test_where_slots_deadlock_there_is_no_plan_at_once() -> None:
 
 def test_the_makespan_leaves_aggregation_out() -> None:
     errand = Errand(role=Role.PLAN, objective=Objective.MAKESPAN, num_rounds=0)
-    found = next(x for x in told(TEXT, errand) if isinstance(x, PlanFound))
+    found = next(x for x in member_messages(TEXT, errand) if isinstance(x, PlanFound))
     assert timeline(case_of(TEXT, origin="x").problem, found.routing).makespan_s == found.step_s
 
 
@@ -111,7 +111,7 @@ def test_counted_rounds_repeat_exactly_whatever_the_clock() -> None:
 
 
 def test_a_search_ends_when_its_time_is_up_and_has_a_plan_even_then() -> None:
-    late = list(told(TEXT, Errand(role=Role.PLAN, objective=None, budget_s=0.0), now=clock(1.0)))
+    late = list(member_messages(TEXT, Errand(role=Role.PLAN, objective=None, budget_s=0.0), now=clock(1.0)))
     assert [type(x) for x in late[:1]] == [PlanFound]
     assert isinstance(late[-1], MemberEnded)
     assert sum(isinstance(x, Progressed) for x in late) <= 1
@@ -155,10 +155,10 @@ def test_a_machine_that_slows_down_halfway_ends_soon_after_its_time() -> None:
 
 
 def test_bounds_rise_and_never_pass_a_plan() -> None:
-    plans = told(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3))
+    plans = member_messages(TEXT, Errand(role=Role.PLAN, objective=Objective.STEP, num_rounds=3))
     best_s = min(x.step_s for x in plans if isinstance(x, PlanFound))
     errand = Errand(role=Role.BOUND, objective=Objective.STEP, cutoff_s=best_s)
-    bounds = [x.seconds for x in told(TEXT, errand) if isinstance(x, Bounded)]
+    bounds = [x.seconds for x in member_messages(TEXT, errand) if isinstance(x, Bounded)]
     assert bounds == sorted(bounds)
     assert 0 < bounds[-1] <= best_s
 

@@ -8,7 +8,7 @@ import yaml
 from docs.generate_aggregation import NUM_PARAMETERS, PAGE, costs, main, page
 from skein.config.load import job_from_document
 from skein.errors import UserError
-from skein.plan.admission import check_admissible, settled
+from skein.plan.admission import check_admissible, settled_job
 
 TEXT = PAGE.read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
@@ -42,7 +42,7 @@ def test_the_table_has_every_rule() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_every_job_on_the_page_is_admitted(snippet: str) -> None:
-    check_admissible(settled(job_from_document(yaml.safe_load(BASE) | yaml.safe_load(snippet))))
+    check_admissible(settled_job(job_from_document(yaml.safe_load(BASE) | yaml.safe_load(snippet))))
 
 
 def test_the_page_has_a_job_for_every_rule() -> None:

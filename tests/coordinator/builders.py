@@ -12,7 +12,7 @@ from coordinator.streams import Stream
 from skein import PROTOCOL_VERSION
 from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PlanMade
@@ -166,13 +166,15 @@ class NoMeter:
 def one_worker_plan() -> Plan:
     """Everything on w1."""
     worker = FleetWorker(worker=WorkerId("w1"), site=SiteId("here"), profile=hello().profile)
-    plan = make_plan(job_spec(), Fleet(workers=(worker,), links=()), None, 0)
+    plan = make_balanced_plan(job_spec(), Fleet(workers=(worker,), links=()), None, 0)
     assert isinstance(plan, Plan)
     return plan
 
 
 async def plan_at_once(asked: MakePlan) -> PlanMade:
-    return PlanMade(request=asked.request, result=make_plan(asked.job, asked.fleet, asked.previous, 0))
+    return PlanMade(
+        request=asked.request, result=make_balanced_plan(asked.job, asked.fleet, asked.previous, 0)
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.records.logfile import LOG_FILE, Holder, Tail, checksum, read_tail
+from coordinator.records.logfile import LOG_FILE, Holder, Tail, entry_checksum, read_tail
 from coordinator.records.mirror import KEY_FILE, MIRROR_FILE, LogLost, Mirror, read_mirror, write_mirror
 from coordinator.records.store import Lookout, RunLog
 from skein.errors import UserError
@@ -113,7 +113,7 @@ def test_an_entry_that_was_replaced_whole_breaks_the_chain(known: Path) -> None:
     with RunLog.open(known, wall_s=3.0):
         pass
     other = RECORD.to_bytes(submitted("other"))
-    values = (other, checksum(5, 2, other))
+    values = (other, entry_checksum(5, 2, other))
     change(known, "UPDATE entries SET payload = ?, crc32 = ? WHERE number = 5", *values)
     with RunLog.open(known, wall_s=4.0) as log, pytest.raises(UserError, match="entry 5 is damaged"):
         list(log.read())

@@ -12,7 +12,7 @@ from coordinator import planner
 from coordinator.planner import NUM_TRIES, RayPlanner
 from skein.config.job import PlanSpec
 from skein.plan import searched
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
@@ -260,11 +260,11 @@ def test_the_plan_so_far_is_reckoned_beside_the_new_one() -> None:
 
 def test_a_search_keeps_a_plan_that_does_not_hold_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(one_worker_plan(), paths=())
-    monkeypatch.setattr(searched, "make_plan", lambda *_, **__: wrong)
+    monkeypatch.setattr(searched, "make_searched_plan", lambda *_, **__: wrong)
     assert list(search(asked("search", budget_s=0.02), 1, now=lambda: 0.0)) == []
 
 
 def test_a_search_finds_nothing_where_no_plan_exists() -> None:
     question = asked("search", budget_s=0.02, fleet=Fleet(workers=(), links=()))
-    assert isinstance(make_plan(question.job, question.fleet, None, 0), Infeasible)
+    assert isinstance(make_balanced_plan(question.job, question.fleet, None, 0), Infeasible)
     assert list(search(question, 1, now=lambda: 0.0)) == []

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.records.logfile import LOG_FILE, LogFull, chained, checksum, damage_explained
+from coordinator.records.logfile import LOG_FILE, LogFull, chained, damage_explained, entry_checksum
 from coordinator.records.store import LOCK_FILE, Fenced, RunLog
 from skein.errors import LocalError, UserError
 from skein.protocol.log.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
@@ -183,7 +183,7 @@ def test_entry_of_a_newer_release_says_so(tmp_path: Path) -> None:
     unknown = b"\x9a\x06\x02\x08\x01"
     with closing(sqlite3.connect(tmp_path / LOG_FILE)) as connection, connection:
         ((first,),) = connection.execute("SELECT digest FROM entries").fetchall()
-    row = (checksum(2, 1, unknown), chained(first, 2, 1, unknown))
+    row = (entry_checksum(2, 1, unknown), chained(first, 2, 1, unknown))
     change(tmp_path, "INSERT INTO entries VALUES (2, 1, ?, ?, ?)", unknown, *row)
     with (
         RunLog.open(tmp_path, wall_s=2.0) as log,

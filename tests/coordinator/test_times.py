@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
-from coordinator.telling.status import Roster, brief, job_status
+from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import PlanSpec
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
@@ -84,7 +84,7 @@ def test_an_epoch_of_the_data_is_known_while_the_job_is_at_work() -> None:
 
 
 def test_a_list_of_jobs_has_no_line_for_each_chunk() -> None:
-    found = brief(status(version=12))
+    found = brief_status(status(version=12))
     assert (found.chunk_times, found.transfer_times) == ((), ())
     assert found.measured_step_s == status(version=12).measured_step_s
 
@@ -108,7 +108,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
     [short] = job_status(now.view, Journal(nothing_kept), JOB).shortfalls
     assert short.words == "stage 1 has 1 holder of 2 asked: a death costs up to 20 steps"
     assert any(f"short: {short.words}" in line for line in made.lines)
-    assert brief(job_status(now.view, Journal(nothing_kept), JOB)).shortfalls == ()
+    assert brief_status(job_status(now.view, Journal(nothing_kept), JOB)).shortfalls == ()
     metrics.recorded(made.log)
     metrics.sample(now.view, Roster(now).workers(now=0.0), num_streams=0, lag_s=0.0, now=0.0)
     found = samples(metrics)

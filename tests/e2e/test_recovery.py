@@ -8,7 +8,7 @@ import pytest
 
 from bench.cluster import Cluster, running
 from client.api import Job
-from skein.protocol.log.incident import told
+from skein.protocol.log.incident import incident_line
 from skein.protocol.log.records import IncidentKind
 from skein.types import JobState, StageIndex
 from skein.wire.views import IncidentEnded, JobEvent, LineLogged, StepFinished, WentBack
@@ -93,7 +93,7 @@ def test_a_killed_worker_costs_no_step_and_is_one_incident_for_all_who_look(
     assert after[counted] - before.get(counted, 0.0) == 1.0
     rerouted = "skein_hops_rerouted_total"
     assert after[rerouted] - before.get(rerouted, 0.0) == incident.num_rerouted
-    assert cluster.log_of("coordinator").count(told(incident)) == 1
+    assert cluster.log_of("coordinator").count(incident_line(incident)) == 1
 
 
 def wait_for_line(job: Job, part: str) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from skein import rng
 from skein.config.job import JobSpec, PlanSpec
-from skein.plan.balanced import make_plan as make_balanced_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible, Plan
-from skein.plan.searched import make_plan
+from skein.plan.searched import make_searched_plan
 from skein.protocol.log.records import PlanAdopted
 from skein.sim.shapes import shape_of
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
@@ -76,13 +76,13 @@ def plans() -> Iterator[tuple[str, Plan | Infeasible]]:
         job, num_workers = job_of(text), shape_of(text).num_workers
         fleet = fleet_of(num_workers + 1, number)
         yield f"{text}, balanced", make_balanced_plan(job, fleet, None, number)
-        found = make_plan(job, fleet, None, number)
+        found = make_searched_plan(job, fleet, None, number)
         yield f"{text}, searched", found
         if isinstance(found, Plan):
             left = fleet_of(num_workers + 1, number, but=1)
-            yield f"{text}, after a loss", make_plan(job, left, found, number, steps_left=100)
+            yield f"{text}, after a loss", make_searched_plan(job, left, found, number, steps_left=100)
             more = fleet_of(num_workers + 2, number)
-            yield f"{text}, after a join", make_plan(job, more, found, number, steps_left=100)
+            yield f"{text}, after a join", make_searched_plan(job, more, found, number, steps_left=100)
 
 
 def payload(plan: Plan | Infeasible) -> bytes:

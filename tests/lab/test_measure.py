@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from client.lab.control import Ask, LabStatus, Slow, ask
-from client.lab.measure import measure
+from client.lab.measure import measure_direction
 from client.lab.network import namespaces
 from client.lab.start import LabOptions, start_lab, stop_lab
 from client.lab.state import LabFolder
@@ -25,10 +25,10 @@ def test_what_is_measured_is_never_better_than_the_link(tmp_path: Path) -> None:
         lab = start_lab(folder, LabOptions(preset="two-sites", num_workers=2, has_services=False))
         if not is_possible:
             with pytest.raises(UserError, match="only a lab in namespaces"):
-                measure(lab.status, "north-1", "south-1", seconds=0.1)
+                measure_direction(lab.status, "north-1", "south-1", seconds=0.1)
             return
         ask(folder.path, Slow(a="north", b="south", latency_s=0.002, bytes_per_s=1e6))
-        found = measure(status_of(folder), "north-1", "south-1", seconds=1.5)
+        found = measure_direction(status_of(folder), "north-1", "south-1", seconds=1.5)
         assert (found.round_trip_s, found.bytes_per_s) == (0.004, 1e6)
         assert found.measured_round_trip_s >= 0.004
         # Thrice, for a reader that was kept waiting finds more at once; without a limit it would be hundreds of times.
@@ -42,8 +42,8 @@ def test_measuring_names_what_is_no_link(tmp_path: Path) -> None:
     try:
         lab = start_lab(folder, LabOptions(preset="two-sites", num_workers=1, has_services=False))
         with pytest.raises(UserError, match=r"endpoint|mode"):
-            measure(lab.status, "north-1", "nobody", seconds=0.1)
+            measure_direction(lab.status, "north-1", "nobody", seconds=0.1)
         with pytest.raises(UserError, match="give two different endpoints"):
-            measure(lab.status, "north-1", "north-1", seconds=0.1)
+            measure_direction(lab.status, "north-1", "north-1", seconds=0.1)
     finally:
         stop_lab(folder)

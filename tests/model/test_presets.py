@@ -7,7 +7,7 @@ import pytest
 
 from skein.config.load import parse_job
 from skein.errors import UserError
-from skein.model.decoder import DecoderModel, shape_of
+from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.families.llama import PRESETS, LlamaModel, LlamaShape
 from skein.model.families.mistral import MistralModel
 from skein.model.families.qwen2 import Qwen2Model
@@ -49,9 +49,9 @@ def test_presets_go_from_a_million_to_eight_billion_in_order() -> None:
 
 
 def test_shape_is_the_preset_or_what_is_given() -> None:
-    assert shape_of(LlamaModel(preset="llama-3m")) is PRESETS["llama-3m"]
+    assert decoder_shape(LlamaModel(preset="llama-3m")) is PRESETS["llama-3m"]
     shape = LlamaShape(hidden_size=64)
-    assert shape_of(LlamaModel(shape=shape)) is shape
+    assert decoder_shape(LlamaModel(shape=shape)) is shape
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_shape_is_the_preset_or_what_is_given() -> None:
 )
 def test_unclear_or_unknown_shapes_are_refused_with_the_cure(model: DecoderModel, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        shape_of(model)
+        decoder_shape(model)
 
 
 REFUSED_SHAPES = {

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skein.config.job import BatchSpec, BudgetSpec, DataSpec, JobSpec, ParallelSpec, SkipSpec, TextSource
 from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
@@ -79,7 +79,7 @@ def without(whole: Fleet, *lost: WorkerId) -> Fleet:
 
 def planned(spec: JobSpec, on: Fleet, previous: Plan | None = None) -> Plan:
     """A plan that must exist."""
-    plan = make_plan(spec, on, previous, 0)
+    plan = make_balanced_plan(spec, on, previous, 0)
     assert isinstance(plan, Plan), plan
     return plan
 

@@ -10,7 +10,7 @@ from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.errors import UserError
 from skein.model.layers import tied_names
-from skein.plan.admission import check_admissible, settled
+from skein.plan.admission import check_admissible, settled_job
 from tests.contract.source import ROOT
 
 GOOD = """
@@ -41,7 +41,7 @@ def test_tied_embeddings_in_two_stages_are_refused_but_for_all_reduce(rule: tupl
     )
     for cured in (job(), job(*rule, UNTIED), job(*rule, "parallel.stages=1")):
         check_admissible(cured)
-        assert settled(cured) == cured
+        assert settled_job(cured) == cured
 
 
 @pytest.mark.parametrize("change", ["wire=int8", "wire=bf16", "robust.kind=median_norm_clip"])
@@ -127,17 +127,17 @@ def test_what_decentlam_may_do_depends_on_momentum_and_graph(
 
 def test_a_job_that_says_so_takes_qg_dmsgd_instead_and_stays_so() -> None:
     asked = gossiping(*EIGHT, "aggregation.graph=one_peer_exponential", "aggregation.if_unstable=qg_dmsgd")
-    found = settled(asked)
+    found = settled_job(asked)
     assert isinstance(found.aggregation, Gossip)
     assert found.aggregation.method == "qg_dmsgd"
     assert found.aggregation.graph == "one_peer_exponential"
     check_admissible(found)
-    assert settled(found) == found
+    assert settled_job(found) == found
 
 
 def test_a_stable_job_keeps_its_method_whatever_it_says_of_unstable_ones() -> None:
     asked = gossiping("aggregation.if_unstable=qg_dmsgd", "aggregation.graph=ring")
-    assert settled(asked) == asked
+    assert settled_job(asked) == asked
 
 
 def test_the_first_beta_is_adams_momentum() -> None:
@@ -174,7 +174,7 @@ KNOWN = [path for path in EXAMPLES if "init_from" not in path.read_text()]
 
 @pytest.mark.parametrize("path", KNOWN, ids=lambda path: path.stem)
 def test_examples_are_admitted(path: Path) -> None:
-    found = settled(parse_job(path.read_text(), origin=path.name))
+    found = settled_job(parse_job(path.read_text(), origin=path.name))
     check_admissible(found)
     is_alone = found.parallel.replicas == 1 and not (found.parallel.stages > 1 and tied_names(found.model))
     assert (estimate_of_job(found).step_bytes == 0) == is_alone

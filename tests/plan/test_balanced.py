@@ -10,7 +10,7 @@ from skein.config.aggregation import AllReduce
 from skein.config.job import JobSpec, SkipSpec
 from skein.config.rule import PatternName
 from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
 from skein.topology.fleet import Fleet
@@ -45,7 +45,7 @@ def stages_by_worker(plan: Plan) -> dict[str, list[int]]:
 
 @given(jobs(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
 def test_a_plan_is_valid_or_says_why_there_is_none(spec: JobSpec, on: Fleet) -> None:
-    plan = make_plan(spec, on, None, 0)
+    plan = make_balanced_plan(spec, on, None, 0)
     if isinstance(plan, Plan):
         assert violations(plan, spec, on) == ()
     else:
@@ -56,17 +56,17 @@ def test_a_plan_is_valid_or_says_why_there_is_none(spec: JobSpec, on: Fleet) -> 
 
 @given(jobs(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
 def test_planning_again_with_nothing_changed_changes_nothing(spec: JobSpec, on: Fleet) -> None:
-    plan = make_plan(spec, on, None, 0)
-    assert make_plan(spec, on, None, 0) == plan
+    plan = make_balanced_plan(spec, on, None, 0)
+    assert make_balanced_plan(spec, on, None, 0) == plan
     if isinstance(plan, Plan):
-        assert make_plan(spec, on, plan, 0) == plan
+        assert make_balanced_plan(spec, on, plan, 0) == plan
 
 
 @given(jobs(), fleets(), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
 def test_a_plan_after_any_change_of_fleet_is_valid_and_stays(
     spec: JobSpec, first: Fleet, second: Fleet
 ) -> None:
-    plan = make_plan(spec, second, planned(spec, first), 0)
+    plan = make_balanced_plan(spec, second, planned(spec, first), 0)
     if isinstance(plan, Plan):
         assert violations(plan, spec, second) == ()
         again = planned(spec, second, plan)
@@ -78,7 +78,7 @@ def test_losing_a_worker_moves_only_what_it_held(spec: JobSpec, on: Fleet, data:
     before = planned(spec, on)
     lost = data.draw(st.sampled_from(before.workers))
     survivors = without(on, lost)
-    after = make_plan(spec, survivors, before, 0)
+    after = make_balanced_plan(spec, survivors, before, 0)
     if not survivors.workers:
         assert after == Infeasible(reason="no worker is alive")
         return
@@ -125,10 +125,10 @@ def test_a_skip_ratio_leaves_stages_out_in_rotation_and_every_chunk_its_part(lay
 
 @given(skipping_jobs(), fleets(memory_bytes=st.integers(0, 4 * 10**6)))
 def test_a_plan_that_skips_is_valid_and_stays_or_says_why_there_is_none(spec: JobSpec, on: Fleet) -> None:
-    plan = make_plan(spec, on, None, 0)
+    plan = make_balanced_plan(spec, on, None, 0)
     if isinstance(plan, Plan):
         assert violations(plan, spec, on) == ()
-        assert make_plan(spec, on, plan, 0) == plan
+        assert make_balanced_plan(spec, on, plan, 0) == plan
     else:
         assert "bytes" in plan.reason
 
@@ -148,7 +148,7 @@ def test_a_rotation_that_jumps_too_far_is_no_plan() -> None:
     allowing = {
         most: spec.model_copy(update={"skip": SkipSpec(ratio=1 / 2, max_jump=most)}) for most in (3, 4)
     }
-    assert make_plan(allowing[3], on, None, 0) == Infeasible(
+    assert make_balanced_plan(allowing[3], on, None, 0) == Infeasible(
         reason="leaving stages out in rotation jumps 4 at once: skip.max_jump is 3"
     )
     assert violations(planned(allowing[4], on), allowing[4], on) == ()
@@ -232,11 +232,11 @@ def test_one_fast_worker_takes_all_stages_rather_than_wait_for_a_slow_one() -> N
 
 
 def test_no_workers_is_infeasible() -> None:
-    assert make_plan(job(), fleet([]), None, 0) == Infeasible(reason="no worker is alive")
+    assert make_balanced_plan(job(), fleet([]), None, 0) == Infeasible(reason="no worker is alive")
 
 
 def test_a_job_that_was_never_checked_is_infeasible_with_the_field_named() -> None:
-    plan = make_plan(job(stages=9, num_layers=4), fleet([1e10]), None, 0)
+    plan = make_balanced_plan(job(stages=9, num_layers=4), fleet([1e10]), None, 0)
     assert isinstance(plan, Infeasible)
     assert plan.reason.startswith("parallel.stages: 9:")
 
@@ -295,7 +295,7 @@ def test_slots_deepen_with_latency_and_shrink_with_memory() -> None:
 
 
 def test_too_little_memory_names_stage_need_and_what_there_is() -> None:
-    plan = make_plan(job(stages=2), fleet([1e10] * 2, memory_bytes=1000), None, 0)
+    plan = make_balanced_plan(job(stages=2), fleet([1e10] * 2, memory_bytes=1000), None, 0)
     assert isinstance(plan, Infeasible)
     assert plan.reason.startswith("stage 1 needs ")
     assert plan.reason.endswith("w0 has the most, 1000 B (1000 bytes)")

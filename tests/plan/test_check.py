@@ -11,7 +11,7 @@ from skein.config.job import JobSpec, SkipSpec
 from skein.config.optimizer import SgdSpec
 from skein.config.robust import TrimmedMean
 from skein.plan.agreeing.exchange import Broadcast, Pattern, Ring, Tree
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.order import ascending_schedules
 from skein.plan.plan import Alternates, ChunkPlan, Infeasible, Path, Plan, PlannedOp
@@ -254,5 +254,5 @@ def test_a_combiner_that_compares_wants_enough_to_compare() -> None:
     assert violations(planned(trimming, fleet([1e10] * 6)), trimming, fleet([1e10] * 6)) == ()
     reason = "trimmed_mean needs 3 holders of each stage: stage 0 has 2"
     on = fleet([1e10] * 5)
-    assert make_plan(trimming, on, None, 0) == Infeasible(reason=reason)
+    assert make_balanced_plan(trimming, on, None, 0) == Infeasible(reason=reason)
     assert reason in violations(planned(spec, on), trimming, on)

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.config.job import JobSpec, PlanSpec, SkipSpec
-from skein.plan.balanced import make_plan as make_balanced_plan
-from skein.plan.balanced import pool_of
+from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.check import violations
 from skein.plan.clock.timing import reduction_s
 from skein.plan.load import tied_bytes
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
+from skein.plan.replan.routing import always
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.job_problem import pose, resized
 from skein.plan.route.plan_routing import routing_of
-from skein.plan.searched import always, make_plan, reckoned_s
+from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
@@ -30,7 +30,7 @@ def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
 
 
 def planned(spec: JobSpec, on: Fleet, *, may_go_on: Callable[[], bool] = always) -> Plan:
-    plan = make_plan(spec, on, None, 0, may_go_on=may_go_on)
+    plan = make_searched_plan(spec, on, None, 0, may_go_on=may_go_on)
     assert isinstance(plan, Plan), plan
     assert violations(plan, spec, on) == ()
     return plan
@@ -41,7 +41,7 @@ def planned(spec: JobSpec, on: Fleet, *, may_go_on: Callable[[], bool] = always)
 def test_a_searched_plan_is_legal_and_there_is_one_wherever_there_is_a_balanced_one(
     spec: JobSpec, on: Fleet
 ) -> None:
-    plan, balanced = make_plan(brief(spec), on, None, 0), make_balanced_plan(spec, on, None, 0)
+    plan, balanced = make_searched_plan(brief(spec), on, None, 0), make_balanced_plan(spec, on, None, 0)
     assert type(plan) is type(balanced)
     if isinstance(plan, Plan):
         assert violations(plan, brief(spec), on) == ()
@@ -51,7 +51,7 @@ def test_a_searched_plan_is_legal_and_there_is_one_wherever_there_is_a_balanced_
 @settings(max_examples=10, deadline=None)
 @given(skipping_jobs(), fleets(), st.integers(0, 3))
 def test_equal_inputs_make_equal_plans(spec: JobSpec, on: Fleet, seed: int) -> None:
-    assert make_plan(brief(spec), on, None, seed) == make_plan(brief(spec), on, None, seed)
+    assert make_searched_plan(brief(spec), on, None, seed) == make_searched_plan(brief(spec), on, None, seed)
 
 
 def two_cities() -> Fleet:
@@ -112,7 +112,7 @@ def test_a_step_is_never_predicted_below_its_own_bound() -> None:
     spec = job(stages=1, replicas=1, num_layers=2, num_microbatches=4)
     for seed in range(20):
         on = fleet([1e9 * (1 + seed / 7)])
-        plan = make_plan(brief(spec), on, None, seed)
+        plan = make_searched_plan(brief(spec), on, None, seed)
         assert isinstance(plan, Plan)
         assert plan.predicted_step_s >= plan.lower_bound_s
 
@@ -163,7 +163,7 @@ def test_a_job_that_has_state_keeps_its_stages() -> None:
     )
     even = make_balanced_plan(spec, on, None, 0)
     assert isinstance(even, Plan)
-    again = make_plan(spec, on, even, 0)
+    again = make_searched_plan(spec, on, even, 0)
     assert isinstance(again, Plan)
     assert again.stages == even.stages
 
@@ -181,14 +181,14 @@ def test_a_link_far_off_its_like_is_named_and_not_used() -> None:
 def test_a_plan_that_runs_is_reckoned_as_it_was_predicted() -> None:
     spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1)
     plan = planned(spec, two_cities())
-    assert reckoned_s(spec, two_cities(), plan) == pytest.approx(plan.predicted_step_s, rel=1e-9)
-    assert reckoned_s(spec, without(two_cities(), WorkerId("w0")), plan) is None
+    assert searched_step_s(spec, two_cities(), plan) == pytest.approx(plan.predicted_step_s, rel=1e-9)
+    assert searched_step_s(spec, without(two_cities(), WorkerId("w0")), plan) is None
 
 
 def test_planning_again_is_never_worse_and_moves_nothing_where_nothing_has_changed() -> None:
     spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1)
     plan = planned(spec, two_cities())
-    again = make_plan(spec, two_cities(), plan, 1, steps_left=10)
+    again = make_searched_plan(spec, two_cities(), plan, 1, steps_left=10)
     assert isinstance(again, Plan)
     assert again.predicted_step_s <= plan.predicted_step_s
     assert {x.chunk for x in again.chunks} == {x.chunk for x in plan.chunks}
@@ -203,7 +203,7 @@ def test_a_slow_worker_is_left_for_an_idle_one_if_there_are_steps_enough_for_it(
     even = make_balanced_plan(spec, fleet([1e9, 1e9]), None, 0)
     assert isinstance(even, Plan)
     links = [link(x, y, 0.01, 1e5) for x, y in product(("w0", "w1", "w2"), repeat=2) if x != y]
-    plan = make_plan(spec, fleet([1e9, 2e8, 1e9], links=links), even, 0, steps_left=steps_left)
+    plan = make_searched_plan(spec, fleet([1e9, 2e8, 1e9], links=links), even, 0, steps_left=steps_left)
     assert isinstance(plan, Plan)
     assert (WorkerId("w1") not in plan.workers) is is_moved
     assert ("moves" in str(plan.reason)) is is_moved
@@ -229,7 +229,7 @@ def test_survivors_of_a_loss_stay_where_they_are() -> None:
     before = planned(spec, on)
     lost = before.holders(before.stages[1].index)[0]
     after = without(on, lost)
-    plan = make_plan(spec, after, before, 0, steps_left=100)
+    plan = make_searched_plan(spec, after, before, 0, steps_left=100)
     assert isinstance(plan, Plan)
     assert violations(plan, spec, after) == ()
     held = {x.chunk for x in before.chunks}
@@ -243,7 +243,7 @@ def test_a_stage_that_lost_all_its_holders_gets_one_that_is_spared_elsewhere() -
     before = planned(spec, on)
     lost = before.holders(before.stages[2].index)
     after = without(on, *lost)
-    plan = make_plan(spec, after, before, 0, steps_left=100)
+    plan = make_searched_plan(spec, after, before, 0, steps_left=100)
     assert isinstance(plan, Plan)
     assert violations(plan, spec, after) == ()
     held = {x.chunk for x in before.chunks}

@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from skein.protocol.log.incident import cost, num_replayed, ranges, remedied, told, total, what
+from skein.protocol.log.incident import cost, incident_line, num_replayed, ranges, remedied, total, what
 from skein.protocol.log.records import IncidentKind, Remedy
 from skein.types import MicrobatchId, WorkerId
 from tests.support.incidents import incident, replayed
 
 
 def test_a_line_says_what_failed_what_was_done_and_what_it_cost() -> None:
-    line = told(incident("demo-1", replayed=(replayed(1, 2, 5), replayed(2, 3)), num_samples_repeated=12))
+    line = incident_line(
+        incident("demo-1", replayed=(replayed(1, 2, 5), replayed(2, 3)), num_samples_repeated=12)
+    )
     assert line == (
         "incident job=demo-1 step=41 generation=3 worker_lost w3 (stream broke, silent 0.30 s): "
         "resumed after 0.62 s (fence 0.41 s), 4 hops rerouted, replayed stage 1: 2, 5 and stage 2: 3; "
@@ -33,13 +35,15 @@ def test_silence_that_is_the_reason_is_not_told_twice() -> None:
 
 def test_a_single_hop_step_or_sample_is_not_a_plural() -> None:
     one = incident(num_rerouted=1, num_retried=1, num_steps_lost=1, num_samples_repeated=1)
-    assert "1 hop rerouted, 1 microbatch begun anew; 1 step lost, 1 sample repeated" in told(one)
+    assert "1 hop rerouted, 1 microbatch begun anew; 1 step lost, 1 sample repeated" in incident_line(one)
 
 
 def test_a_huge_incident_and_a_reason_of_many_lines_are_one_short_line() -> None:
     whole_site = tuple(WorkerId(f"worker-{number:04d}") for number in range(500))
     stages = tuple(replayed(stage, *range(0, 400, 2)) for stage in range(100))
-    line = told(incident(workers=whole_site, replayed=stages, reason="first\n\tsecond " + "word " * 1000))
+    line = incident_line(
+        incident(workers=whole_site, replayed=stages, reason="first\n\tsecond " + "word " * 1000)
+    )
     assert "worker-0007 and 492 more" in line
     assert "stage 7: 0, 2, 4, 6, 8, 10, 12, 14 and 192 more and 92 stages more" in line
     assert "(first second word" in line

@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.protocol.coordinator.runs.part import Adoption
@@ -31,7 +31,7 @@ TWO = replace(ON, workers=ON.workers[:2])
 
 
 def plan() -> Plan:
-    made = make_plan(SPEC, TWO, None, 0)
+    made = make_balanced_plan(SPEC, TWO, None, 0)
     assert isinstance(made, Plan)
     return made
 
@@ -88,7 +88,7 @@ def test_a_plan_made_of_what_was_measured_expects_just_that() -> None:
     measured = Measured(SPEC)
     for worker in (FIRST, LAST):
         told(measured, worker, 2.5)
-    again = make_plan(SPEC, measured.on(TWO, LINKS), PLAN, 0)
+    again = make_balanced_plan(SPEC, measured.on(TWO, LINKS), PLAN, 0)
     assert isinstance(again, Plan)
     sums = {x.chunk: x.total_s for x in again.chunk_times}
     assert sums == pytest.approx({x.chunk: 2.5 * x.total_s for x in PLAN.chunk_times})

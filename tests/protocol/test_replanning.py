@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.changing.clauses import parse_clauses
 from skein.plan.check import violations
 from skein.plan.plan import ChunkTime, Infeasible, Plan
@@ -39,7 +39,7 @@ def plan_for(*speeds: float, predicted_step_s: float) -> Plan:
         FleetWorker(worker=WorkerId(name), site=SiteId("here"), profile=replace(profile(), flops_per_s=speed))
         for name, speed in zip(("w0a", "w1a"), speeds, strict=True)
     )
-    plan = make_plan(SPEC, Fleet(workers=workers, links=()), None, 0)
+    plan = make_balanced_plan(SPEC, Fleet(workers=workers, links=()), None, 0)
     assert isinstance(plan, Plan)
     return replace(plan, predicted_step_s=predicted_step_s, lower_bound_s=0.01)
 
@@ -404,7 +404,7 @@ def test_a_plan_that_has_microbatches_visit_other_stages_says_so() -> None:
     spec = small_job(stages=4, replicas=1, steps=1000, skip_ratio=0.25)
     names = [f"w{i}a" for i in range(4)]
     workers = (FleetWorker(worker=WorkerId(x), site=SiteId("here"), profile=profile()) for x in names)
-    plan = make_plan(spec, Fleet(workers=tuple(workers), links=()), None, 0)
+    plan = make_balanced_plan(spec, Fleet(workers=tuple(workers), links=()), None, 0)
     assert isinstance(plan, Plan)
     plan = replace(plan, predicted_step_s=1.0, lower_bound_s=0.01)
     desk.join(*names)
@@ -414,7 +414,7 @@ def test_a_plan_that_has_microbatches_visit_other_stages_says_so() -> None:
     assert "other stages" not in told[-1]
     [asked] = make_steps(desk, plan, seconds=2.0)
     # The second microbatch goes the first one's way, and the other way round.
-    turned = make_plan(spec.model_copy(update={"seed": 1}), asked.fleet, plan, 0)
+    turned = make_balanced_plan(spec.model_copy(update={"seed": 1}), asked.fleet, plan, 0)
     assert isinstance(turned, Plan)
     first, second, *rest = turned.paths
     swap = {MicrobatchId(0): MicrobatchId(1), MicrobatchId(1): MicrobatchId(0)}

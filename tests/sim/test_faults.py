@@ -8,7 +8,7 @@ import pytest
 from skein.protocol.coordinator.coordinator_io import DrainAsked
 from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.protocol.log.records import GenerationOpened
-from skein.sim.faults import GENTLE, Fault, schedule
+from skein.sim.faults import GENTLE, Fault, schedule_faults
 from skein.sim.world import World
 from skein.types import SiteId
 from tests.support.extent import part
@@ -21,7 +21,7 @@ JOB = small_job(steps=4, evaluate_every=2, save_every=2)
 
 def strike(world: World, *, kind: str, at_s: float, seconds: float) -> None:
     fault = Fault(at_s=at_s, kind=kind, worker=worker(1), other=worker(2), seconds=seconds, number=1)
-    schedule(world, [fault])
+    schedule_faults(world, [fault])
 
 
 ALONE = (

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from skein.config.job import JobSpec, SkipSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Path, Plan
-from skein.sim.faults import draw_faults, schedule
+from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
 from skein.types import Layout
@@ -30,7 +30,7 @@ JOBS = {layout: spec(layout) for layout in Layout}
 
 def wild_plan(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> Plan | Infeasible:
     """The balanced plan, but every other path takes stage 2 before 1, and ops come in an order once carried out."""
-    plan = make_plan(job, fleet, previous, seed)
+    plan = make_balanced_plan(job, fleet, previous, seed)
     if isinstance(plan, Infeasible):
         return plan
     paths = tuple(swapped(path) if m % 2 else path for m, path in enumerate(plan.paths))
@@ -58,7 +58,7 @@ def run(job: JobSpec, *, seed: int | None) -> Run:
     def disturb(world: World) -> None:
         world.planner = wild_plan
         num_faults = 0 if seed is None else 6
-        schedule(world, draw_faults(8, num_faults=num_faults, horizon_s=12.0, seed=seed or 0))
+        schedule_faults(world, draw_faults(8, num_faults=num_faults, horizon_s=12.0, seed=seed or 0))
 
     return simulate(job, 8, seed=seed or 0, disturb=disturb)
 

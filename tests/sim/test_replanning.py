@@ -7,7 +7,7 @@ import pytest
 
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.plan import Infeasible, Plan
-from skein.plan.searched import make_plan as make_searched_plan
+from skein.plan.searched import make_searched_plan
 from skein.protocol.coordinator.runs.improving.replanning import FIRST_PAUSE_S
 from skein.protocol.log.records import GenerationOpened, PlanAdopted, StepCommitted
 from skein.sim.scenario import make_world

@@ -12,7 +12,7 @@ from skein.storage.outside import (
     NoRoomError,
     Outside,
     SilentError,
-    moved,
+    call_moved,
     require_room,
     room_explained,
 )
@@ -56,7 +56,7 @@ async def test_what_moves_is_waited_for_however_long_it_takes() -> None:
     def slow() -> int:
         for _ in range(10):
             waits.wait(0.05)
-            moved()
+            call_moved()
         return 1
 
     assert await outside.answer(slow, "a large file") == 1
@@ -71,7 +71,7 @@ async def test_a_place_that_answers_nobody_does_not_get_ever_more_threads(stuck:
 
 
 def test_moving_outside_a_call_says_nothing() -> None:
-    moved()
+    call_moved()
 
 
 def test_a_full_place_says_how_much_it_needs_and_has(tmp_path: Path) -> None:

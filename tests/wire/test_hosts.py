@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.wire.serving.doorway import _host
-from skein.wire.serving.hosts import counted_as, host_of, is_loopback
+from skein.wire.serving.hosts import counted_as, host_of, is_from_here
 from worker.transport.receiving.slots import peer_of
 
 HALF = st.integers(0, 2**64 - 1)
@@ -42,6 +42,6 @@ def test_the_systems_table_and_grpc_name_a_host_alike() -> None:
 
 def test_connections_of_this_machine_are_each_a_peer_of_their_own() -> None:
     for peer in ("ipv4:127.0.0.1:4711", "ipv6:%5B::1%5D:4711", "unix:"):
-        assert is_loopback(peer)
+        assert is_from_here(peer)
         assert peer_of(peer) == peer
-    assert not is_loopback("ipv6:%5B::ffff:10.0.0.1%5D:1")
+    assert not is_from_here("ipv6:%5B::ffff:10.0.0.1%5D:1")

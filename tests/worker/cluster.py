@@ -11,7 +11,7 @@ import grpc
 from grpc import aio
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
@@ -134,7 +134,7 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
                 if session is not None:
                     session.put_nowait(codec.DIRECTIVE.encode(command.directive))
             case MakePlan():
-                plan = make_plan(command.job, command.fleet, command.previous, seed=0)
+                plan = make_balanced_plan(command.job, command.fleet, command.previous, seed=0)
                 yield PlanMade(request=command.request, result=plan)
             case WriteManifest():
                 yield ManifestWritten(checkpoint=command.checkpoint, error=None)

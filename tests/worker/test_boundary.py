@@ -13,7 +13,7 @@ from skein.wire.extra import DType
 from tests.support.plans import chunk
 from tests.support.reports import attempt
 from worker.boundary import BoundaryLog, TemporaryFile, is_logged
-from worker.bundle import Bundle, WireTensor, num_bytes_of, to_torch, to_wire
+from worker.bundle import Bundle, WireTensor, bundle_bytes, to_torch, to_wire
 
 SHARD = ShardTensor(
     kind=ShardKind.PART,
@@ -245,7 +245,7 @@ def test_a_real_file_gives_tensors_back_aligned_writable_and_equal_to_the_bit() 
             assert not any(tensor.data), "the tensor shares the bytes, and may be written to"
     again_found = log.get(key(1))
     assert again_found is not None
-    assert num_bytes_of(again_found) == num_bytes_of(kept)
+    assert bundle_bytes(again_found) == bundle_bytes(kept)
     assert torch.equal(to_torch(again_found[1]), tensors["x"]), "what was read is a copy"
     log.close()
 

@@ -17,7 +17,7 @@ from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, puppet
 from worker import __main__ as command_line
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
-from worker.telling.logs import LogTail, begin_logging
+from worker.telling.logs import LogTail, begin_worker_log
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_the_log_tail_bounds_what_a_talkative_worker_sends() -> None:
 
 
 def test_a_json_log_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    tail = begin_logging("json")
+    tail = begin_worker_log("json")
     logging.getLogger("worker.x").info("two\nlines")
     assert capsys.readouterr().err.count("\n") == 1
     assert [line.text for line in tail.take()] == ["two lines"]

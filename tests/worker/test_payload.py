@@ -20,7 +20,7 @@ from skein.types import (
     WorkerId,
     parse_group,
 )
-from worker.bundle import num_bytes_of
+from worker.bundle import bundle_bytes
 from worker.compute.payload import PayloadStore, key_of, pack, unpack
 
 HERE = ChunkRef(stage=StageIndex(0), worker=WorkerId("w0"))
@@ -68,7 +68,7 @@ def test_what_was_packed_is_unpacked_without_a_copy() -> None:
 
 def test_a_boundary_tensor_is_handed_over_once() -> None:
     store = filed(hop())
-    assert num_bytes_of(store.for_sending(envelope(hop()))) == 24
+    assert bundle_bytes(store.for_sending(envelope(hop()))) == 24
     assert (len(store), store.num_bytes) == (0, 0)
     with pytest.raises(LocalError, match="no payload"):
         store.for_sending(envelope(hop()))

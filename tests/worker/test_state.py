@@ -16,7 +16,7 @@ from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 from skein.types import StageIndex, StageSpec, Step
 from tests.worker.lab import CPU, tiny_job
 from worker.compute.chunk import Chunk
-from worker.compute.state import STEP, by_name, copied, named, saved, walker_of
+from worker.compute.state import STEP, by_name, copied, named_tensors, saved, walker_from
 from worker.model.stage import build_stage
 
 FLAT, SCALES, ERROR, SCRATCH = "flat", "scales", "error", "scratch"
@@ -89,9 +89,9 @@ def odd_chunk(text: Path) -> Chunk:
 
 def test_a_walker_goes_by_its_names_and_comes_back() -> None:
     walker = odd_walker()
-    state = named(walker, copied(ODD.slots))
+    state = named_tensors(walker, copied(ODD.slots))
     assert state.keys() == {"a.weight", "b", "flat.all", "scales.a.weight", "scales.b", STEP}
-    back = walker_of(state, RULE)
+    back = walker_from(state, RULE)
     assert back.num_updates == 3
     assert back.params.keys() == PARAMS.keys()
     assert all(back.params[name] is PARAMS[name] for name in PARAMS), "nothing is copied"
@@ -102,7 +102,7 @@ def test_a_walker_goes_by_its_names_and_comes_back() -> None:
 
 def test_a_state_without_a_count_is_refused() -> None:
     with pytest.raises(LocalError, match="how many"):
-        walker_of(PARAMS, RULE)
+        walker_from(PARAMS, RULE)
 
 
 def test_what_is_saved_and_what_is_copied_is_as_the_slots_say() -> None:

@@ -34,7 +34,7 @@ from skein.protocol.messages.directives import (
     SourceKind,
 )
 from skein.protocol.worker.worker_io import BuildFailed, Built
-from skein.storage.outside import Outside, SilentError, moved, require_room
+from skein.storage.outside import Outside, SilentError, call_moved, require_room
 from skein.storage.places import ANYWHERE, Places
 from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 from skein.units import format_bytes
@@ -107,7 +107,7 @@ class CoordinatorArchive:
                 return
             if going.done():
                 return going.result()
-            moved()
+            call_moved()
 
 
 def archive_of(url: str | None, files: Files, job: JobId, version: Step, places: Places) -> Archive:

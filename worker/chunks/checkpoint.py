@@ -25,7 +25,7 @@ from skein.errors import LocalError, UserError
 from skein.protocol.log.records import StageFiles, checkpoint_folder, walker_prefix
 from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.folders import RootedFolder
-from skein.storage.outside import PIECE_BYTES, copy_pieces, moved, require_room
+from skein.storage.outside import PIECE_BYTES, call_moved, copy_pieces, require_room
 from skein.storage.places import ANYWHERE, FIELD, Places
 from skein.types import Generation, JobId, StageIndex, Step
 
@@ -175,7 +175,7 @@ def _write(draft: Path, tensors: dict[str, Tensor], archive: Archive) -> Checkpo
         sha256=sha256_of(draft),
         tensors=tuple(sorted(tensors)),
     )
-    moved()
+    call_moved()
     archive.put(draft, draft.name)
     draft.unlink()
     return file
@@ -187,7 +187,7 @@ def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
-            moved()
+            call_moved()
     return digest.hexdigest()
 
 
@@ -256,5 +256,5 @@ def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _moving(tensor: Tensor) -> Tensor:
-    moved()
+    call_moved()
     return tensor

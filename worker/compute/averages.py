@@ -12,7 +12,7 @@ from skein.model.neighbours import counterparts
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Walker
 from skein.types import StageSpec
-from worker.compute.state import copied, named
+from worker.compute.state import copied, named_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +61,4 @@ def averaged_state(job: JobSpec, stage: StageSpec, sides: Sequence[Side]) -> dic
             types[name] = given.dtype
     params = {name: summed.to(types[name]) for name, summed in sums.items()}
     rule = rule_of(job.aggregation, job.optimizer)
-    return named(Walker(params=params, state=rule.init(params)), copied(rule.slots))
+    return named_tensors(Walker(params=params, state=rule.init(params)), copied(rule.slots))

@@ -21,7 +21,7 @@ from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, Tied, WorkerId
-from worker.compute.state import STEP, by_name, copied, named, saved
+from worker.compute.state import STEP, by_name, copied, named_tensors, saved
 from worker.model.stage import Stage, build_stage
 
 
@@ -179,7 +179,7 @@ class Chunk:
 
     def state(self) -> dict[str, Tensor]:
         """What another holder of the stage is given, by name, as it is until the next update."""
-        return named(self.walker, copied(self.rule.slots))
+        return named_tensors(self.walker, copied(self.rule.slots))
 
     def copy_state(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Copies of the `state` in host memory; only of `names`, if given."""
@@ -195,7 +195,9 @@ class Chunk:
         elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
         slots = saved(self.rule.slots, walkers)
         left_out = {*elsewhere, *(f"{slot}.{name}" for slot in slots for name in elsewhere)}
-        copies = {name: _copied(x) for name, x in named(self.walker, slots).items() if name not in left_out}
+        copies = {
+            name: _copied(x) for name, x in named_tensors(self.walker, slots).items() if name not in left_out
+        }
         return {name: copies.pop(name) for name in self.params.keys() - elsewhere}, copies
 
     @torch.no_grad()
@@ -208,7 +210,7 @@ class Chunk:
             LocalError: a tensor is missing or of another shape; nothing has changed then.
         """
         slots = self.rule.slots
-        targets = named(self.walker, slots)
+        targets = named_tensors(self.walker, slots)
         source = {**self._anew(slots.keys() - (copied(slots) & saved(slots))), **state}
         for name, target in targets.items():
             if name not in source or source[name].shape != target.shape:

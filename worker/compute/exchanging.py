@@ -16,7 +16,7 @@ from skein.config.rule import Reach
 from skein.numeric.aggregate.exchanging.member import (
     ExchangeKey,
     StepExchanges,
-    digest_of,
+    digest_of_tensors,
     measured,
     replicated,
 )
@@ -84,7 +84,7 @@ class Exchanging:
             leader=leader,
         )
         if exchange.taken_at is not None:
-            said = digest_of(self._replicated(chunk))
+            said = digest_of_tensors(self._replicated(chunk))
             self._begun_with[key] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
             sent = self._exchanges.take(key, chunk.rule, chunk.walker, talk, order=index, ends_with=step)
         else:
@@ -181,4 +181,4 @@ class Exchanging:
 
 def claim_of(chunk: Chunk) -> str:
     """The digest that is voted by whoever has received the parameters that this chunk has now."""
-    return digest_of([flatten(chunk.walker.params)])
+    return digest_of_tensors([flatten(chunk.walker.params)])

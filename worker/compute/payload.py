@@ -14,7 +14,7 @@ from skein.plan.ops import Direction
 from skein.protocol.messages.tensors import Envelope, HopTensor, ShardKind, ShardTensor, TensorHeader
 from skein.protocol.worker.ops import TensorKey, hop_key
 from skein.types import Generation, Step
-from worker.bundle import Bundle, allocate, num_bytes_of, to_torch, to_wire
+from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
 
 Payload = Mapping[str, Tensor] | Bundle
 
@@ -126,4 +126,4 @@ class PayloadStore:
 def _num_bytes(payload: Payload) -> int:
     if isinstance(payload, Mapping):
         return sum(tensor.nbytes for tensor in payload.values())
-    return num_bytes_of(payload)
+    return bundle_bytes(payload)

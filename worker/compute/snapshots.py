@@ -21,7 +21,7 @@ from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Own, StageIndex, StageSpec, Step, Tied
 from worker.bundle import WireTensor, to_wire
 from worker.compute.chunk import Chunk, update
-from worker.compute.state import copied, named, walker_of
+from worker.compute.state import copied, named_tensors, walker_from
 
 PIECE_BYTES = 64 << 20
 """Copied at once: raise it if snapshots of large chunks take too many ops to be complete."""
@@ -241,11 +241,11 @@ def bring_forward(
     """
     if not changes(record, stage):
         return
-    walker = walker_of(state, rule)
+    walker = walker_from(state, rule)
     grads = _gradients(walker.params, record, result_by_group, stage=stage, model=model)
     weight = next(x.weight for x in record.results if x.group == Own(stage))
     update(rule, walker, grads, record, weight=weight)
-    state |= named(walker, copied(rule.slots))
+    state |= named_tensors(walker, copied(rule.slots))
 
 
 def _gradients(

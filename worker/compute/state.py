@@ -43,7 +43,7 @@ def saved(slots: Mapping[str, Slot], walkers: Walkers = Walkers.ONE) -> frozense
     )
 
 
-def named(walker: Walker, slots: Collection[str]) -> dict[str, Tensor]:
+def named_tensors(walker: Walker, slots: Collection[str]) -> dict[str, Tensor]:
     """The walker's own tensors by name: parameters, those of `slots`, and a count of its updates."""
     num_updates = torch.tensor(walker.num_updates, dtype=torch.int64)
     return {**walker.params, **by_name(walker.state, slots), STEP: num_updates}
@@ -60,8 +60,8 @@ def by_name(state: Mapping[str, Tensors], slots: Collection[str]) -> dict[str, T
     }
 
 
-def walker_of(state: Mapping[str, Tensor], rule: Rule) -> Walker:
-    """The walker whose tensors `named` gave; slots that it left out begin anew. No tensor is copied.
+def walker_from(state: Mapping[str, Tensor], rule: Rule) -> Walker:
+    """The walker whose tensors `named_tensors` gave; slots that it left out begin anew. No tensor is copied.
 
     Raises:
         LocalError: the state says not how many updates were made.
@@ -112,4 +112,6 @@ def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str
         for layer in layer_parameters(job.model)[stage.first : stage.stop]
         for name, shape in layer.items()
     }
-    return named(Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots)
+    return named_tensors(
+        Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots
+    )

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from skein.storage.outside import moved
+from skein.storage.outside import call_moved
 from skein.units import format_bytes
 from worker.data.samples import Integers
 
@@ -166,7 +166,7 @@ def _locked(folder: Path, key: str) -> Iterator[None]:
                 now = sum(_drafted(folder, key))
                 if now != size:
                     size = now
-                    moved()
+                    call_moved()
                 time.sleep(_POLL_S)
         yield
 
@@ -188,7 +188,7 @@ def _write(file: BinaryIO, dtype: np.dtype[np.integer], parts: Iterator[Integers
         digest.update(data)
         file.write(data)
         count += len(part)
-        moved()
+        call_moved()
     file.seek(0)
     file.write(_HEADER.pack(_MAGIC, dtype.str.encode(), count, digest.digest()))
     file.flush()
@@ -208,7 +208,7 @@ def _problem(file: BinaryIO, dtype: np.dtype[np.integer]) -> str | None:
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
-        moved()
+        call_moved()
     return None if digest.digest() == sha256 else "its SHA-256 is another"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from skein.errors import UnfitError, UserError
 from skein.own import install_hint
-from skein.storage.outside import moved
+from skein.storage.outside import call_moved
 from worker.data.files import DataFile, readable
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def rows_of_parquet(files: Sequence[DataFile], key: str, field: str) -> Iterator
                 _check_column(table.schema_arrow, key, file, field)
                 rows = 0
                 for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=[key]):
-                    moved()
+                    call_moved()
                     for text in batch.column(0).to_pylist():
                         rows += 1
                         yield _row(text, key, f"{file.place} row {rows}", field)
@@ -117,7 +117,7 @@ def _opened(file: DataFile, field: str) -> Iterator[BinaryIO]:
 def _pieces(file: DataFile, field: str) -> Iterator[bytes]:
     with _opened(file, field) as content:
         while piece := content.read(_CHUNK_BYTES):
-            moved()
+            call_moved()
             yield piece
 
 

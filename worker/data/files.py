@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from skein.errors import UnfitError, UserError
-from skein.storage.outside import moved
+from skein.storage.outside import call_moved
 from skein.storage.roots import Inside, Roots
 
 _CHUNK_BYTES = 4 * 2**20
@@ -68,7 +68,7 @@ def open_files(path: str, patterns: Sequence[str], *, field: str, roots: Roots) 
     return tuple(_examined(place, name, field) for place, name in zip(places, names, strict=True))
 
 
-def digest_of(files: Iterable[DataFile]) -> str:
+def digest_of_files(files: Iterable[DataFile]) -> str:
     """A hash over the names, sizes and contents of `files`, in their order."""
     total = hashlib.sha256()
     for file in files:
@@ -101,7 +101,7 @@ def _below(root: Path, folder: str, pattern: Sequence[str]) -> Iterator[str]:
         return
     with entries:
         for entry in entries:
-            moved()
+            call_moved()
             path = f"{folder}{entry.name}"
             if first == "**":
                 if entry.is_dir(follow_symlinks=False):
@@ -126,7 +126,7 @@ def _holds(asked: Callable[[], bool]) -> bool:
 
 
 def _moving(place: Inside) -> Inside:
-    moved()
+    call_moved()
     return place
 
 
@@ -139,9 +139,9 @@ def _nothing_found(root: Path, pattern: str, field: str) -> UnfitError:
 def _examined(place: Inside, name: str, field: str) -> DataFile:
     content, size = hashlib.sha256(), 0
     with readable(f"{field}.path", place.path), place.open() as file:
-        moved()
+        call_moved()
         while chunk := file.read(_CHUNK_BYTES):
             content.update(chunk)
             size += len(chunk)
-            moved()
+            call_moved()
     return DataFile(place=place, name=name, size=size, sha256=content.hexdigest())

@@ -10,7 +10,7 @@ import numpy as np
 
 from skein.config.job import JsonlSource, ParquetSource, TextSource, TokenSource
 from skein.errors import UnfitError, UserError
-from skein.storage.outside import moved
+from skein.storage.outside import call_moved
 from skein.storage.roots import Roots
 from worker.data.cache import TokenCache
 from worker.data.documents import (
@@ -21,7 +21,7 @@ from worker.data.documents import (
     rows_of_parquet,
     whole_files,
 )
-from worker.data.files import DataFile, digest_of, open_files, readable
+from worker.data.files import DataFile, digest_of_files, open_files, readable
 from worker.data.samples import (
     ArrayTokens,
     FileBytes,
@@ -76,7 +76,7 @@ def open_source(
     if is_empty or stream.num_tokens < 2:
         hint = "holds no text: give at least one file that is not empty"
         raise UserError(f"{field}.path", source.path, hint)
-    digest = f"{tokenizer.digest} {digest_of(files)}"
+    digest = f"{tokenizer.digest} {digest_of_files(files)}"
     return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=digest)
 
 
@@ -129,10 +129,10 @@ def open_tokens(source: TokenSource, opening: SourceOpening, *, field: str) -> S
             digest.update(part)
             _check_ids(part, size, dtype, opening.vocab_size, source, field)
             size += len(part)
-            moved()
+            call_moved()
     file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=digest.hexdigest())
     stream = FileTokens(file=file, dtype=dtype, reader=FileReader(f"{field}.path"))
-    name = f"{source.dtype} {digest_of([file])}"
+    name = f"{source.dtype} {digest_of_files([file])}"
     return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)
 
 

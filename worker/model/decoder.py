@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.model.decoder import DecoderModel, shape_of
+from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
@@ -126,7 +126,7 @@ class DecoderStage(Stage):
     def __init__(
         self, model: DecoderModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
     ) -> None:
-        shape = shape_of(model)
+        shape = decoder_shape(model)
         num_layers = shape.num_hidden_layers + 2
         super().__init__(model, stage, num_layers=num_layers, precision=precision)
         dtype = parameter_dtype(precision)

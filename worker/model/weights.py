@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from skein.errors import LocalError, UnfitError, UserError
 from skein.model.parameters import parameter_shapes
-from skein.storage.outside import moved
+from skein.storage.outside import call_moved
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.files import readable
 from worker.model.base import Stage
@@ -104,7 +104,7 @@ def _load_file(
                 _check(path, name, tuple(part.get_shape()), part.get_dtype(), tuple(parameter.shape))
                 with torch.no_grad():
                     parameter.copy_(tensors.get_tensor(name))
-                moved()
+                call_moved()
     except SafetensorError as error:
         raise UserError(_FIELD, str(path), f"cannot be read as safetensors: {error}") from error
 

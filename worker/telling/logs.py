@@ -50,7 +50,7 @@ def _level(number: int) -> LogLevel:
     return LogLevel.DEBUG
 
 
-def begin_logging(log_format: LogFormat) -> LogTail:
+def begin_worker_log(log_format: LogFormat) -> LogTail:
     """Sends this process's log to standard error; gives the tail that also gets it."""
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(formatter(log_format))

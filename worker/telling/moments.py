@@ -28,18 +28,18 @@ def unwatched(_: str) -> None:
     """Nobody wants to know."""
 
 
-def named(happening: WorkerCommand | WorkerEvent) -> str:
+def named_moment(happening: WorkerCommand | WorkerEvent) -> str:
     """A command or an event, with what matters of it.
 
     >>> from skein.protocol.messages.directives import Dismiss
     >>> from skein.protocol.messages.reports import Leaving
     >>> from skein.protocol.worker.worker_io import CancelBuild
     >>> from skein.types import Epoch
-    >>> named(SendReport(report=Leaving(reason="")))
+    >>> named_moment(SendReport(report=Leaving(reason="")))
     'SendReport Leaving'
-    >>> named(DirectiveArrived(directive=Dismiss(epoch=Epoch(1), job=None, may_exit=False)))
+    >>> named_moment(DirectiveArrived(directive=Dismiss(epoch=Epoch(1), job=None, may_exit=False)))
     'DirectiveArrived Dismiss'
-    >>> named(CancelBuild())
+    >>> named_moment(CancelBuild())
     'CancelBuild'
     """
     name = type(happening).__name__

@@ -27,7 +27,7 @@ from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, TensorAccepted, TensorRefused
 from skein.wire.failures import describe_rpc_error
 from skein.wire.v1 import peer_pb2
-from worker.bundle import Bundle, num_bytes_of
+from worker.bundle import Bundle, bundle_bytes
 from worker.transport.framing import DELIVER
 from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.parts import announce, outgoing
@@ -158,7 +158,7 @@ class LaneOutbox:
 
     def put(self, envelope: Envelope, bundle: Bundle) -> None:
         """Send `bundle`, soon. Its bytes must not change until then."""
-        self._put(_Parcel(envelope=envelope, bundle=bundle, total_bytes=num_bytes_of(bundle)))
+        self._put(_Parcel(envelope=envelope, bundle=bundle, total_bytes=bundle_bytes(bundle)))
 
     def forget(self, generation: Generation) -> None:
         """Send nothing more of older generations."""

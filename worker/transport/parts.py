@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from skein.protocol.messages.tensors import Envelope
 from skein.wire.channel import PART_BYTES
 from skein.wire.extra import TensorStart
-from worker.bundle import Bundle, num_bytes_of
+from worker.bundle import Bundle, bundle_bytes
 from worker.transport.checksum import checksum
 from worker.transport.framing import write_part
 
@@ -19,7 +19,7 @@ def full_size() -> int:
     return PART_BYTES
 
 
-def cut(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[bytes]:
+def parts_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[bytes]:
     """The bytes of all tensors, one after the other, in parts of `part_bytes`, the last one shorter.
 
     Nothing is copied before its part is asked for.
@@ -28,7 +28,7 @@ def cut(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[bytes]:
 
 
 def pieces_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[list[memoryview]]:
-    """As `cut`, but each part as the pieces of memory that it consists of, not copied at all."""
+    """As `parts_of`, but each part as the pieces of memory that it consists of, not copied at all."""
     pieces: list[memoryview] = []
     room = part_bytes()
     for tensor in bundle:
@@ -47,7 +47,7 @@ def pieces_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[li
 def announce(number: int, envelope: Envelope, bundle: Bundle) -> TensorStart:
     """What precedes a bundle's parts on a stream; `number` grows from one to the next."""
     metas = tuple(tensor.meta for tensor in bundle)
-    return TensorStart(tensor=number, envelope=envelope, tensors=metas, num_bytes=num_bytes_of(bundle))
+    return TensorStart(tensor=number, envelope=envelope, tensors=metas, num_bytes=bundle_bytes(bundle))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

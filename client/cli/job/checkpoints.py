@@ -5,7 +5,7 @@ import time
 import click
 
 from client.cli import DONE, FAILED
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import print_json, print_table
 from skein.types import Condition
 from skein.units import format_bytes
@@ -21,7 +21,7 @@ _NONE = "-"
 @connection_options
 def listed(job: str, *, is_json: bool) -> int:
     """List the checkpoints of JOB that are kept, oldest first. Nothing is read: damage shows once it was found."""
-    with connect() as client:
+    with connect_client() as client:
         found = client.checkpoints(job)
     if is_json:
         for view in found:
@@ -42,7 +42,7 @@ def verify(job: str, *, version: int | None, is_json: bool) -> int:
     What is damaged is set aside: the job goes back to the next older one when it needs to. One that somebody has put
     back is taken up again.
     """
-    with connect() as client:
+    with connect_client() as client:
         wanted = [view.version for view in client.checkpoints(job)] if version is None else [version]
         found = [client.verify(job, each) for each in wanted]
     if is_json:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import job_lines, print_json
 from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
@@ -49,7 +49,7 @@ def curve(
     """Draw the losses of JOB, or write its curves to files: losses, gradient norm, learning rate, tokens. Steps that it
     went back from are left out.
     """
-    with connect() as client:
+    with connect_client() as client:
         found = client.job(job)
         points, status = Course(found.history()).points(), found.status()
     if csv_file == "-":
@@ -78,7 +78,7 @@ def drawn(points: tuple[Point, ...], console: Console) -> list[str]:
     return [*lines, "dots: loss, o: validation loss (nats per token)"] if len(lines) > 1 else lines
 
 
-def pause(seconds: float) -> None:
+def wait_for_look(seconds: float) -> None:
     """Waits for the next look."""
     time.sleep(seconds)
 
@@ -100,6 +100,6 @@ def watch(job: Job, console: Console) -> int:
                     console.print(Text(text), soft_wrap=True)
                 if status.state.is_final:
                     return DONE
-                pause(REFRESH_S if console.is_terminal else LINES_S)
+                wait_for_look(REFRESH_S if console.is_terminal else LINES_S)
     except KeyboardInterrupt:
         return INTERRUPTED

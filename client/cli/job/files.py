@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from client.cli import DONE
-from client.cli.options import connect, connection_options, json_option, overrides_option, size
+from client.cli.options import connect_client, connection_options, json_option, overrides_option, size
 from client.cli.show import count, print_json
 from client.documents import end_of_documents
 from client.exporting.export import Dtype, require_unused
@@ -91,7 +91,7 @@ def export(
     require_unused("--to", out)
     console = Console(stderr=True)
     with ExitStack() as stack:
-        client = stack.enter_context(connect())
+        client = stack.enter_context(connect_client())
         bar = Progress(
             TextColumn("download"),
             BarColumn(bar_width=24),

@@ -197,13 +197,13 @@ class BarView:
             self._progress.console.print(Text(text), soft_wrap=True)
 
 
-def view(console: Console) -> View:
+def view_for(console: Console) -> View:
     """What suits the console: a bar needs a terminal that can go back in a line."""
     is_bar = console.is_terminal and not console.is_dumb_terminal
     return BarView(console) if is_bar else LineView(console)
 
 
-def follow(
+def follow_events(
     events: Iterable[JobEvent],
     shown: View | None,
     *,

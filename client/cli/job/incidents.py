@@ -6,10 +6,11 @@ from collections.abc import Iterable
 import click
 
 from client.cli import DONE
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import print_json, print_table, seconds_text
-from skein.protocol.log.incident import Totals, counted, ranges, short, total
+from skein.protocol.log.incident import Totals, ranges, short, total
 from skein.protocol.log.records import Incident
+from skein.units import counted
 
 COLUMNS = (
     "NOTICED",
@@ -49,7 +50,7 @@ def incidents(job: str, *, limit: int, is_json: bool) -> int:
     and until work went on; REROUTED: hops with another worker than before; REPLAYED: contributions computed again, as
     stage: microbatches; ANEW: microbatches begun from the start; LOST: steps; REPEATED: samples.
     """
-    with connect() as client:
+    with connect_client() as client:
         found = client.incidents(job)
     shown = found[len(found) - min(limit, len(found)) :]
     if is_json:

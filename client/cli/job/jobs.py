@@ -12,8 +12,8 @@ from client.api import Client, Job
 from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.job.curve import watch
 from client.cli.job.files import outline
-from client.cli.job.follow import follow, view
-from client.cli.options import connect, connection_options, json_option, overrides_option
+from client.cli.job.follow import follow_events, view_for
+from client.cli.options import connect_client, connection_options, json_option, overrides_option
 from client.cli.show import (
     JOB_COLUMNS,
     TIME_COLUMNS,
@@ -78,7 +78,7 @@ def submit(
         print_json(spec.model_dump(mode="json")) if is_json else click.echo(outline(spec))
         return DONE
     from_job, from_version = _beginning(origin)
-    with connect() as client:
+    with connect_client() as client:
         job = client.submit(spec, key=key, from_job=from_job, from_version=from_version)
         print_json({"job": job.id, "is_new": job.is_new}) if is_json else click.echo(job.id)
         sys.stdout.flush()
@@ -125,9 +125,9 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool, told: Sequence[JobEve
     console = Console(stderr=True)
     try:
         with closing(job.events(since=told[-1].key if told else 0)) as events:
-            progress = follow(
+            progress = follow_events(
                 events,
-                None if is_json else view(console),
+                None if is_json else view_for(console),
                 total_steps=total_steps,
                 told=told,
                 on_event=_print_event if is_json else None,
@@ -150,7 +150,7 @@ def _print_event(event: JobEvent) -> None:
 @connection_options
 def jobs(*, is_json: bool) -> int:
     """List all jobs, oldest first."""
-    with connect() as client:
+    with connect_client() as client:
         found = client.jobs()
     if is_json:
         for status in found:
@@ -173,7 +173,7 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
         raise click.UsageError(
             "--watch shows a screen, --json prints once: skein logs -f --json tells events"
         )
-    with connect() as client:
+    with connect_client() as client:
         if is_watching:
             return watch(client.job(job), Console())
         found = client.job(job).status()

@@ -11,7 +11,7 @@ import click
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.follow import LINE_S
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import event_object, print_json, timed
 from skein.errors import UserError
 from skein.units import parse_seconds
@@ -35,7 +35,7 @@ def logs(job: str, *, is_following: bool, tail: int | None, since: str | None, i
     and then. Jobs that have ended keep theirs, the newest lines first of all.
     """
     begin_s = -1.0 if since is None else instant("--since", since, now=time.time())
-    with connect() as client:
+    with connect_client() as client:
         try:
             for event in _told(
                 client.job(job), begin_s=begin_s, tail=tail, is_following=is_following, is_whole=is_json

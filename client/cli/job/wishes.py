@@ -8,7 +8,7 @@ import click
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.jobs import wait_for, wait_option
-from client.cli.options import connect, connection_options, json_option
+from client.cli.options import connect_client, connection_options, json_option
 from client.cli.show import print_json, status_object
 from skein.types import JobState
 from skein.wire.views import JobStatus
@@ -33,7 +33,7 @@ _reason = click.option("--reason", default="", help="Told to whoever watches.")
 @connection_options
 def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: bool) -> int:
     """End JOB once its newest step is saved. It can be exported, and go on: skein resume."""
-    with connect() as client:
+    with connect_client() as client:
         named = client.job(job)
         found = named.cancel(reason, discard=discards)
         return _told(named, found, lambda state: state.is_final, is_patient=is_patient, is_json=is_json)
@@ -47,7 +47,7 @@ def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: 
 @connection_options
 def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
     """Save JOB's newest step and free its workers, for other jobs or for nothing, until skein resume."""
-    with connect() as client:
+    with connect_client() as client:
         named = client.job(job)
         found = named.pause(reason)
 
@@ -69,7 +69,7 @@ def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
 @connection_options
 def resume(job: str, *, steps: int | None, is_waiting: bool, is_json: bool) -> int:
     """Have JOB go on where it was saved, if it was paused, cancelled or has failed; or, with more --steps, finished."""
-    with connect() as client:
+    with connect_client() as client:
         named = client.job(job)
         told = named.history() if is_waiting else ()
         found = named.resume(steps=steps)

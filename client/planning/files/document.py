@@ -60,7 +60,7 @@ def _hops(problem: Problem, routing: Routing) -> I64:
 # --- back ---
 
 
-def routing_of(problem: Problem, document: Document) -> Routing:
+def routing_in(problem: Problem, document: Document) -> Routing:
     """The routing in a plan file. Without an `order`, workers take ops first come, first served.
 
     `stages` of a path may be missing where nobody on it holds two stages.

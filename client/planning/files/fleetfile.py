@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from client.jobfile import prepare_job
-from skein.config.explain import Words, explain
+from skein.config.explain import Words, explain_mistakes
 from skein.config.job import JobSpec
 from skein.config.load import Document, JobFileErrors, job_from_document, parse_document
 from skein.errors import UserError
@@ -153,7 +153,7 @@ def _fleet_spec(document: Document) -> FleetSpec:
     try:
         spec = _File.model_validate_json(json.dumps(document), strict=True).fleet
     except ValidationError as error:
-        raise JobFileErrors(explain(error, _File.model_json_schema())) from error
+        raise JobFileErrors(explain_mistakes(error, _File.model_json_schema())) from error
     _check_names(spec)
     return spec
 

@@ -11,8 +11,6 @@ from skein.model.layers import (
     LayerSpec,
     Shapes,
     num_elements,
-    product_bytes,
-    word_bytes,
 )
 from skein.types import Precision
 
@@ -48,7 +46,7 @@ class DigitsCnnModel(AnyModel):
         )
 
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-        word, product = word_bytes(precision), product_bytes(precision)
+        word, product = precision.word_bytes, precision.product_bytes
         num_pixels = DIGITS_PIXELS * DIGITS_PIXELS
         num_features = num_pixels * self.channels
         # Input and rectified output of the norm, its mean and scale per group; bfloat16 keeps a cast copy besides.

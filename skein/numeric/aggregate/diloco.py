@@ -37,8 +37,8 @@ from skein.numeric.aggregate.fragments import (
     fragment_spans,
     gathered,
     shards_of,
-    split,
-    view,
+    span_view,
+    views_of,
 )
 from skein.numeric.aggregate.robust import Part, combiner_of, needs_whole, part_of
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
@@ -138,7 +138,7 @@ class DiLoCoRule(Rule):
     def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
         """A piece of the fragment in the wire's type, and of a part the norm that it states."""
         spans = self._spans(walker, talk.due)
-        num_elements = sum(view(walker.state[GLOBAL], span).numel() for span in spans)
+        num_elements = sum(span_view(walker.state[GLOBAL], span).numel() for span in spans)
         start, stop = equal_range(num_elements, part=shard, num_parts=talk.num_shards)
         dtype = walker.state[GLOBAL][min(walker.state[GLOBAL])].dtype
         own = self._compressor.form(stop - start, dtype)
@@ -189,7 +189,7 @@ class DiLoCoRule(Rule):
         self._outer_step(walker, spans, joined)
         mix = self.spec.mix if any(is_heard) else 1.0
         for span in spans:
-            own, theta = (view(tensors, span) for tensors in (walker.params, walker.state[GLOBAL]))
+            own, theta = (span_view(tensors, span) for tensors in (walker.params, walker.state[GLOBAL]))
             own.copy_(theta if mix == 1.0 else own.mul(1.0 - mix).add_(theta.mul(mix)))
         if self._feeds_back:
             self._take_residuals(walker, talk, spans, is_heard)
@@ -243,14 +243,14 @@ class DiLoCoRule(Rule):
 
     def _outer_step(self, walker: Walker, spans: Sequence[Span], joined: Tensor) -> None:
         """b = mu b + d;  theta = theta - lr (d + mu b), or without Nesterov theta - lr b; b begins at zero."""
-        for span, delta in zip(spans, split(joined, spans), strict=True):
-            momentum, theta = (view(walker.state[slot], span) for slot in (MOMENTUM, GLOBAL))
+        for span, delta in zip(spans, views_of(joined, spans), strict=True):
+            momentum, theta = (span_view(walker.state[slot], span) for slot in (MOMENTUM, GLOBAL))
             momentum.mul_(self.spec.outer_momentum).add_(delta)
             nesterov = self.spec.nesterov
             direction = momentum.mul(self.spec.outer_momentum).add_(delta) if nesterov else momentum
             theta.sub_(direction.mul(self.spec.outer_learning_rate))
             if self._has_centre:
-                view(walker.state[CENTRE], span).copy_(delta)
+                span_view(walker.state[CENTRE], span).copy_(delta)
 
     def _take_residuals(
         self, walker: Walker, talk: Talk, spans: Sequence[Span], is_heard: Sequence[bool]
@@ -261,8 +261,8 @@ class DiLoCoRule(Rule):
             residual = gathered(walker.state[RESIDUAL], spans)
             old, new = shards_of(residual, talk.num_shards), shards_of(waiting, talk.num_shards)
             kept = torch.cat([n if heard else o for o, n, heard in zip(old, new, is_heard, strict=True)])
-            for span, values in zip(spans, split(kept, spans), strict=True):
-                view(walker.state[RESIDUAL], span).copy_(values)
+            for span, values in zip(spans, views_of(kept, spans), strict=True):
+                span_view(walker.state[RESIDUAL], span).copy_(values)
         for shard in range(talk.num_shards):
             owned = walker.state[NEXT_SHARD].pop(_shard_key(talk, shard), None)
             if owned is not None:

@@ -54,7 +54,7 @@ def equal_range(num_elements: int, *, part: int, num_parts: int) -> tuple[int, i
     return part * num_elements // num_parts, (part + 1) * num_elements // num_parts
 
 
-def view(tensors: Mapping[str, Tensor], span: Span) -> Tensor:
+def span_view(tensors: Mapping[str, Tensor], span: Span) -> Tensor:
     """A span as a vector, to be changed in place.
 
     Raises:
@@ -67,10 +67,10 @@ def gathered(tensors: Mapping[str, Tensor], spans: Sequence[Span]) -> Tensor:
     """The spans one after the other, as a new vector."""
     if not spans:
         return next(iter(tensors.values())).new_empty(0)
-    return torch.cat([view(tensors, span) for span in spans])
+    return torch.cat([span_view(tensors, span) for span in spans])
 
 
-def split(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+def views_of(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, ...]:
     """Views of what `gathered` has put together, one for each span."""
     return torch.split(flat, [span.stop - span.start for span in spans])
 

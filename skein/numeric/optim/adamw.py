@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.optim.elementwise import average_moments, check, pieces, root, scratch, zeros_like
+from skein.numeric.optim.elementwise import (
+    average_moments,
+    check_update,
+    pieces,
+    root,
+    scratch_rows,
+    zeros_like,
+)
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 
 MEAN, MEAN_OF_SQUARES = "exp_avg", "exp_avg_sq"
@@ -55,12 +62,12 @@ class AdamW:
         >>> walker.num_updates, walker.params["w"].tolist()
         (1, [0.5])
         """
-        check(walker, grads, self.slots)
+        check_update(walker, grads, self.slots)
         means, squares = walker.state[MEAN], walker.state[MEAN_OF_SQUARES]
         count = walker.num_updates + 1
         step_size = learning_rate / (1.0 - self.betas[0] ** count)
         inverse_root = (1.0 - self.betas[1] ** count) ** -0.5
-        rows = scratch(walker.params, num_rows=2)
+        rows = scratch_rows(walker.params, num_rows=2)
         for name in sorted(walker.params):
             param = walker.params[name]
             if name in decayed:

@@ -31,7 +31,7 @@ def zeros_like(params: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> dict[
     }
 
 
-def check(walker: Walker, grads: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
+def check_update(walker: Walker, grads: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
     """Returns if gradients and the state in `slots` are in names, shapes, dtype and device as the parameters.
 
     Raises:
@@ -64,7 +64,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
 
 
-def scratch(params: Mapping[str, Tensor], *, num_rows: int, dtype: torch.dtype | None = None) -> Tensor:
+def scratch_rows(params: Mapping[str, Tensor], *, num_rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """(num_rows, elements of the largest piece), uninitialised, by default in the dtype of the parameters."""
     largest = max(params.values(), key=torch.Tensor.numel, default=torch.empty(0))
     size = min(largest.numel(), _piece_size(largest.device))

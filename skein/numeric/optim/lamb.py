@@ -10,12 +10,12 @@ from torch import Tensor
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
 from skein.numeric.optim.elementwise import (
     average_moments,
-    check,
+    check_update,
     norm_of,
     pieces,
     root,
     row_sums_of_squares,
-    scratch,
+    scratch_rows,
     zeros_like,
 )
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -70,14 +70,14 @@ class Lamb:
         >>> [round(x, 3) for x in walker.params["w"].tolist()]  # 3 and 4, less 0.5 * 5 / sqrt(2)
         [1.232, 2.232]
         """
-        check(walker, grads, self.slots)
+        check_update(walker, grads, self.slots)
         sweep = _Sweep(
             betas=self.betas,
             eps=self.eps,
             gradient_scale=gradient_scale,
             inverse=self._inverses(walker.num_updates + 1),
-            rows=scratch(walker.params, num_rows=2),
-            squares=scratch(walker.params, num_rows=1, dtype=torch.float64)[0],
+            rows=scratch_rows(walker.params, num_rows=2),
+            squares=scratch_rows(walker.params, num_rows=1, dtype=torch.float64)[0],
         )
         for name in sorted(walker.params):
             decay = self.weight_decay if name in decayed else 0.0

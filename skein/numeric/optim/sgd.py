@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.optim.elementwise import check, pieces, scratch, zeros_like
+from skein.numeric.optim.elementwise import check_update, pieces, scratch_rows, zeros_like
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 
 MOMENTUM = "momentum"
@@ -55,8 +55,8 @@ class Sgd:
         >>> walker.params["w"].tolist(), walker.state["momentum"]["w"].tolist()
         ([0.375], [1.5])
         """
-        check(walker, grads, self.slots)
-        rows = scratch(walker.params, num_rows=2)
+        check_update(walker, grads, self.slots)
+        rows = scratch_rows(walker.params, num_rows=2)
         for name in sorted(walker.params):
             decay = self.weight_decay if name in decayed else 0.0
             kept = [walker.state[slot][name] for slot in self.slots]

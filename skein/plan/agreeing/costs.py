@@ -22,7 +22,7 @@ from skein.config.job import JobSpec
 from skein.config.robust import NoRobust
 from skein.config.rule import GraphName, Mixes, PatternName, Reach, Signs, Spreads, Sums
 from skein.plan.agreeing.broadcast import BroadcastProblem
-from skein.plan.agreeing.exchange import DIRECT, Direct, Ring, Tree, cheapest, seconds
+from skein.plan.agreeing.exchange import DIRECT, Direct, Ring, Tree, cheapest, exchange_s
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.plan.load import num_shards
 from skein.topology.consensus import choose, round_s
@@ -130,7 +130,7 @@ def _sum_s(circle: Circle, way: PatternName, shards: int, vector_bytes: int) -> 
             chosen = Tree()
         case _:
             assert_never(way)
-    return seconds(chosen, shards, vector_bytes, *among)
+    return exchange_s(chosen, shards, vector_bytes, *among)
 
 
 # --- leaders and neighbours ---

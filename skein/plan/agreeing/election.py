@@ -102,14 +102,13 @@ class ClaimRuling(StrEnum):
     LIED = "lied"
 
 
-def judge(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> ClaimRuling:
+def judge_claim(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> ClaimRuling:
     """What becomes of a claim: one accusation makes all check, and more than half of all have to agree on a lie.
 
     So neither a leader nor an accuser is believed alone; a follower that is the only one is.
 
-    >>> judge({1: True}, num_followers=3), judge({1: False}, num_followers=3), judge({1: False, 2: False},
-    ...     num_followers=3)
-    (<ClaimRuling.STANDS: 'stands'>, <ClaimRuling.ASK_ALL: 'ask_all'>, <ClaimRuling.LIED: 'lied'>)
+    >>> [judge_claim(found, num_followers=3) for found in ({1: True}, {1: False}, {1: False, 2: False})]
+    [<ClaimRuling.STANDS: 'stands'>, <ClaimRuling.ASK_ALL: 'ask_all'>, <ClaimRuling.LIED: 'lied'>]
     """
     against = sum(not is_true for is_true in is_true_by_follower.values())
     if 2 * against > num_followers:

@@ -88,7 +88,7 @@ def is_tree(parents: tuple[int, ...], num_places: int) -> bool:
     return len(ends) == 1 and all(parents[end] == end for end in ends)
 
 
-def owner_of(pattern: Pattern, num_places: int, shard: int) -> int:
+def owning_place(pattern: Pattern, num_places: int, shard: int) -> int:
     """The place that makes a shard's result."""
     return pattern.leader if isinstance(pattern, Broadcast) else shard % num_places
 
@@ -176,7 +176,9 @@ def _parent(parents: tuple[int, ...], num_places: int, owner: int, place: int) -
 # --- what it costs ---
 
 
-def seconds(pattern: Pattern, num_shards: int, num_bytes: float, latency_s: F64, bytes_per_s: F64) -> float:
+def exchange_s(
+    pattern: Pattern, num_shards: int, num_bytes: float, latency_s: F64, bytes_per_s: F64
+) -> float:
     """Seconds until all have the results of a vector of `num_bytes`, cut into equal shards.
 
     Sums first, then results. Each phase takes the latencies of its longest way, and then as long as the largest of: a
@@ -191,7 +193,7 @@ def seconds(pattern: Pattern, num_shards: int, num_bytes: float, latency_s: F64,
         bytes_per_s: same shape, bytes per second, infinite diagonal.
     """
     num_places = len(latency_s)
-    owners = [owner_of(pattern, num_places, shard) for shard in range(num_shards)]
+    owners = [owning_place(pattern, num_places, shard) for shard in range(num_shards)]
     # Shards of one owner take the same way: each way once, with how many shards go it.
     distinct, count = np.unique(np.array(owners, dtype=np.int64), return_counts=True)
     piece_s = num_bytes / num_shards / bytes_per_s
@@ -204,11 +206,11 @@ def seconds(pattern: Pattern, num_shards: int, num_bytes: float, latency_s: F64,
 
 
 def cheapest(num_shards: int, num_bytes: float, latency_s: F64, bytes_per_s: F64) -> Direct | Ring | Tree:
-    """The pattern that sums a vector soonest, by `seconds`; of equal ones Direct, then Tree."""
+    """The pattern that sums a vector soonest, by `exchange_s`; of equal ones Direct, then Tree."""
     patterns: tuple[Direct | Ring | Tree, ...] = (DIRECT, Tree(), Ring())
     if len(latency_s) < 3:
         return patterns[0]
-    cost_s = [seconds(pattern, num_shards, num_bytes, latency_s, bytes_per_s) for pattern in patterns]
+    cost_s = [exchange_s(pattern, num_shards, num_bytes, latency_s, bytes_per_s) for pattern in patterns]
     # A margin, for sums of the same terms in another order are not a reason.
     return patterns[next(i for i, x in enumerate(cost_s) if x <= min(cost_s) * (1 + 1e-9))]
 

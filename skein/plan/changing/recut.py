@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, pool_of
+from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.silent import working
 from skein.plan.cut import cut
@@ -39,7 +39,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     stages = cut(layers, num_stages, plan.layout, speeds=list(np.array(speeds) / max(speeds)))
     if stages == plan.stages:
         return None
-    made = make_plan(job, fleet, replace(plan, stages=stages), 0)
+    made = make_balanced_plan(job, fleet, replace(plan, stages=stages), 0)
     if not isinstance(made, Plan) or made.stages != stages:
         return None
     return replace(made, reason=made.reason.before(About.MOVES))

@@ -10,7 +10,7 @@ from typing import assert_never
 import numpy as np
 
 from skein.config.aggregation import AggregationSpec
-from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, seconds
+from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, exchange_s
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Group, Path, Plan, TransferTime
@@ -165,7 +165,7 @@ def reduction_s(group: Group, num_bytes: int, pool: Pool) -> float:
     """Seconds for the members' parts to reach the shards' owners and for the sums to come back, by the group's way."""
     if len(group.workers) < 2:
         return 0.0
-    return seconds(group.pattern, group.num_shards, num_bytes, *_links_among(group.workers, pool))
+    return exchange_s(group.pattern, group.num_shards, num_bytes, *_links_among(group.workers, pool))
 
 
 def pattern_of(

@@ -67,7 +67,7 @@ def num_held(seats: Seats) -> Counter[int]:
     return Counter(worker for held in seats for worker in held)
 
 
-def moved(before: Before, seats: Seats) -> tuple[tuple[int, int], ...]:
+def moved_chunks(before: Before, seats: Seats) -> tuple[tuple[int, int], ...]:
     """(stage, worker) of every chunk that its worker did not hold before."""
     return tuple(
         (stage, worker)

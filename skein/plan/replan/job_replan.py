@@ -32,7 +32,7 @@ class Followed:
     why: tuple[Clause, ...]
 
 
-def follow(
+def replan_job(
     posed: Posed,
     previous: Plan,
     *,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.plan.plan import Infeasible
-from skein.plan.replan.before import LOST, Before, Seats, least_moves, moved, num_held, worker_of
+from skein.plan.replan.before import LOST, Before, Seats, least_moves, moved_chunks, num_held, worker_of
 from skein.plan.replan.needs import Needs, needs_of, needs_of_devices
 from skein.plan.replan.repair import posed, repaired
 from skein.plan.replan.seats import filled, one_move
@@ -213,7 +213,7 @@ class _Trying:
 
 def _replanned(best: Trial, before: Before, moving: Moving, *, is_as_before: bool) -> Replanned:
     seats, problem = best.seats, replace(best.problem, move_s=None)
-    chunks = moved(before, seats)
+    chunks = moved_chunks(before, seats)
     wait_s = np.zeros(problem.num_workers)
     for stage, worker in chunks:
         wait_s[worker] += moving.fetch_s[worker, stage]

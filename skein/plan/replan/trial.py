@@ -10,7 +10,7 @@ from skein.plan.replan.repair import posed, repaired
 from skein.plan.route.evaluate import ordered, timeline
 from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
 from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import fit, scratch
+from skein.plan.route.kernels.cost import fit, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.plan_routing import in_time
 from skein.plan.route.problem import F64, I64, Problem, Routing
@@ -60,7 +60,7 @@ def annealed(trial: Trial, num_moves: int, *, warmth: float, seed: int) -> Trial
     here, best = _state(problem, trial.routing), _state(problem, trial.routing)
     cooling = _cooling(num_moves, warmth * scale_s, min(warmth / 4, 1 / 2500) * scale_s)
     work, random = (
-        scratch(arrays, here),
+        scratch_for(arrays, here),
         dice(key(seed, "replan", num_moves, *trial.routing.worker_of.tolist())),
     )
     anneal(arrays, here, best, work, undo_space(here), cooling, random)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, run_sequence, scratch
+from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, run_sequence, scratch_for
 from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 from skein.rng import stream
@@ -22,7 +22,7 @@ def timeline(problem: Problem, routing: Routing) -> Timeline:
     here.sequence[:] = routing.sequence
     here.op[:] = op_numbers(routing.sequence, problem.num_microbatches)
     fit(arrays, here)
-    work = scratch(arrays, here)
+    work = scratch_for(arrays, here)
     step_s = run_sequence(arrays, here, work, NEVER)
     if step_s == BLOCKED:
         raise ValueError("in this order a chunk would hold more microbatches than it has slots")

@@ -14,7 +14,7 @@ from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
 from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
 from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import NEVER, fit, scratch
+from skein.plan.route.kernels.cost import NEVER, fit, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.rounds import AnnealingRound, rounds
@@ -136,7 +136,7 @@ class Search:
 
     def _annealed(self, routing_: Routing, cooling: Cooling, random: np.ndarray) -> Found:
         here, best = self._state(routing_), self._state(routing_)
-        work, undo = scratch(self._fixed, here), undo_space(here)
+        work, undo = scratch_for(self._fixed, here), undo_space(here)
         anneal(self._fixed, here, best, work, undo, cooling, random)
         self.num_moves += cooling.num_moves
         return self._offer(routing(self.problem, best))

@@ -83,7 +83,7 @@ class PipelineSchedule:
         return len(self.worker_by_stage)
 
 
-def schedule(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> PipelineSchedule:
+def schedule_of(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> PipelineSchedule:
     """The schedule of `shape` that runs these ops."""
     return PipelineSchedule(
         worker_by_stage=shape.worker_by_stage,

@@ -6,7 +6,7 @@ In the formulas p is the number of workers, r the position of one, v its chunks 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 from skein.plan.schedules.whole import group_size, grouped, textbook_depths
 
 
@@ -32,7 +32,7 @@ def zb_h2(shape: Shape) -> PipelineSchedule:
 
 def one_f_one_i(shape: Shape, depths: Sequence[int], num_kept: Sequence[int]) -> PipelineSchedule:
     """1F1B with worker r's weight gradients done num_kept[r] microbatches after their input gradients."""
-    return schedule(
+    return schedule_of(
         shape,
         (
             _delayed(r, depth, kept, shape.num_microbatches)
@@ -49,7 +49,9 @@ def interleaved_zb(shape: Shape) -> PipelineSchedule:
     group = group_size(shape)
     units = shape.num_chunks * shape.num_microbatches
     ahead = (shape.num_chunks - 1) * group + shape.num_workers
-    return schedule(shape, (_interleaved(shape, r, min(units, ahead - r)) for r in range(shape.num_workers)))
+    return schedule_of(
+        shape, (_interleaved(shape, r, min(units, ahead - r)) for r in range(shape.num_workers))
+    )
 
 
 def weight(op: Op) -> Op:

@@ -5,7 +5,7 @@ In the formulas p is the number of workers, r the position of one and m the micr
 
 from collections.abc import Iterator
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 from skein.plan.schedules.split import weight
 
 _INTERVAL = 6
@@ -20,7 +20,7 @@ def zb_v(shape: Shape) -> PipelineSchedule:
     """
     # With fewer microbatches the same order is run without those that do not exist.
     num_planned = max(2 * shape.num_workers - 1, shape.num_microbatches)
-    return schedule(
+    return schedule_of(
         shape,
         (
             [op for op in _zb_v(shape, r, num_planned) if op.microbatch < shape.num_microbatches]
@@ -36,7 +36,7 @@ def v_half(shape: Shape) -> PipelineSchedule:
     """
     p = shape.num_workers
     gap = 0 if p % 2 else 3
-    return schedule(
+    return schedule_of(
         shape,
         (
             _repeated(shape, r, (2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2))
@@ -52,7 +52,7 @@ def v_min(shape: Shape) -> PipelineSchedule:
     """
     p = shape.num_workers
     gap = 0 if p % 3 else 2
-    return schedule(
+    return schedule_of(
         shape,
         (_repeated(shape, r, (r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1)) for r in range(p)),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule
+from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 
 
 def gpipe(shape: Shape) -> PipelineSchedule:
@@ -40,7 +40,9 @@ def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> PipelineSc
         raise UserError(
             "depths", given, f"give {shape.num_workers} depths of at least 1, none above the last"
         )
-    return schedule(shape, (_alternating(r, depth, shape.num_microbatches) for r, depth in enumerate(given)))
+    return schedule_of(
+        shape, (_alternating(r, depth, shape.num_microbatches) for r, depth in enumerate(given))
+    )
 
 
 def interleaved(shape: Shape) -> PipelineSchedule:
@@ -56,7 +58,7 @@ def interleaved(shape: Shape) -> PipelineSchedule:
         min(units, (shape.num_chunks - 1) * group + 2 * (shape.num_workers - 1 - r))
         for r in range(shape.num_workers)
     ]
-    return schedule(
+    return schedule_of(
         shape, (_interleaved(shape, r, min(units, warm[r] + 1)) for r in range(shape.num_workers))
     )
 
@@ -68,7 +70,7 @@ def looped_bfs(shape: Shape) -> PipelineSchedule:
     """
     microbatches = range(shape.num_microbatches)
     chunks = range(shape.num_chunks)
-    return schedule(
+    return schedule_of(
         shape,
         (
             [Op(PipelineOpKind.FORWARD, shape.stage(r, chunk), i) for chunk in chunks for i in microbatches]

@@ -34,7 +34,7 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
 )
 from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
-from skein.protocol.coordinator.runs.checkpoints.storage import judge
+from skein.protocol.coordinator.runs.checkpoints.storage import judge_checkpoint
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
@@ -168,7 +168,7 @@ class Coordinator:
                 if (run_of := self.runs.get(event.checkpoint.job)) is not None:
                     run_of.manifest_written(event, now=now)
             case CheckpointVerified():
-                judge(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
+                judge_checkpoint(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
                 for run in self.runs.values():
                     run.verified(event, now=now)
             case TimePassed():
@@ -228,11 +228,11 @@ class Coordinator:
             return
         match event:
             case CancelAsked():
-                lifecycle.cancel(job, run, event, self._outbox, now=now)
+                lifecycle.cancel_asked(job, run, event, self._outbox, now=now)
             case PauseAsked():
-                lifecycle.pause(job, run, event, self._outbox, now=now)
+                lifecycle.pause_asked(job, run, event, self._outbox, now=now)
             case ResumeAsked():
-                lifecycle.resume(job, event, self._outbox, now=now)
+                lifecycle.resume_asked(job, event, self._outbox, now=now)
             case _:
                 assert_never(event)
 

@@ -21,7 +21,7 @@ from skein.protocol.messages.directives import Beginning
 from skein.types import JobState, Step
 
 
-def cancel(job: JobHistory, run: Run | None, event: CancelAsked, outbox: Outbox, *, now: float) -> None:
+def cancel_asked(job: JobHistory, run: Run | None, event: CancelAsked, outbox: Outbox, *, now: float) -> None:
     """End a job that has not ended; `run` is its own, if it is active."""
     if job.end is not None:
         return
@@ -36,7 +36,7 @@ def cancel(job: JobHistory, run: Run | None, event: CancelAsked, outbox: Outbox,
         _halt(run, JobState.CANCELLED, reason, outbox, now=now)
 
 
-def pause(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Outbox, *, now: float) -> None:
+def pause_asked(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Outbox, *, now: float) -> None:
     """Have a job held that has not ended, and is not about to."""
     reason = event.reason or "paused by a client"
     if job.end is not None or job.held is not None or job.halt is not None:
@@ -54,7 +54,7 @@ def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float)
     run.tick(now=now)
 
 
-def resume(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: float) -> None:
+def resume_asked(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: float) -> None:
     """Have a job go on, if that is possible and it does not go on anyway."""
     try:
         check_resumable(job, event.steps)

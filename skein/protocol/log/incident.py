@@ -11,6 +11,7 @@ from textwrap import shorten
 
 from skein.protocol.log.records import Incident, IncidentKind, Remedy
 from skein.types import MicrobatchId
+from skein.units import counted
 
 _NUM_NAMED = 8
 """Workers, runs of microbatches and stages that a line names one by one."""
@@ -18,13 +19,13 @@ _REASON_CHARACTERS = 200
 """Of a reason in a line; it may be what a worker's library said."""
 
 
-def told(incident: Incident) -> str:
+def incident_line(incident: Incident) -> str:
     """An incident in one line of the coordinator's log, however large it was.
 
     >>> from skein.protocol.log.records import Replayed
     >>> from skein.types import Generation, JobId, StageIndex, Step, WorkerId
     >>> lost = (MicrobatchId(2), MicrobatchId(5))
-    >>> print(told(Incident(
+    >>> print(incident_line(Incident(
     ...     job=JobId("demo-1"), generation=Generation(3), step=Step(40), kind=IncidentKind.WORKER_LOST,
     ...     workers=(WorkerId("w3"),), reason="stream broke", remedy=Remedy.RESUMED, silent_s=0.3, fenced_s=0.41,
     ...     seconds=0.62, num_rerouted=4, replayed=(Replayed(stage=StageIndex(1), microbatches=lost),),
@@ -137,12 +138,3 @@ def short(names: Sequence[str], *, separator: str = ", ") -> str:
     """The first few of `names`, and how many more there are."""
     more = len(names) - _NUM_NAMED
     return separator.join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "hop"), counted(0, "hop"), counted(2, "microbatch", "microbatches")
-    ('1 hop', '0 hops', '2 microbatches')
-    """
-    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

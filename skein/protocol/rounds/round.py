@@ -26,7 +26,7 @@ from skein.plan.plan import Group
 from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.messages.reports import StageDone, Vote
-from skein.protocol.rounds.votes import ruling, told
+from skein.protocol.rounds.votes import ruling, votes_text
 from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
@@ -296,12 +296,14 @@ class Round:
         if found.result is None and not vote.attempt.number:
             return [self._ask(group, number=1, now=now)]
         if found.result is None:
-            reason = f"holders of {vote.group} disagree twice, and none has a majority: {told(group, votes)}"
+            reason = (
+                f"holders of {vote.group} disagree twice, and none has a majority: {votes_text(group, votes)}"
+            )
             return [RoundFailed(reason=reason, blamed=group.workers, is_disputed=True)]
         self._results[vote.group] = found.result
         if self._numbers is None:
             self._arrive(now=now)
-        reason = f"outvoted on {vote.group} at step {vote.step}: {told(group, votes)}"
+        reason = f"outvoted on {vote.group} at step {vote.step}: {votes_text(group, votes)}"
         outvoted = [Outvoted(reason=reason, blamed=found.outvoted)] if found.outvoted else []
         return [*outvoted, *self._go_on(now=now)]
 

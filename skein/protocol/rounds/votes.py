@@ -58,7 +58,7 @@ def _agree(one: Vote, other: Vote) -> bool:
     return isclose(*norms, rel_tol=SAME_NORM) or not any(map(isfinite, norms))
 
 
-def told(group: Group, votes: Mapping[WorkerId, Vote]) -> str:
+def votes_text(group: Group, votes: Mapping[WorkerId, Vote]) -> str:
     """What each has voted, in words."""
     return ", ".join(
         f"{worker} has {votes[worker].digest[:8] or 'no digest'} of squared norm {votes[worker].squared_norm:.6g}"

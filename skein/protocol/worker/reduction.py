@@ -13,7 +13,7 @@ from skein.plan.agreeing.exchange import (
     Broadcast,
     Ring,
     Tree,
-    owner_of,
+    owning_place,
     result_source,
     result_targets,
     sum_sources,
@@ -126,7 +126,7 @@ class _Ways:
         self._me = self._workers.index(worker)
         self._own = tuple(self._members[worker])
         num_places = len(self._workers)
-        self._owners = [owner_of(group.pattern, num_places, shard) for shard in range(group.num_shards)]
+        self._owners = [owning_place(group.pattern, num_places, shard) for shard in range(group.num_shards)]
         self.wanted = tuple(
             shard
             for shard, owner in enumerate(self._owners)

@@ -20,7 +20,7 @@ from skein.numeric.aggregate.exchanging.member import (
 )
 from skein.numeric.aggregate.rule import Offer, Talk, Terms
 from skein.numeric.aggregate.rules import rule_of
-from skein.numeric.arrays import arrays_of, differing, num_bytes_of, tensors_of
+from skein.numeric.arrays import arrays_of, differing, tensors_bytes, tensors_of
 from skein.numeric.walker import StateClass, Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.plan import Group
@@ -263,7 +263,7 @@ class AggregatingExecutor(NumericExecutor):
         if not isinstance(header, ShardTensor) or header not in self._tensors:
             return super().payload(envelope)
         tensors = self._tensors[header]
-        return TensorPayload(num_bytes_of(tensors), self._shards[header], np.zeros(0), tensors)
+        return TensorPayload(tensors_bytes(tensors), self._shards[header], np.zeros(0), tensors)
 
     # --- exchanges ---
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
@@ -60,7 +60,7 @@ class SimService(ABC):
         """What positions of the log are signed with; whoever loses it has another one."""
         self.lines: list[str] = []
         self.coordinator: Coordinator | None = None
-        self.planner: Planner = make_plan
+        self.planner: Planner = make_balanced_plan
         self.before_append: Callable[[int], None] | None = None
         self.after_append: Callable[[int], None] | None = None
         self.skew_s = 0.0

@@ -41,10 +41,10 @@ def host_of(peer: str) -> str:
     return counted_as(host.removeprefix("ipv4:").removeprefix("ipv6:").strip("[]"))
 
 
-def is_loopback(peer: str) -> bool:
+def is_from_here(peer: str) -> bool:
     """Whether a connection, by gRPC's name, comes from this machine.
 
-    >>> [is_loopback(x) for x in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:", "ipv4:10.0.0.1:1")]
+    >>> [is_from_here(x) for x in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:", "ipv4:10.0.0.1:1")]
     [True, True, True, False]
     """
     return host_of(peer) in ("127.0.0.1", counted_as("::1"), "unix", "")

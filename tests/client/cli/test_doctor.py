@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from client.cli import run
-from client.cli.doctor import DoctorFinding, Verdict, clock_skew, free_space, open_files
+from client.cli.doctor import DoctorFinding, Verdict, clock_skew, free_space, open_files_finding
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
 from tests.client.scripted import Script, serving, worker
@@ -45,8 +45,8 @@ def test_doctor_fails_where_the_named_coordinator_is_silent(capsys: Captured) ->
 
 
 def test_few_open_files_are_worth_a_warning() -> None:
-    assert open_files(1024).verdict is Verdict.WARNING
-    assert open_files(65536).verdict is Verdict.OK
+    assert open_files_finding(1024).verdict is Verdict.WARNING
+    assert open_files_finding(65536).verdict is Verdict.OK
 
 
 def test_full_disk_is_worth_a_warning(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.numeric.aggregate.fragments import fragment_spans, gathered, shards_of, split, view
+from skein.numeric.aggregate.fragments import fragment_spans, gathered, shards_of, span_view, views_of
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -15,7 +15,7 @@ def test_fragments_hold_every_element_once(sizes: list[int], num_fragments: int)
     tensors = {f"p{i}": torch.zeros(size, dtype=torch.int64) for i, size in enumerate(sizes)}
     for fragment in range(num_fragments):
         for span in fragment_spans(tensors, fragment=fragment, num_fragments=num_fragments):
-            view(tensors, span).add_(1)
+            span_view(tensors, span).add_(1)
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())
 
 
@@ -38,7 +38,8 @@ def test_shards_and_parts_are_what_was_gathered(sizes: list[int], num_shards: in
     flat = gathered(tensors, spans)
     assert torch.equal(torch.cat(shards_of(flat, num_shards)), flat)
     assert all(
-        torch.equal(part, view(tensors, span)) for part, span in zip(split(flat, spans), spans, strict=True)
+        torch.equal(part, span_view(tensors, span))
+        for part, span in zip(views_of(flat, spans), spans, strict=True)
     )
 
 

@@ -12,7 +12,7 @@ from skein.config.rule import Wire
 from skein.numeric.compress.compressors import compressor_of
 from skein.plan.agreeing.costs import Circle
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
 from skein.topology.links import LinkMatrices
@@ -233,7 +233,7 @@ def test_a_plan_costs_what_its_job_was_expected_to(layout: str, is_tied: str) ->
         f"parallel={{stages: 2, replicas: 3, layout: {layout}}}", f"model.shape.tie_word_embeddings={is_tied}"
     )
     fleet = fleet_of(6, bytes_per_s=1e6)
-    plan = make_plan(asked, fleet, None, seed=0)
+    plan = make_balanced_plan(asked, fleet, None, seed=0)
     assert isinstance(plan, Plan)
     expected, found = estimate_of_job(asked), estimate_of_plan(asked, fleet, plan)
     assert found.step_bytes == pytest.approx(expected.step_bytes)

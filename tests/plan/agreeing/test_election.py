@@ -10,7 +10,7 @@ from skein.plan.agreeing.election import (
     Claim,
     ClaimRuling,
     elect,
-    judge,
+    judge_claim,
     probe_positions,
     recheck,
     rechecking,
@@ -128,7 +128,7 @@ def test_followers_check_as_often_as_the_ratio_says_and_take_turns() -> None:
 def test_neither_an_accuser_nor_a_leader_is_believed_alone(
     checks: dict[int, bool], ruling: ClaimRuling
 ) -> None:
-    assert judge(checks, num_followers=4) is ruling
+    assert judge_claim(checks, num_followers=4) is ruling
 
 
 @given(seed=st.integers(0, 99), round_=st.integers(0, 99), asked=st.integers(1, 80), size=st.integers(1, 60))

@@ -12,10 +12,10 @@ from skein.plan.agreeing.exchange import (
     Ring,
     Tree,
     cheapest,
-    owner_of,
+    exchange_s,
+    owning_place,
     result_source,
     result_targets,
-    seconds,
     sum_sources,
     sum_target,
 )
@@ -64,7 +64,7 @@ def test_every_part_reaches_the_owner_and_every_result_everybody(
     drawn: tuple[Pattern, int], shard: int
 ) -> None:
     pattern, num_places = drawn
-    owner = owner_of(pattern, num_places, shard)
+    owner = owning_place(pattern, num_places, shard)
     for place in range(num_places):
         at = place
         for _ in range(num_places):
@@ -82,7 +82,7 @@ def test_every_part_reaches_the_owner_and_every_result_everybody(
 @given(drawn=patterns(), shard=st.integers(0, 20))
 def test_both_ends_of_a_transfer_know_of_it(drawn: tuple[Pattern, int], shard: int) -> None:
     pattern, num_places = drawn
-    owner, places = owner_of(pattern, num_places, shard), range(num_places)
+    owner, places = owning_place(pattern, num_places, shard), range(num_places)
     for place in places:
         targets = result_targets(pattern, num_places, owner, place)
         others = [x for x in places if x != owner]
@@ -99,20 +99,20 @@ def test_over_equal_links_times_are_those_of_the_books() -> None:
     num_bytes, w = 8e6, 8
     links = equal_links(w)
     moved_s = 2 * (w - 1) / w * num_bytes / BYTES_PER_S
-    assert seconds(Direct(), w, num_bytes, *links) == pytest.approx(2 * LATENCY_S + moved_s)
-    assert seconds(Ring(), w, num_bytes, *links) == pytest.approx(2 * (w - 1) * LATENCY_S + moved_s)
+    assert exchange_s(Direct(), w, num_bytes, *links) == pytest.approx(2 * LATENCY_S + moved_s)
+    assert exchange_s(Ring(), w, num_bytes, *links) == pytest.approx(2 * (w - 1) * LATENCY_S + moved_s)
 
 
 def test_a_binary_tree_pays_its_depth_and_two_children() -> None:
     # Seven places, one shard: two levels of a latency each, and the root takes two vectors.
-    assert seconds(Tree(), 1, 1e6, *equal_links(7)) == pytest.approx(2 * (2 * LATENCY_S + 2 * 1.0))
+    assert exchange_s(Tree(), 1, 1e6, *equal_links(7)) == pytest.approx(2 * (2 * LATENCY_S + 2 * 1.0))
 
 
 def test_a_chain_of_pieces_is_a_pipeline() -> None:
     # Every link carries the vector once, whatever the number of places; before that, one piece has come all the way.
     chain = Broadcast(leader=0, parents=(0, 0, 1, 2))
-    assert seconds(chain, 100, 1e6, *equal_links(4)) == pytest.approx(3 * LATENCY_S + 1.0)
-    assert seconds(chain, 1, 1e6, *equal_links(4)) == pytest.approx(3 * LATENCY_S + 3.0)
+    assert exchange_s(chain, 100, 1e6, *equal_links(4)) == pytest.approx(3 * LATENCY_S + 1.0)
+    assert exchange_s(chain, 1, 1e6, *equal_links(4)) == pytest.approx(3 * LATENCY_S + 3.0)
 
 
 def test_two_exchange_directly() -> None:

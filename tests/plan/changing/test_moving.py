@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skein.plan.balanced import make_plan, pool_of
+from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.moving import Held, fetch_s, move_s
 from skein.plan.load import stage_loads
@@ -25,7 +25,7 @@ ON = fleet([1e9, 1e9, 1e9], links=LINKS)
 
 def plan_on(*names: str) -> Plan:
     lost = [WorkerId(name) for name in NAMES if name not in names]
-    plan = make_plan(SPEC, without(ON, *lost), None, 0)
+    plan = make_balanced_plan(SPEC, without(ON, *lost), None, 0)
     assert isinstance(plan, Plan)
     return plan
 
@@ -69,7 +69,7 @@ def test_what_moving_costs_is_spread_over_the_steps_to_come() -> None:
 
 def test_the_head_of_a_loop_goes_where_its_first_stage_goes() -> None:
     spec = job(stages=2, replicas=1, num_layers=4, layout=Layout.LOOP)
-    plan = make_plan(spec, ON, None, 0)
+    plan = make_balanced_plan(spec, ON, None, 0)
     assert isinstance(plan, Plan)
     loads = stage_loads(spec, plan.stages)
     whole = fetch_s(loads, POOL, [x.chunk for x in plan.chunks])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.changing.clauses import parse_clauses
 from skein.plan.changing.reroute import rerouted
 from skein.plan.check import violations
@@ -33,7 +33,7 @@ def has_every_stage(plan: Plan, alive: set[ChunkRef]) -> bool:
 def test_a_plan_without_some_workers_may_be_adopted_iff_every_stage_is_held(
     spec: JobSpec, on: Fleet, data: st.DataObject
 ) -> None:
-    plan = make_plan(spec, on, None, 0)
+    plan = make_balanced_plan(spec, on, None, 0)
     if not isinstance(plan, Plan):
         return
     lost = data.draw(st.sets(st.sampled_from(plan.workers), max_size=len(plan.workers) - 1))

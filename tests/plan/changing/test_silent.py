@@ -11,8 +11,7 @@ from skein.plan.changing.silent import silent_chunks, working
 from skein.plan.check import violations
 from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
-from skein.plan.searched import make_plan as make_searched_plan
-from skein.plan.searched import reckoned_s
+from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, StageIndex
 from tests.plan.builders import AMPLE_BYTES, fleet, fleets, job, jobs, planned, without
@@ -100,7 +99,7 @@ def test_a_search_leaves_silent_holders_out_and_its_plan_has_them() -> None:
     again = make_searched_plan(spec, FAST_AND_SLOW, plan, 0, steps_left=10)
     assert isinstance(again, Plan)
     assert silent_by_worker(again) == silent_by_worker(plan)
-    assert reckoned_s(spec, FAST_AND_SLOW, plan) == plan.predicted_step_s
+    assert searched_step_s(spec, FAST_AND_SLOW, plan) == plan.predicted_step_s
 
 
 def test_how_far_a_death_goes_back_is_the_nearest_of_copies_and_checkpoints() -> None:

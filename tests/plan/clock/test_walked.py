@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skein.config.job import JobSpec
 from skein.plan import balanced
-from skein.plan.balanced import Setting, make_plan, pool_of
+from skein.plan.balanced import Setting, make_balanced_plan, pool_of
 from skein.plan.changing.silent import silent_chunks
 from skein.plan.clock.timing import estimate_s
 from skein.plan.clock.walked import MOST_OPS
@@ -36,7 +36,7 @@ def slow_lines(num_workers: int, bytes_per_s: float, speed: float = 1e9) -> Flee
 @st.composite
 def measured(draw: st.DrawFn, spec: JobSpec, on: Fleet) -> Fleet:
     """The fleet once some of it has been measured at what the balanced plan gives it."""
-    plan = make_plan(spec, on, None, 0)
+    plan = make_balanced_plan(spec, on, None, 0)
     if isinstance(plan, Infeasible):
         return on
     seconds = st.floats(1e-5, 1.0)
@@ -59,7 +59,7 @@ def test_the_walk_is_the_searchs_clock_and_no_closed_form_says_more_than_either(
     spec: JobSpec, on: Fleet, data: st.DataObject
 ) -> None:
     on = data.draw(measured(spec, on))
-    plan = make_plan(spec, on, None, 0)
+    plan = make_balanced_plan(spec, on, None, 0)
     assume(isinstance(plan, Plan) and not silent_chunks(plan))
     assert isinstance(plan, Plan)
     setting = Setting(job=spec, fleet=on, pool=pool_of(spec, on))
@@ -68,7 +68,7 @@ def test_the_walk_is_the_searchs_clock_and_no_closed_form_says_more_than_either(
     assert routing is not None
     clock_s = timeline(posed.problem, routing).step_s
     assert plan.predicted_step_s == pytest.approx(clock_s, rel=1e-9)
-    assert balanced.reckoned_s(spec, on, plan) == plan.predicted_step_s
+    assert balanced.balanced_step_s(spec, on, plan) == plan.predicted_step_s
     assert setting.lower_bound_s(plan.stages, plan.paths) <= clock_s * (1 + 1e-9)
     assert lower_bound(posed.problem, effort=Effort.SIMPLE).seconds <= clock_s
     # Below the clock or above it, an estimate keeps to the bound.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from skein.plan.plan import Infeasible
-from skein.plan.replan.before import LOST, Before, least_moves, moved
+from skein.plan.replan.before import LOST, Before, least_moves, moved_chunks
 from skein.plan.replan.repair import posed, repaired
 from skein.plan.replan.routing import GAIN, Replanned, replan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
@@ -229,5 +229,5 @@ def test_seats_are_compared_by_who_holds_what() -> None:
         path=np.zeros((1, 3), np.int64),
         sequence=np.zeros(1, np.int64),
     )
-    assert moved(before, ((0, 3), (1, 2))) == ((0, 3),)
+    assert moved_chunks(before, ((0, 3), (1, 2))) == ((0, 3),)
     assert least_moves(before, (2, 3)) == (1, 1)

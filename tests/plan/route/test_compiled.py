@@ -12,7 +12,7 @@ from skein.plan.route.kernels.arrays import op_array
 from skein.plan.route.kernels.compiled import STAMP, compiled, drop_stale
 from skein.plan.route.search import Found, Search
 from skein.plan.route.warm import tiny_problem, warm_up
-from skein.plan.searched import make_plan
+from skein.plan.searched import make_searched_plan
 from skein.types import Layout
 from tests.plan.builders import fleet, job
 
@@ -88,7 +88,9 @@ def test_after_warming_up_a_search_compiles_nothing_more() -> None:
     assert before["skein.plan.route.kernels.anneal.anneal"] > 0
     for layout in Layout:
         spec = job(stages=3, replicas=2, num_layers=6, layout=layout)
-        make_plan(spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)}), fleet([1e9] * 6), None, 0)
+        make_searched_plan(
+            spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)}), fleet([1e9] * 6), None, 0
+        )
     assert num_compiled() == before
 
 

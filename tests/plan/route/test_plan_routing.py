@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.config.job import JobSpec, PlanSpec
-from skein.plan.balanced import make_plan as make_balanced_plan
-from skein.plan.balanced import pool_of
+from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.clock.timing import op_times
 from skein.plan.load import stage_loads
 from skein.plan.ops import OpKind
@@ -17,7 +16,7 @@ from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.job_problem import Posed, pose
 from skein.plan.route.plan_routing import routing_of
-from skein.plan.searched import make_plan
+from skein.plan.searched import make_searched_plan
 from skein.topology.fleet import Fleet, StageTime
 from skein.types import StageIndex, StageSpec
 from tests.plan.builders import fleet, fleets, job, jobs, skipping_jobs
@@ -45,7 +44,7 @@ def test_each_worker_does_its_list_and_each_microbatch_its_way(spec: JobSpec, on
 def test_a_searched_plan_takes_what_it_promised() -> None:
     spec = job(stages=3, replicas=2, num_layers=6).model_copy(update={"plan": PlanSpec(budget_s=0.05)})
     on = fleet([1e9, 2e9, 1e9, 3e9, 1e9, 1e9])
-    plan = make_plan(spec, on, None, 0)
+    plan = make_searched_plan(spec, on, None, 0)
     assert isinstance(plan, Plan)
     routing = routing_of(plan, problem := posed(spec, on, plan))
     assert routing is not None

@@ -9,7 +9,7 @@ from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import jittered, ordered, timeline
 from skein.plan.route.kernels.anneal import refit
 from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import NEVER, fit, run_sequence, scratch
+from skein.plan.route.kernels.cost import NEVER, fit, run_sequence, scratch_for
 from skein.plan.route.kernels.moves import (
     NOTHING,
     PATHS,
@@ -151,7 +151,7 @@ def test_a_step_is_given_up_as_soon_as_it_must_be_too_long() -> None:
     arrays, here = fixed(problem), state(problem, made.worker_of, made.path)
     here.sequence[:], here.op[:] = made.sequence, op_numbers(made.sequence, problem.num_microbatches)
     fit(arrays, here)
-    work = scratch(arrays, here)
+    work = scratch_for(arrays, here)
     step_s = run_sequence(arrays, here, work, NEVER)
     # The rest of a trip is a difference, so it may be off by rounding.
     assert run_sequence(arrays, here, work, step_s * (1 + 1e-12)) == step_s

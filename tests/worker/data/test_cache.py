@@ -145,7 +145,7 @@ def test_a_draft_that_goes_while_it_is_waited_for_is_no_failure(
     with (tmp_path / ".a.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Who waits says so once it has looked at the drafts.
-        monkeypatch.setattr(module, "moved", lock.close)
+        monkeypatch.setattr(module, "call_moved", lock.close)
         assert len(TokenCache(tmp_path).tokens("a", DTYPE, Maker())) == 1000
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skein.config.job import JobSpec
-from skein.model.decoder import shape_of
+from skein.model.decoder import decoder_shape
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.layers import tied_names
 from skein.model.parameters import layer_parameters, parameter_shapes
@@ -98,7 +98,7 @@ def test_first_numbers_depend_on_seed_and_name_and_have_the_models_spread() -> N
     assert not torch.equal(stage[query], stage[gate])
     # 1,600 numbers: the standard error of their deviation is 1/sqrt(2 * 1600) = 1.8 %; four of them.
     spread = stage["model.embed_tokens.weight"].std().item()
-    assert math.isclose(spread, shape_of(model).initializer_range, rel_tol=0.07)
+    assert math.isclose(spread, decoder_shape(model).initializer_range, rel_tol=0.07)
     assert torch.equal(stage["model.norm.weight"], torch.ones(32, dtype=torch.float64))
 
 

@@ -25,7 +25,7 @@ from skein.wire.extra import (
     TensorRefused,
     TensorStart,
 )
-from worker.bundle import Bundle, BundleFault, Limits, allocate, fault_of, split
+from worker.bundle import Bundle, BundleFault, Limits, allocate, fault_of, split_tensors
 from worker.transport.checksum import checksum
 from worker.transport.framing import FramedPart
 from worker.transport.receiving.window import Window
@@ -180,7 +180,7 @@ class Inbox:
         start, buffer = self._start, self._buffer
         assert start is not None
         self.close()
-        fault = self._intake.deliver(start.envelope, split(start.tensors, buffer))
+        fault = self._intake.deliver(start.envelope, split_tensors(start.tensors, buffer))
         if fault is not None:
             return [self._refused(start.tensor, fault)]
         return [TensorAccepted(tensor=start.tensor)]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from skein.wire.serving.hosts import host_of, is_loopback
+from skein.wire.serving.hosts import host_of, is_from_here
 
 GIVES_WAY_S = 1.0
 """Silence after which a stream may lose its place to another."""
@@ -129,4 +129,4 @@ def peer_of(address: str) -> str:
     >>> peer_of("ipv4:10.0.0.7:4711"), peer_of("ipv4:127.0.0.1:4711")
     ('10.0.0.7', 'ipv4:127.0.0.1:4711')
     """
-    return address if is_loopback(address) else host_of(address)
+    return address if is_from_here(address) else host_of(address)

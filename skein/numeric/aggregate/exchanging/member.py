@@ -31,7 +31,7 @@ class MemberVote:
     is_finite: bool
 
 
-def digest_of(tensors: Iterable[Tensor]) -> str:
+def digest_of_tensors(tensors: Iterable[Tensor]) -> str:
     """One digest of several tensors in order."""
     digests = "".join(digest(tensor.contiguous()) for tensor in tensors)
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
@@ -41,7 +41,7 @@ def measured(flat: Tensor, known: Iterable[Tensor] = ()) -> MemberVote:
     """The vote on `flat`; its digest covers what is `known` to all before the exchange too, so that drift is found."""
     norm = squared_norm(flat)
     return MemberVote(
-        digest=digest_of([flat, *known]),
+        digest=digest_of_tensors([flat, *known]),
         squared_norm=norm,
         is_finite=math.isfinite(norm) or is_finite(flat),
     )

@@ -49,12 +49,12 @@ from skein.numeric.compress.feedback import FeedbackOwner
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
 from skein.numeric.optim.elementwise import (
-    check,
+    check_update,
     norm_of,
     pieces,
     root,
     row_sums_of_squares,
-    scratch,
+    scratch_rows,
     zeros_like,
 )
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -107,7 +107,7 @@ class OneBit(Rule, ABC):
         Raises:
             ValueError: names, shapes or dtypes disagree, or an exchange is wanted in the warm-up.
         """
-        check(walker, grads, _PER_PARAMETER)
+        check_update(walker, grads, _PER_PARAMETER)
         if terms.step < self.spec.warmup_steps:
             if talks:
                 raise ValueError(f"no momenta travel in step {terms.step} of the warm-up")
@@ -304,7 +304,7 @@ def raise_variances(variances: Tensors, floor: float) -> None:
 
 def norm(x: Tensor) -> float:
     """The L2 norm, in float64 and in an order that the length fixes."""
-    row = scratch({"x": x}, num_rows=1, dtype=torch.float64)[0]
+    row = scratch_rows({"x": x}, num_rows=1, dtype=torch.float64)[0]
     return norm_of([total for (piece,) in pieces(x) for total in row_sums_of_squares(piece, row)])
 
 

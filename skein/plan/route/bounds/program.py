@@ -132,7 +132,7 @@ class Program:
                 return None
             excess, prices, shares = solved
             if excess <= _PROOF:
-                return split(case, shares, self.twins, priced)
+                return cases_of(case, shares, self.twins, priced)
             num_before = len(self.columns)
             priced = self._priced(prices, end_s)
             if self._is_paid(priced, windows, case, end_s):
@@ -283,7 +283,7 @@ def _are_twins(problem: Problem, a: int, b: int) -> bool:
     )
 
 
-def split(case: Case, shares: F64, twins: list[list[int]], last: Priced) -> list[Case] | None:
+def cases_of(case: Case, shares: F64, twins: list[list[int]], last: Priced) -> list[Case] | None:
     """Cases that `case` falls into, by a worker whose share as an origin is broken; if all are whole, one case in which
     they are decided, and the others. None if all were decided already.
 

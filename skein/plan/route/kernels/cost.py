@@ -39,7 +39,7 @@ class Scratch(NamedTuple):
     held: I64
 
 
-def scratch(fixed: Fixed, state: State) -> Scratch:
+def scratch_for(fixed: Fixed, state: State) -> Scratch:
     """Working space for this problem."""
     num_workers, num_microbatches = fixed.transfer_s.shape[0], state.path.shape[0]
     return Scratch(

@@ -50,10 +50,10 @@ def rewind_of(job: JobHistory) -> Rewind | None:
     is_wanted = job.spec.on_divergence == "rewind" and len(job.rewinds) < MAX_REWINDS
     if job.diverged is None or not (is_wanted or job.may_rewind):
         return None
-    return Rewind(version=newest_sound(job), reason=told(job, job.diverged))
+    return Rewind(version=newest_sound(job), reason=divergence_text(job, job.diverged))
 
 
-def told(job: JobHistory, diverged: Diverged) -> str:
+def divergence_text(job: JobHistory, diverged: Diverged) -> str:
     """A divergence in one line: the step is named by the version that it begins with."""
     good = newest_sound(job)
     checkpoint = f"checkpoint {good}" if good else "no checkpoint"
@@ -88,7 +88,7 @@ class Ending(RunPart):
         )
         self._out.record(diverged)
         does = "" if job.spec.on_divergence != "ignore" else "; it goes on, for on_divergence is ignore"
-        self._out.log(f"{told(job, diverged)}{does}", job=job.job)
+        self._out.log(f"{divergence_text(job, diverged)}{does}", job=job.job)
 
     def due(self) -> Stop | Rewind | None:
         """What comes after the job's version instead of the next step; None if that does."""
@@ -134,5 +134,5 @@ class Ending(RunPart):
 
     def _failure(self) -> str:
         assert self._job.diverged is not None
-        reason, num_rewinds = told(self._job, self._job.diverged), len(self._job.rewinds)
+        reason, num_rewinds = divergence_text(self._job, self._job.diverged), len(self._job.rewinds)
         return f"{reason}; {num_rewinds} rewinds did not help" if num_rewinds else reason

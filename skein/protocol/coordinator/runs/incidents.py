@@ -8,7 +8,7 @@ from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.log.history import JobHistory
-from skein.protocol.log.incident import told
+from skein.protocol.log.incident import incident_line
 from skein.protocol.log.records import Incident, IncidentKind, Remedy, Replayed
 from skein.protocol.membership.membership import Lost
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
@@ -109,7 +109,7 @@ class Incidents(RunPart):
             num_dropped=len({contribution for resumed in self._resumed for contribution in resumed.dropped}),
         )
         self._out.record(incident)
-        self._out.log(told(incident))
+        self._out.log(incident_line(incident))
 
     def _remedy(self) -> Remedy:
         if self._steps_lost:

@@ -22,7 +22,7 @@ from skein.protocol.messages.reports import CheckpointUnread
 from skein.types import Condition, Step, WorkerId
 
 
-def judge(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: float) -> None:
+def judge_checkpoint(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: float) -> None:
     """Record what was found of a checkpoint, if that is news."""
     version, is_set_aside = event.checkpoint.version, event.checkpoint.version in job.damaged
     is_damaged = event.condition is Condition.DAMAGED

@@ -20,13 +20,14 @@ from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
-from skein.protocol.log.incident import counted, short
+from skein.protocol.log.incident import short
 from skein.protocol.log.records import GenerationMember, HaltAsked
 from skein.protocol.membership.absence import Absence
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import ChunkVersion, Look, Member
 from skein.protocol.messages.reports import Ack
 from skein.types import Generation, Incarnation, StageSpec, Step, WorkerId
+from skein.units import counted
 
 LOOK_S = 1.0
 """How often members look at those who are silent."""

@@ -47,8 +47,8 @@ class Averaging:
                 return {}
             before, after = beside
             weights = (
-                squared_norm(self.last_commit, before.index),
-                squared_norm(self.last_commit, after.index),
+                own_squared_norm(self.last_commit, before.index),
+                own_squared_norm(self.last_commit, after.index),
             )
             if not all(0.0 < weight < inf for weight in weights):
                 weights = 1.0, 1.0  # Nothing is known of one of them: both count the same.
@@ -69,7 +69,7 @@ def averaging_of(job: JobHistory) -> Averaging:
     )
 
 
-def squared_norm(record: StepRecord | None, stage: StageIndex) -> float:
+def own_squared_norm(record: StepRecord | None, stage: StageIndex) -> float:
     """Of the mean gradient of what `stage` shares with no other, before clipping; 0 if the step says nothing of it."""
     results = () if record is None else record.results
     return sum(x.squared_norm * x.weight * x.weight for x in results if x.group == Own(stage))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import make_plan, reckoned_s
+from skein.plan.balanced import balanced_step_s, make_balanced_plan
 from skein.plan.changing.moving import between_s
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
@@ -40,10 +40,10 @@ class FoundPlan:
     cost_s: float
 
 
-def plan_here(asked: MakePlan, planner: Planner = make_plan) -> PlanMade:
+def plan_here(asked: MakePlan, planner: Planner = make_balanced_plan) -> PlanMade:
     """A plan that holds, made by this process, if nothing else is asked for without a search."""
     job, fleet, previous = asked.job, asked.fleet, asked.previous
-    current_s = None if previous is None else reckoned_s(job, fleet, previous)
+    current_s = None if previous is None else balanced_step_s(job, fleet, previous)
     result = _held(planner(job, fleet, previous, job.seed), asked)
     move_s = between_s(job, fleet, previous, result) if isinstance(result, Plan) else 0.0
     return answered(asked, result, current_s=current_s, move_s=move_s)
@@ -66,8 +66,8 @@ def _held(plan: Plan | Infeasible, asked: MakePlan) -> Plan | Infeasible:
 def search(asked: MakePlan, seed: int, *, now: Callable[[], float]) -> Iterator[FoundPlan]:
     """Plans that hold, each better than the one before; nothing if none exists."""
     # Only here: the coordinator's own process starts without numba.
-    from skein.plan.searched import make_plan as make_searched_plan
-    from skein.plan.searched import reckoned_s as reckoned_by_search_s
+    from skein.plan.searched import make_searched_plan
+    from skein.plan.searched import searched_step_s as reckoned_by_search_s
 
     previous, least_s = asked.previous, math.inf
     current_s = None if previous is None else reckoned_by_search_s(asked.job, asked.fleet, previous)

@@ -9,7 +9,15 @@ Rules of this file
 
 from collections.abc import Mapping
 
-from skein.plan.agreeing.election import Claim, ClaimRuling, elect, judge, recheck, rechecking, scores_of
+from skein.plan.agreeing.election import (
+    Claim,
+    ClaimRuling,
+    elect,
+    judge_claim,
+    recheck,
+    rechecking,
+    scores_of,
+)
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import Leaders
 from skein.plan.agreeing.walkers import walkers_of
@@ -148,7 +156,7 @@ class Leading(RunPart):
         checks[worker] = is_true
         if not is_true:
             self._doubted.add(leader)
-        if judge(checks, num_followers=len(group.members) - 1) is not ClaimRuling.LIED:
+        if judge_claim(checks, num_followers=len(group.members) - 1) is not ClaimRuling.LIED:
             return None
         self._liars.add(leader)
         self._out.log(f"step={vote.step} leader={leader} is not what it claimed", job=self._job.job)

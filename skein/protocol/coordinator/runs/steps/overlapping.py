@@ -17,7 +17,7 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import ExchangeTerms, Prepare
 from skein.protocol.messages.reports import Vote
 from skein.protocol.rounds.round import RoundFailed
-from skein.protocol.rounds.votes import ruling, told
+from skein.protocol.rounds.votes import ruling, votes_text
 from skein.types import Attempt, GroupId, Step, WorkerId
 
 
@@ -116,7 +116,7 @@ class Overlapping:
             return None
         agreed = ruling(found.group, found.votes, is_common=True)
         if agreed.result is None or agreed.outvoted:
-            reason = f"holders of {vote.group} disagree on its result: {told(found.group, found.votes)}"
+            reason = f"holders of {vote.group} disagree on its result: {votes_text(found.group, found.votes)}"
             blamed = agreed.outvoted or found.group.workers
             return RoundFailed(reason=reason, blamed=blamed, is_disputed=not agreed.outvoted)
         return result if found.ends_with == self._job.version else None
