@@ -24,7 +24,7 @@ from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
 from client.exporting.export import Dtype, require_unused, write_huggingface
 from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
-from skein.config.job import JobSpec, job_of
+from skein.config.job import JobSpec, read_spec
 from skein.errors import UserError
 from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
@@ -247,7 +247,7 @@ class AsyncClient:
         manifest = codec.MANIFEST_REPLY.decode(
             await self._connection.call(lambda at: at.checkpoint.Manifest, request)
         )
-        spec, status = job_of(manifest.spec), await self.job(job).status()
+        spec, status = read_spec(manifest.spec), await self.job(job).status()
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
         card = model_card(manifest, spec, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)

@@ -35,7 +35,7 @@ from skein.storage.outside import is_full
 from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
 from skein.units import format_bytes
-from skein.wire.channel import join_address, require_safe_bind, split_address
+from skein.wire.channel import join_address, require_safe_bind, split_address, try_address
 from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
 
@@ -252,10 +252,7 @@ def _wait_for_lock(state_dir: Path, signals: _Signals) -> None:
 
 def _require_free(field: str, host: str, port: int) -> None:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        try_address(host, port)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         hint = f"{reason}; give another one, or end what listens there"

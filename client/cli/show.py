@@ -12,7 +12,7 @@ import click
 
 from client.documents import end_of_documents
 from client.planning.estimates import estimate_of_job
-from skein.config.job import MOST_STEPS, JobSpec, job_of
+from skein.config.job import MOST_STEPS, JobSpec, read_spec
 from skein.errors import UserError
 from skein.protocol.coordinator.runs.watching.measuring import PARTED
 from skein.protocol.log.incident import cost, remedied, what
@@ -136,7 +136,7 @@ JOB_COLUMNS = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S",
 
 def job_lines(status: JobStatus) -> list[str]:
     """A job in full."""
-    spec = job_of(status.spec)
+    spec = read_spec(status.spec)
     checkpoint = _NONE if status.checkpoint_version is None else f"step {status.checkpoint_version}"
     state = f"{status.state} ({status.reason})" if status.reason else str(status.state)
     seconds = f"{status.step_s:.3g} s a step" if status.step_s > 0 else _NONE

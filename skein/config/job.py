@@ -364,7 +364,7 @@ class JobSpec(Spec):
 
 
 @lru_cache(maxsize=16)
-def job_of(text: str) -> JobSpec:
+def read_spec(text: str) -> JobSpec:
     """The job whose canonical JSON is in a record, a directive or a manifest, read once however often it is asked for.
 
     Raises:

@@ -125,7 +125,7 @@ def bind(server: aio.Server, host: str, port: int) -> int:
     if not 0 <= port < 2**16:
         raise UserError("listen", address, "give a port between 0 and 65535")
     try:
-        _try_address(host, port)
+        try_address(host, port)
         bound = server.add_insecure_port(address)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "cannot listen there"
@@ -135,8 +135,12 @@ def bind(server: aio.Server, host: str, port: int) -> int:
     return int(bound)
 
 
-def _try_address(host: str, port: int) -> None:
-    """gRPC says neither which address failed nor why; a plain socket does."""
+def try_address(host: str, port: int) -> None:
+    """Returns if a server can listen there; gRPC says neither which address failed nor why, a plain socket does.
+
+    Raises:
+        OSError | OverflowError: it cannot.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

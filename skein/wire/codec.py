@@ -21,38 +21,24 @@ RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record, is_ours=Tr
 
 TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)
 PART_REPLY: Codec[extra.PartReply, peer_pb2.PartReply] = Codec(extra.PartReply, peer_pb2.PartReply)
-FETCH_STATE: Codec[extra.FetchStateRequest, peer_pb2.FetchStateRequest] = Codec(
-    extra.FetchStateRequest, peer_pb2.FetchStateRequest
-)
+FETCH_STATE = Codec(extra.FetchStateRequest, peer_pb2.FetchStateRequest)
 STATE_PART: Codec[extra.StatePart, peer_pb2.StatePart] = Codec(extra.StatePart, peer_pb2.StatePart)
-PROBE_PART: Codec[extra.ProbePart, peer_pb2.ProbePart] = Codec(extra.ProbePart, peer_pb2.ProbePart)
-PROBE_REPLY: Codec[extra.ProbeReply, peer_pb2.ProbeReply] = Codec(extra.ProbeReply, peer_pb2.ProbeReply)
+PROBE_PART = Codec(extra.ProbePart, peer_pb2.ProbePart)
+PROBE_REPLY = Codec(extra.ProbeReply, peer_pb2.ProbeReply)
 
 PUT_PART: Codec[extra.PutPart, checkpoint_pb2.PutPart] = Codec(extra.PutPart, checkpoint_pb2.PutPart)
-PUT_REPLY: Codec[extra.PutReply, checkpoint_pb2.PutReply] = Codec(extra.PutReply, checkpoint_pb2.PutReply)
-GET_REQUEST: Codec[extra.GetRequest, checkpoint_pb2.GetRequest] = Codec(
-    extra.GetRequest, checkpoint_pb2.GetRequest
-)
+PUT_REPLY = Codec(extra.PutReply, checkpoint_pb2.PutReply)
+GET_REQUEST = Codec(extra.GetRequest, checkpoint_pb2.GetRequest)
 GET_PART: Codec[extra.GetPart, checkpoint_pb2.GetPart] = Codec(extra.GetPart, checkpoint_pb2.GetPart)
-MANIFEST_REQUEST: Codec[extra.ManifestRequest, checkpoint_pb2.ManifestRequest] = Codec(
-    extra.ManifestRequest, checkpoint_pb2.ManifestRequest
-)
-MANIFEST_REPLY: Codec[extra.ManifestReply, checkpoint_pb2.ManifestReply] = Codec(
-    extra.ManifestReply, checkpoint_pb2.ManifestReply
-)
+MANIFEST_REQUEST = Codec(extra.ManifestRequest, checkpoint_pb2.ManifestRequest)
+MANIFEST_REPLY = Codec(extra.ManifestReply, checkpoint_pb2.ManifestReply)
 
-CHECKPOINT_VIEW: Codec[views.CheckpointView, checkpoint_pb2.CheckpointView] = Codec(
-    views.CheckpointView, checkpoint_pb2.CheckpointView
-)
+CHECKPOINT_VIEW = Codec(views.CheckpointView, checkpoint_pb2.CheckpointView)
 
-SUBMIT_REPLY: Codec[views.SubmitReply, jobs_pb2.SubmitReply] = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
-VERSION_REPLY: Codec[views.VersionReply, jobs_pb2.VersionReply] = Codec(
-    views.VersionReply, jobs_pb2.VersionReply
-)
-JOB_STATUS: Codec[views.JobStatus, jobs_pb2.JobStatus] = Codec(views.JobStatus, jobs_pb2.JobStatus)
-WORKER_STATUS: Codec[views.WorkerStatus, jobs_pb2.WorkerStatus] = Codec(
-    views.WorkerStatus, jobs_pb2.WorkerStatus
-)
-JOB_EVENT: Codec[views.JobEvent, jobs_pb2.JobEvent] = Codec(views.JobEvent, jobs_pb2.JobEvent)
-LINK: Codec[Link, ids_pb2.Link] = Codec(Link, ids_pb2.Link)
-INCIDENT: Codec[Incident, log_pb2.Incident] = Codec(Incident, log_pb2.Incident)
+SUBMIT_REPLY = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
+VERSION_REPLY = Codec(views.VersionReply, jobs_pb2.VersionReply)
+JOB_STATUS = Codec(views.JobStatus, jobs_pb2.JobStatus)
+WORKER_STATUS = Codec(views.WorkerStatus, jobs_pb2.WorkerStatus)
+JOB_EVENT = Codec(views.JobEvent, jobs_pb2.JobEvent)
+LINK = Codec(Link, ids_pb2.Link)
+INCIDENT = Codec(Incident, log_pb2.Incident)

@@ -16,10 +16,10 @@ A value that comes from elsewhere and does not fit raises `RemoteError`; so does
 """
 
 import dataclasses
-import types
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
+from types import UnionType
 from typing import Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -59,8 +59,8 @@ class Codec(Generic[D, M]):
     has written it can read again, whichever release it was.
     """
 
-    def __init__(self, hint: object, message: type[M], *, is_ours: bool = False) -> None:
-        self.hint = hint
+    def __init__(self, hint: type[D] | UnionType, message: type[M], *, is_ours: bool = False) -> None:
+        self.hint: object = hint
         self.message = message
         self._is_ours = is_ours
 
@@ -219,7 +219,7 @@ def _fits(base: object, field: FieldDescriptor) -> bool:
 def _field(hint: object, descriptor: Descriptor, name: str, ranges: RangeOf) -> tuple[Fill, Read]:
     """Closures over the parent message for a field that is more than an attribute."""
     where = f"{descriptor.name}.{name}"
-    if hint not in READ_TEXT and get_origin(hint) in (types.UnionType, Union):
+    if hint not in READ_TEXT and get_origin(hint) in (UnionType, Union):
         alternatives = [argument for argument in get_args(hint) if argument is not type(None)]
         if len(alternatives) > 1:
             return _oneof(hint, descriptor, name, ranges)

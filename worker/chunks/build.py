@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, assert_never
 import torch
 from torch import Tensor
 
-from skein.config.job import JobSpec, job_of
+from skein.config.job import JobSpec, read_spec
 from skein.config.rule import Walkers
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.plan.load import stage_loads
@@ -219,7 +219,7 @@ class Builder:
         )
 
     async def _prepare(self, assign: Assign, members: tuple[Member, ...]) -> Holding:
-        job = job_of(assign.job_spec)
+        job = read_spec(assign.job_spec)
         self._admit(job, assign.chunks)
         if assign.version == 0:
             await self._check_archive(job)

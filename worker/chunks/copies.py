@@ -7,7 +7,7 @@ from typing import assert_never
 
 from torch import Tensor
 
-from skein.config.job import job_of
+from skein.config.job import read_spec
 from skein.errors import LocalError, SkeinError, UnfitError
 from skein.protocol.messages.directives import ChunkVersion, Member, OpenData, Prefetch
 from skein.protocol.worker.worker_io import (
@@ -167,7 +167,7 @@ class ChunkCopies:
         """Have the job's data open before somebody waits for them."""
         error, is_unfit = "", False
         try:
-            await self._datasets.open(job_of(opens.job_spec), is_awaited=False)
+            await self._datasets.open(read_spec(opens.job_spec), is_awaited=False)
         except asyncio.CancelledError:
             return  # the job is over
         except (SkeinError, MemoryError) as failed:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from skein.config.job import job_of
+from skein.config.job import read_spec
 from skein.errors import LocalError, RemoteError
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
@@ -72,7 +72,7 @@ class FetchedCopy:
         post: Callable[[WorkerEvent], None],
         patience_s: float,
     ) -> None:
-        self._job = job_of(prefetch.job_spec)
+        self._job = read_spec(prefetch.job_spec)
         self.prefetch = prefetch
         self.version = prefetch.version
         self.state: dict[str, Tensor] | None = None

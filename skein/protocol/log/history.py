@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
 
-from skein.config.job import JobSpec, job_of, with_steps
+from skein.config.job import JobSpec, read_spec, with_steps
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
@@ -198,7 +198,7 @@ class History:
                 self.jobs[record.job] = JobHistory(
                     job=record.job,
                     key=record.key,
-                    spec=job_of(record.spec),
+                    spec=read_spec(record.spec),
                     submitted_wall_s=record.wall_s,
                     last_wall_s=record.wall_s,
                     begins=record.begins,

@@ -55,25 +55,10 @@ def with_behaviour(
     parse: Parse,
 ) -> Method:
     """A method of the same shape, whose behaviour and whose reading of requests are others."""
-    made: object
-    serialize = method.response_serializer
-    if not method.request_streaming and not method.response_streaming:
-        made = grpc.unary_unary_rpc_method_handler(
-            guarded(cast(Behaviour, method.unary_unary)), parse, serialize
-        )
-    elif not method.response_streaming:
-        made = grpc.stream_unary_rpc_method_handler(
-            guarded(cast(Behaviour, method.stream_unary)), parse, serialize
-        )
-    elif not method.request_streaming:
-        made = grpc.unary_stream_rpc_method_handler(
-            guarded(cast(Behaviour, method.unary_stream)), parse, serialize
-        )
-    else:
-        made = grpc.stream_stream_rpc_method_handler(
-            guarded(cast(Behaviour, method.stream_stream)), parse, serialize
-        )
-    return cast("Method", made)
+    way, back = ("stream" if x else "unary" for x in (method.request_streaming, method.response_streaming))
+    make = getattr(grpc, f"{way}_{back}_rpc_method_handler")
+    behaviour = cast(Behaviour, getattr(method, f"{way}_{back}"))
+    return cast("Method", make(guarded(behaviour), parse, method.response_serializer))
 
 
 async def answer(answered: object, context: Context) -> object:
