@@ -7,6 +7,7 @@ for false or `12:30` for 750), so every reader of the file sees the same job; an
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NoReturn
 
 import yaml
@@ -75,6 +76,7 @@ def job_from_json(text: str) -> JobSpec:
         raise JobFileErrors(explain_mistakes(error, job_schema())) from error
 
 
+@cache
 def job_schema() -> Document:
     """JSON Schema of a job file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobSpec.model_json_schema()}

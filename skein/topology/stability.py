@@ -10,6 +10,7 @@ correction that nobody renews meanwhile, and overshoots.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -237,9 +238,9 @@ def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_ste
     slope, between = alone - base, np.linalg.matrix_power(alone, every_steps - 1)
     state: F64 | C128 = stream(seed, "gossip stability").standard_normal((2, graph.num_members))
     log_growth = 0.0
-    for round_ in range(_NUM_DRAWN_ROUNDS):
+    for partners in _drawn_partners(graph, seed):
         before = between @ state
-        state = base @ before + slope @ (before @ graph.at(round_, seed=seed).rows.T)
+        state = base @ before + slope @ ((before + before[:, partners]) * 0.5)
         state = state - state.mean(axis=1, keepdims=True)  # rounding may not leave the subspace
         norm = float(np.linalg.norm(state))
         if norm == 0.0:
@@ -247,3 +248,11 @@ def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_ste
         log_growth += np.log(norm)
         state /= norm
     return float(np.exp(log_growth / (_NUM_DRAWN_ROUNDS * every_steps)))
+
+
+@lru_cache(maxsize=4 * _NUM_DRAWS)
+def _drawn_partners(graph: Graph, seed: int) -> npt.NDArray[np.intp]:
+    """Whom each member averages with in each drawn round, or itself: the same for whatever method is judged."""
+    drawn = (graph.at(round_, seed=seed).rows for round_ in range(_NUM_DRAWN_ROUNDS))
+    # Pairs have four weights of a half; less what is on the diagonal is largest at the partner, if there is one.
+    return np.stack([(rows - 0.25 * np.eye(len(rows))).argmax(axis=1) for rows in drawn])

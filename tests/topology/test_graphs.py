@@ -50,9 +50,9 @@ def test_what_a_graph_says_of_itself_is_so(kind: GraphKind, num_members: int) ->
 @pytest.mark.parametrize("num_members", COUNTS)
 def test_everybody_agrees_in_the_end(kind: GraphKind, num_members: int) -> None:
     graph = graph_of(kind, num_members)
-    many = [graph.at(round_, seed=0) for round_ in range(2000)]
+    once = [graph.at(round_, seed=0) for round_ in range(graph.period or 250)]
     # The slowest is the ring of 33, which shrinks by 0.988 a round.
-    assert residual(many) < 1e-9
+    assert residual(once * (2000 // len(once))) < 1e-9
 
 
 @pytest.mark.parametrize(
