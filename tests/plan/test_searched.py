@@ -23,6 +23,7 @@ from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout, MicrobatchId, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
+from tests.support.extent import examples, part
 
 
 def brief(spec: JobSpec, *, budget_s: float = 0.02) -> JobSpec:
@@ -36,7 +37,7 @@ def planned(spec: JobSpec, on: Fleet, *, may_go_on: Callable[[], bool] = always)
     return plan
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.one_of(jobs(), skipping_jobs()), fleets(memory_bytes=st.integers(0, 2 * 10**6)))
 def test_a_searched_plan_is_legal_and_there_is_one_wherever_there_is_a_balanced_one(
     spec: JobSpec, on: Fleet
@@ -48,7 +49,7 @@ def test_a_searched_plan_is_legal_and_there_is_one_wherever_there_is_a_balanced_
         assert left_undone(plan) == ()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(skipping_jobs(), fleets(), st.integers(0, 3))
 def test_equal_inputs_make_equal_plans(spec: JobSpec, on: Fleet, seed: int) -> None:
     assert make_searched_plan(brief(spec), on, None, seed) == make_searched_plan(brief(spec), on, None, seed)
@@ -110,7 +111,7 @@ def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_ste
 
 def test_a_step_is_never_predicted_below_its_own_bound() -> None:
     spec = job(stages=1, replicas=1, num_layers=2, num_microbatches=4)
-    for seed in range(20):
+    for seed in part(range(20), every=5):
         on = fleet([1e9 * (1 + seed / 7)])
         plan = make_searched_plan(brief(spec), on, None, seed)
         assert isinstance(plan, Plan)

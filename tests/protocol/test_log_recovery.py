@@ -20,6 +20,7 @@ from skein.protocol.log.records import (
 )
 from skein.types import Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
 from tests.support.desk import checkpoint
+from tests.support.extent import examples
 from tests.support.hands import record
 from tests.support.incidents import incident
 from tests.support.jobs import small_job
@@ -142,4 +143,4 @@ class LogThatLosesItsEnd(RuleBasedStateMachine):
 
 
 TestLogThatLosesItsEnd = LogThatLosesItsEnd.TestCase
-TestLogThatLosesItsEnd.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLogThatLosesItsEnd.settings = settings(max_examples=examples(60), stateful_step_count=30)

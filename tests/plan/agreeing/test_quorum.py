@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.plan.agreeing.quorum import NUM_PROVEN, NUM_REMEMBERED, Quorum, token_weights
+from tests.support.extent import part
 
 HALF = Quorum(share=0.5, grace=3.0)
 USUAL = [[10.0, 10.0, 11.0, 14.0]] * NUM_PROVEN
@@ -102,9 +103,12 @@ def left_out(walk_s: Draw, *, num_walkers: int, num_rounds: int, seed: int) -> f
 @pytest.mark.parametrize("num_walkers", [2, 3, 8])
 @pytest.mark.parametrize("walk_s", [calm, shared_machine, heavy_tailed])
 def test_noise_leaves_out_less_than_a_hundredth(walk_s: Draw, num_walkers: int) -> None:
-    shares = [left_out(walk_s, num_walkers=num_walkers, num_rounds=72, seed=seed) for seed in range(40)]
+    shares = [
+        left_out(walk_s, num_walkers=num_walkers, num_rounds=72, seed=seed)
+        for seed in part(range(40), every=4)
+    ]
     assert sum(shares) / len(shares) <= 0.01
-    assert left_out(walk_s, num_walkers=num_walkers, num_rounds=1000, seed=0) <= 0.01
+    assert left_out(walk_s, num_walkers=num_walkers, num_rounds=300, seed=0) <= 0.01
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 from tests.support.drawn import random_plan
+from tests.support.extent import part
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, words_of
 
-SEEDS = range(150)
+SEEDS = part(range(150), every=4)
 
 
 def first_stop(plan: Plan, luck: random.Random) -> Halfway:
@@ -125,7 +126,7 @@ def test_the_drawn_steps_are_stopped_in_every_state() -> None:
             done = {placed.op for placed in halfway.ran}
             num_replayed += any(op in done for x in rest.schedules for op in x.ops)
     assert num_given_up > 0
-    assert num_replayed > 20
+    assert num_replayed > len(SEEDS) / 8
 
 
 def all_ops(plan: Plan) -> list[PlacedOp]:

@@ -26,6 +26,7 @@ from tests.plan.replan.builders import (
     some,
     without,
 )
+from tests.support.extent import examples
 from tests.support.routing_rules import violations
 
 
@@ -38,7 +39,7 @@ def replanned(now: Problem, before: Before, *, steps_left: int | None = None) ->
 # --- laws ---
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(changes())
 def test_what_follows_a_change_is_legal_and_all_stages_are_held(change: Change) -> None:
     found = replan(change.now, change.before, moving(change.now), num_moves=NUM_MOVES, seed=0)
@@ -51,7 +52,7 @@ def test_what_follows_a_change_is_legal_and_all_stages_are_held(change: Change) 
     assert found.step_s == jittered_mean_s(found.problem, found.routing, num_draws=NUM_JITTERS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(changes())
 def test_bytes_are_those_of_the_chunks_that_nobody_had_and_never_below_the_least(change: Change) -> None:
     costs = moving(change.now)
@@ -70,7 +71,7 @@ def test_bytes_are_those_of_the_chunks_that_nobody_had_and_never_below_the_least
     assert found.least_bytes >= sum(costs.state_bytes[stage] for stage in orphans)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(changes())
 def test_equal_inputs_give_equal_routings(change: Change) -> None:
     one, other = (
@@ -83,7 +84,7 @@ def test_equal_inputs_give_equal_routings(change: Change) -> None:
         assert (one.moved, one.step_s) == (other.moved, other.step_s)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(changes())
 def test_repaired_paths_keep_their_stages_and_use_living_chunks_in_even_parts(change: Change) -> None:
     now, before = change.now, change.before

@@ -20,13 +20,14 @@ from skein.plan.searched import make_searched_plan
 from skein.topology.fleet import Fleet, StageTime
 from skein.types import StageIndex, StageSpec
 from tests.plan.builders import fleet, fleets, job, jobs, skipping_jobs
+from tests.support.extent import examples
 
 
 def posed(spec: JobSpec, on: Fleet, plan: Plan) -> Posed:
     return pose(spec, on, plan, pool_of(spec, on))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.one_of(jobs(), skipping_jobs()), fleets())
 def test_each_worker_does_its_list_and_each_microbatch_its_way(spec: JobSpec, on: Fleet) -> None:
     plan = make_balanced_plan(spec, on, None, 0)

@@ -25,9 +25,10 @@ from skein.plan.route.search import Search
 from skein.plan.route.start import first_paths
 from skein.types import Layout
 from tests.plan.route.problems import drawn, in_sequence, served_first_come
+from tests.support.extent import part
 from tests.support.routing_rules import violations
 
-SEEDS = range(40)
+SEEDS = part(range(40), every=4)
 BOTH = (Layout.LOOP, Layout.LINE)
 
 
@@ -108,7 +109,7 @@ def test_moves_keep_every_rule_and_can_be_undone(layout: Layout) -> None:
                 assert all(np.allclose(a, b, rtol=1e-12) for a, b in zip(here, before, strict=True))
             else:
                 num_kept[changed] += 1
-    assert min(num_kept.values()) > 50
+    assert min(num_kept.values()) > len(SEEDS)
 
 
 @pytest.mark.parametrize("layout", BOTH)
