@@ -10,14 +10,16 @@ Rules of this file
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from skein.protocol.worker.ops import HopKey, TensorKey
+from skein.protocol.worker.ops import HopKey
 from skein.types import Step
 from skein.wire.extra import TensorMeta
 from worker.bundle import Bundle, WireTensor, bundle_bytes
+from worker.compute.payload import Payload, pack
 
 _log = logging.getLogger(__name__)
 
@@ -97,8 +99,9 @@ class BoundaryLog:
         self._end = 0
         self._writer: ThreadPoolExecutor | None = None
 
-    def put(self, key: HopKey, bundle: Bundle) -> tuple[HopKey, ...]:
-        """Keep a bundle, whose bytes do not change from now on; gives the keys that are forgotten for it."""
+    def put(self, key: HopKey, payload: Payload) -> tuple[HopKey, ...]:
+        """Keep a payload, whose bytes do not change from now on; gives the keys that are forgotten for it."""
+        bundle = pack(payload) if isinstance(payload, Mapping) else payload
         self._remove(key)
         self._in_memory[key] = bundle
         self.num_bytes += bundle_bytes(bundle)
@@ -110,10 +113,8 @@ class BoundaryLog:
                 forgotten.append(oldest)
         return tuple(forgotten)
 
-    def get(self, key: TensorKey) -> Bundle | None:
+    def get(self, key: HopKey) -> Bundle | None:
         """What is kept under a key."""
-        if not isinstance(key, HopKey):
-            return None
         if key in self._writing:
             return self._writing[key][0]
         if key in self._in_memory:
@@ -199,8 +200,3 @@ class BoundaryLog:
         if spilled is not None:
             self.num_spilled_bytes -= spilled.num_bytes
             self._writing.pop(key, None)
-
-
-def is_logged(key: TensorKey) -> bool:
-    """Whether a tensor belongs into the log: what crosses a stage boundary in training."""
-    return isinstance(key, HopKey) and key.phase.trains

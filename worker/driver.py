@@ -9,7 +9,7 @@ Rules of this file
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, Report, Trouble
 from skein.protocol.messages.tensors import Envelope
-from skein.protocol.worker.ops import ApplyOp, HopKey, OpFailed, SnapshotOp, TensorKey
+from skein.protocol.worker.keeping.desk import is_logged, key_of
+from skein.protocol.worker.ops import ApplyOp, OpFailed, SnapshotOp, TensorKey
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import (
     Build,
@@ -52,13 +53,12 @@ from skein.topology.fleet import Link, Profile
 from skein.types import Generation
 from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines
-from worker.boundary import BoundaryLog, is_logged
 from worker.bundle import Bundle
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
 from worker.chunks.saving import MovingBytes, Saver
-from worker.compute.ops import Saved, operand_keys
-from worker.compute.payload import Payload, key_of, pack
+from worker.compute.ops import Saved
+from worker.compute.payload import pack
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
 from worker.telling.metrics import WorkerMetrics
@@ -90,7 +90,6 @@ class WorkerDriver:
     Args:
         measure: blocks while it measures the device; called on torch's thread.
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
-        log: keeps boundary tensors until their step commits; one with the default budgets if not given.
         outside: asks file systems, which may never answer.
         num_moved: grows while files are read or written and while state comes in.
         watch: told "after ..." when the machine has taken an event, "before ..." and "after ..." each command is begun.
@@ -112,14 +111,13 @@ class WorkerDriver:
         measure: Callable[[], Profile],
         take_log_lines: Callable[[], tuple[LogLine, ...]],
         on_generation: Callable[[Generation], None],
-        log: BoundaryLog | None = None,
         outside: Outside | None = None,
         num_moved: Callable[[], int] = lambda: 0,
         watch: Callable[[str], None] = unwatched,
     ) -> None:
         self._machine = machine
         self._inbox = inbox
-        self._store = inbox.store
+        self._desk = inbox.desk
         self._group = group
         self._control = control
         self._peers = peers
@@ -140,9 +138,6 @@ class WorkerDriver:
         self._building: asyncio.Task[Built | BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._num_saving = 0
-        self._num_jobs = 0
-        """That were forgotten: what an op of one of them makes goes nowhere."""
-        self._log = BoundaryLog() if log is None else log
         self._timer: asyncio.TimerHandle | None = None
         self._exit: Exit | None = None
 
@@ -167,7 +162,6 @@ class WorkerDriver:
         """End what is still going on."""
         if self._timer is not None:
             self._timer.cancel()
-        self._log.close()
         if self._building is not None:
             self._building.cancel()
         self._copies.close()
@@ -190,7 +184,7 @@ class WorkerDriver:
             case SendTensor():
                 self._send(command)
             case DropTensor():
-                self._store.drop(command.envelope.generation, key_of(command.envelope.header))
+                self._desk.drop(command.envelope.generation, key_of(command.envelope.header))
             case Build():
                 self._start_build(command)
             case CancelBuild():
@@ -218,7 +212,7 @@ class WorkerDriver:
             in_flight, depths = (
                 (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
             )
-            self._metrics.queues(in_flight, depths, self._store.num_bytes)
+            self._metrics.queues(in_flight, depths, self._desk.num_bytes)
             # An op that others keep from the processors is not stuck.
             running_s = max(0.0, report.running_s - self._executor.waited_s)
             report = replace(report, running_s=running_s, statistics=self._metrics.counts())
@@ -230,52 +224,37 @@ class WorkerDriver:
         self._control.send(report)
 
     def _run_op(self, command: RunOp) -> None:
-        operands = self._operands(command)
-        generation, num_jobs = command.generation, self._num_jobs
+        generation = command.generation
+        operands, lost = self._desk.take(command.op, generation)
+        self._tell_lost(lost)
 
         def on_ran(ran: Ran) -> None:
             # An op may outlast the loop: then nobody waits for it any more.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ran, generation, num_jobs, ran)
+                self._loop.call_soon_threadsafe(self._ran, generation, ran)
 
         self._executor.run(command.op, operands, on_ran)
 
     def _send(self, command: SendTensor) -> None:
-        key = key_of(command.envelope.header)
-        bundle = self._log.get(key)
-        if bundle is not None:
-            self._peers.send(command.to, command.envelope, bundle)
-        elif isinstance(key, HopKey) and is_logged(key):
-            self._inbox.post(LogShortened(keys=(key,), is_wanted=True))
+        payload = self._desk.for_sending(command.envelope)
+        if payload is None:
+            self._tell_lost((key_of(command.envelope.header),), is_wanted=True)
         else:
-            self._peers.send(command.to, command.envelope, self._store.for_sending(command.envelope))
+            bundle = pack(payload) if isinstance(payload, Mapping) else payload
+            self._peers.send(command.to, command.envelope, bundle)
 
-    def _operands(self, command: RunOp) -> dict[TensorKey, Payload]:
-        """What peers have sent, or what was made here in this generation or before it. An op that lacks one fails."""
-        operands: dict[TensorKey, Payload] = {}
-        for key in operand_keys(command.op):
-            found = self._store.find(command.generation, key)
-            payload = self._log.get(key) if found is None else found
-            if payload is not None:
-                operands[key] = payload
-            elif isinstance(key, HopKey) and is_logged(key):
-                self._inbox.post(LogShortened(keys=(key,), is_wanted=False))
-        return operands
+    def _tell_lost(self, keys: Iterable[TensorKey], *, is_wanted: bool = False) -> None:
+        lost = tuple(key for key in keys if is_logged(key))
+        if lost:
+            self._inbox.post(LogShortened(keys=lost, is_wanted=is_wanted))
 
-    def _ran(self, generation: Generation, num_jobs: int, ran: Ran) -> None:
+    def _ran(self, generation: Generation, ran: Ran) -> None:
         """File what an op made, before the machine hears of its end."""
         op, done = ran.op, ran.done
         is_failed = isinstance(done.outcome, OpFailed)
         self._metrics.op_ended(op_named(op).lower(), ran.seconds, is_failed=is_failed)
-        for key, payload in done.outputs.items():
-            if is_logged(key) and num_jobs == self._num_jobs:
-                self._keep(key, payload)
-            # What stays here is used as it is, without a way through the host's memory.
-            if generation == self._machine.generation and not (is_logged(key) and isinstance(payload, tuple)):
-                self._store.file(generation, key, payload)
+        self._tell_lost(self._desk.ended(op, generation, None if is_failed else done.outputs))
         if isinstance(op, ApplyOp) and not is_failed:
-            self._store.drop_steps(op.record.step)
-            self._log.drop_steps(op.record.step)
             self._metrics.step_ended(now=self._loop.time())
         if isinstance(op, SnapshotOp) and self._machine.job is not None:
             self._copies.snapshot_begun(self._machine.job)
@@ -283,17 +262,9 @@ class WorkerDriver:
             self._keep_saving(done.saved)
         self._inbox.post(OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
-    def _keep(self, key: TensorKey, payload: Payload) -> None:
-        assert isinstance(key, HopKey)
-        forgotten = self._log.put(key, pack(payload) if isinstance(payload, Mapping) else payload)
-        if forgotten:
-            self._inbox.post(LogShortened(keys=forgotten, is_wanted=False))
-
     def _forget_job(self) -> None:
         self._cancel_build()
-        self._num_jobs += 1
-        self._store.clear()
-        self._log.clear()
+        self._desk.forget()
         self._builder.forget()
         self._copies.forget()
         self._executor.call(self._executor.compute.forget)
@@ -384,7 +355,7 @@ class WorkerDriver:
     def _follow_generation(self) -> None:
         if self._machine.generation != self._generation:
             self._generation = self._machine.generation
-            self._store.drop_older(self._generation)
+            self._desk.adopt(self._generation)
             self._copies.adopt(self._generation)
             self._on_generation(self._generation)
 

@@ -5,6 +5,7 @@ import logging
 
 from skein.protocol.messages.directives import Directive, Welcome
 from skein.protocol.messages.tensors import Envelope, Refusal
+from skein.protocol.worker.keeping.desk import Desk, key_of
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import (
     DirectiveArrived,
@@ -17,7 +18,7 @@ from skein.protocol.worker.worker_io import (
 )
 from skein.types import Generation, WorkerId
 from worker.bundle import Bundle
-from worker.compute.payload import PayloadStore, key_of
+from worker.compute.payload import Payload
 from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import tell_directive
 
@@ -36,8 +37,10 @@ class WorkerInbox:
         memory_bytes: of payloads that came early, above which senders are asked to wait.
     """
 
-    def __init__(self, machine: Worker, *, metrics: WorkerMetrics, memory_bytes: int) -> None:
-        self.store = PayloadStore()
+    def __init__(
+        self, machine: Worker, *, desk: Desk[Payload], metrics: WorkerMetrics, memory_bytes: int
+    ) -> None:
+        self.desk = desk
         self._machine = machine
         self._gate = machine.gate
         self._metrics = metrics
@@ -77,7 +80,7 @@ class WorkerInbox:
 
     def accepts(self, envelope: Envelope) -> Refusal | None:
         """Why a peer's tensor is not taken; one line for each name that is forged, in the log of the job as well."""
-        is_full = self.store.num_bytes > self._memory_bytes
+        is_full = self.desk.num_bytes > self._memory_bytes
         refusal = self._gate.refusal_of(envelope, is_full=is_full)
         if refusal is Refusal.FORGED and self._gate.is_news(envelope.sender):
             line = "incident: tensors in the name of worker=%s are forged and refused, generation=%d: %s"
@@ -96,7 +99,7 @@ class WorkerInbox:
 
     def on_tensor(self, envelope: Envelope, bundle: Bundle) -> None:
         """A peer's tensor is here, whole and checked."""
-        self.store.file(envelope.generation, key_of(envelope.header), bundle)
+        self.desk.file(envelope.generation, key_of(envelope.header), bundle)
         self.post(TensorArrived(envelope=envelope))
 
     def on_taken(self, to: WorkerId, envelope: Envelope, num_bytes: int, seconds: float) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import Exit, Identity
 from skein.storage.outside import Outside
@@ -28,6 +29,7 @@ from worker.bundle import WireTensor
 from worker.chunks.build import Builder
 from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Compute
+from worker.compute.payload import Payload, weigh
 from worker.data.opening import Datasets
 from worker.driver import WorkerDriver
 from worker.executor import Executor
@@ -106,9 +108,13 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         executor.start()
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))
-        inbox = WorkerInbox(machine, metrics=metrics, memory_bytes=machine.identity.profile.memory_bytes)
+        log = setting.boundary_log()
+        stack.callback(log.close)
+        desk = Desk[Payload](machine.identity.worker, log, weigh=weigh, release=())
+        memory_bytes = machine.identity.profile.memory_bytes
+        inbox = WorkerInbox(machine, desk=desk, metrics=metrics, memory_bytes=memory_bytes)
         # A half of its own for what is kept of this worker's chunks, and one for what is fetched.
-        half_bytes = machine.identity.profile.memory_bytes // 2
+        half_bytes = memory_bytes // 2
         executor.compute.snapshots.memory_bytes = half_bytes
         copies = ChunkCopies(executor, post=inbox.post, memory_bytes=half_bytes)
         service = PeerService(
@@ -190,7 +196,6 @@ class _Parts:
                 measure=partial(setting.measure, setting.device),
                 take_log_lines=setting.take_log_lines,
                 on_generation=partial(self._forget, peers),
-                log=setting.boundary_log(),
                 outside=outside,
                 num_moved=lambda: outside.num_moved + statistics.state_parts,
                 watch=setting.watch,

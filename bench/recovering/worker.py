@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.recovering.fate import Fate
 from bench.stub import run_stub
-from skein.protocol.worker.ops import HopKey, TensorKey
+from skein.protocol.worker.ops import HopKey
 from skein.types import Step
 from worker.boundary import MEMORY_BYTES, BoundaryLog
 from worker.bundle import Bundle
@@ -46,10 +46,10 @@ class TurnedLog(BoundaryLog):
         self._mode_file = mode
         self._mode = Mode.MEMORY
 
-    def get(self, key: TensorKey) -> Bundle | None:
+    def get(self, key: HopKey) -> Bundle | None:
         """See `BoundaryLog`."""
         bundle = super().get(key)
-        if self._mode is Mode.NOTHING and isinstance(key, HopKey):
+        if self._mode is Mode.NOTHING:
             self._remove(key)
         return bundle
 

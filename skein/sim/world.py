@@ -257,7 +257,7 @@ class World(SimService):
     def shorten_log(self, name: WorkerId, *, num_kept: int) -> None:
         """Have a worker's boundary log forget all but so many tensors, for want of room."""
         worker = self.workers.get(name)
-        keys = () if worker is None else worker.executor.shorten_log(num_kept)
+        keys = () if worker is None else worker.executor.log.shorten(num_kept)
         if worker is not None and keys:
             self._give(worker, LogShortened(keys=keys, is_wanted=False))
 
@@ -280,6 +280,7 @@ class World(SimService):
             return
         for command in commands:
             self._do(worker, command)
+        worker.executor.desk.adopt(worker.machine.generation)
         deadline = worker.machine.deadline()
         if deadline is not None and (worker.wakes_at is None or worker.wakes_at <= self.clock.now):
             worker.wakes_at = deadline
@@ -358,6 +359,7 @@ class World(SimService):
                 self.clock.after(LOOK_S, partial(self._give, worker, seen))
             case ForgetJob():
                 self.copies.forget(worker)
+                worker.executor.desk.forget()
                 worker.is_to_forget = worker.is_busy
                 if not worker.is_busy:
                     worker.executor.forget()
@@ -408,8 +410,7 @@ class World(SimService):
         if worker.to_fail is None or not worker.to_fail(command.op):
             return worker.executor.run(command.op, command.generation)
         worker.to_fail = None
-        worker.executor.spoil(command.op)
-        return OpFailed(is_fatal=False, reason="made up")
+        return worker.executor.fail(command.op, command.generation, "made up")
 
     def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
         return self.store.look(checkpoint)

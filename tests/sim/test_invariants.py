@@ -370,5 +370,5 @@ def test_an_op_without_its_operand_is_caught() -> None:
         hop=0,
         path=grid_plan(stages=1, replicas=1).paths[0],
     )
-    with pytest.raises(Violated, match="without its operand"):
+    with pytest.raises(Violated, match="without"):
         executor.begins(op, Generation(1))

@@ -1,4 +1,4 @@
-"""Workers in one process without a network: computes, stores between them, and a step as a coordinator would run it."""
+"""Workers in one process without a network: computes, desks between them, and a step as a coordinator would run it."""
 
 import math
 from collections import deque
@@ -18,6 +18,7 @@ from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
 from skein.protocol.messages.tensors import Envelope, Phase, ShardTensor
+from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
@@ -48,10 +49,11 @@ from skein.types import (
     WorkerId,
     parse_group,
 )
+from worker.boundary import BoundaryLog
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
-from worker.compute.ops import Compute, Done, Holding, operand_keys
-from worker.compute.payload import Payload, PayloadStore
+from worker.compute.ops import Compute, Done, Holding
+from worker.compute.payload import Payload, weigh
 from worker.data.dataset import open_dataset
 
 CPU = torch.device("cpu")
@@ -180,12 +182,12 @@ def _envelope(sender: WorkerId, header: ShardTensor) -> Envelope:
 
 
 class Bench:
-    """One worker: its compute and its store."""
+    """One worker: its compute and its desk."""
 
     def __init__(self, worker: WorkerId, job: JobSpec, arrangement: Arrangement) -> None:
         self.worker = worker
         self.compute = Compute(CPU)
-        self.store = PayloadStore()
+        self.desk = Desk[Payload](worker, BoundaryLog(), weigh=weigh, release=())
         mine = {ref.stage for ref in arrangement.chunks if ref.worker == worker}
         origins = [
             MicrobatchId(m) for m, path in enumerate(arrangement.paths) if path.hops[0].worker == worker
@@ -224,8 +226,7 @@ class Bench:
         self.compute.hold(replace(before, batches=batches, resumption=resumption))
 
     def run(self, op: Op) -> Done:
-        found = {key: self.store.find(GENERATION, key) for key in operand_keys(op)}
-        operands = {key: payload for key, payload in found.items() if payload is not None}
+        operands, _ = self.desk.take(op, GENERATION)
         return self.compute.run(op, operands)
 
 
@@ -263,7 +264,7 @@ class Lab:
         if target != sender:
             assert not isinstance(payload, Mapping), f"{key} was not made ready to travel"
             self.sent.append((sender, target, frozenset(tensor.name for tensor in payload)))
-        self.benches[target].store.file(GENERATION, key, payload)  # type: ignore[arg-type]
+        self.benches[target].desk.file(GENERATION, key, payload)  # type: ignore[arg-type]
 
     # --- a step ---
 
@@ -294,7 +295,8 @@ class Lab:
         while waiting:
             worker, moves = waiting.popleft()
             for target, key in moves.parcels:
-                payload = self.benches[worker].store.for_sending(_envelope(worker, key))
+                payload = self.benches[worker].desk.for_sending(_envelope(worker, key))
+                assert payload is not None
                 self._hand_over(worker, target, key, payload)
                 waiting.append((target, machines[target].arrive(key)))
             for op in moves.ops:

@@ -15,15 +15,15 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.resuming import resume
 from skein.protocol.messages.directives import Resumption
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, hop_key
+from skein.protocol.worker.keeping.desk import operand_keys
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, TensorKey, hop_key
 from skein.types import ChunkRef, Layout, Precision, Step, WorkerId
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import plan_of
 from tests.support.resent import op_of
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.boundary import BoundaryLog
-from worker.compute.ops import operand_keys
-from worker.compute.payload import pack
+from worker.compute.payload import Payload, pack
 
 START = Step(0)
 Sums = dict[ChunkRef, dict[str, Tensor]]
@@ -48,7 +48,7 @@ class Stoppable:
 
     def _hold(self, resumptions: dict[WorkerId, Resumption]) -> None:
         for worker, bench in self.lab.benches.items():
-            bench.store.clear()
+            bench.desk.forget()
             bench.hold(resumptions.get(worker))
 
     def run(self, most: int | None = None) -> None:
@@ -96,14 +96,15 @@ class Stoppable:
         assert bundle is not None
         to = header.path.hops[header.hop].worker
         if to != worker:
-            self.lab.benches[to].store.file(GENERATION, hop_key(header), bundle)
+            self.lab.benches[to].desk.file(GENERATION, hop_key(header), bundle)
 
     def _compute(self, placed: PlacedOp, plan: Plan) -> None:
         bench, path = self.lab.benches[placed.chunk.worker], plan.paths[placed.op.microbatch]
         op = compute_op(placed, plan)
-        operands = {}
+        operands: dict[TensorKey, Payload] = {}
         for key in operand_keys(op):
-            found = bench.store.find(GENERATION, key)
+            assert isinstance(key, HopKey)
+            found = bench.desk.drop(GENERATION, key)
             payload = self.logs[bench.worker].get(key) if found is None else found
             assert payload is not None, f"{bench.worker} lacks {key}"
             operands[key] = payload
@@ -115,7 +116,7 @@ class Stoppable:
             bundle = made if isinstance(made, tuple) else pack(made)
             self.logs[bench.worker].put(key, bundle)
             to = path.hops[key.hop].worker
-            self.lab.benches[to].store.file(GENERATION, key, made if to == bench.worker else bundle)
+            self.lab.benches[to].desk.file(GENERATION, key, made if to == bench.worker else bundle)
 
     def sums(self) -> Sums:
         """Copies of what each living chunk has accumulated."""

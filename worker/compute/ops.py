@@ -8,7 +8,7 @@ Rules of this file
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import assert_never
@@ -27,7 +27,6 @@ from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
-    ComputeOp,
     ForwardOp,
     HopKey,
     Joined,
@@ -480,19 +479,3 @@ class Compute:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
-
-
-def operand_keys(op: Op) -> Iterable[TensorKey]:
-    """What an op takes from the payloads that are filed, besides what the torch thread holds."""
-    match op:
-        case ComputeOp():
-            if op.operand is not None:
-                yield op.operand
-        case SumOp():
-            yield from op.parts
-        case JoinOp():
-            yield from op.results
-        case PackOp() | ApplyOp() | SaveOp() | SnapshotOp():
-            return
-        case _:
-            assert_never(op)

@@ -30,6 +30,7 @@ from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.ops import JoinOp, PackOp, SumOp, TensorKey
 from skein.protocol.worker.reduction import Exchange, Moves, ReductionOp, handed_out
 from skein.types import (
@@ -47,8 +48,9 @@ from skein.types import (
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import FetchStateRequest
+from worker.boundary import BoundaryLog
 from worker.bundle import Bundle, WireTensor
-from worker.compute.payload import Payload, PayloadStore, concatenated, pack, unpack
+from worker.compute.payload import Payload, concatenated, pack, unpack, weigh
 from worker.service import PeerService
 from worker.transport.memory import keep_message_buffers
 from worker.transport.peers import Peers
@@ -100,7 +102,7 @@ class Station:
 
     def __init__(self, place: int, tasks: asyncio.TaskGroup) -> None:
         self.name = worker_at(place)
-        self._store = PayloadStore()
+        self._store = Desk[Payload](self.name, BoundaryLog(), weigh=weigh, release=())
         self._torch = ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, 1))
         self._exchange: Exchange | None = None
         self._early: list[ShardTensor] = []
@@ -164,7 +166,10 @@ class Station:
             incarnation=Incarnation("1"),
             header=header,
         )
-        self._peers.send(self._members[to], envelope, self._store.for_sending(envelope))
+        payload = self._store.for_sending(envelope)
+        assert payload is not None
+        bundle = payload if isinstance(payload, tuple) else pack(payload)
+        self._peers.send(self._members[to], envelope, bundle)
 
     async def _run(self, op: ReductionOp) -> None:
         """An op on the torch thread, then what it makes possible: what `worker.compute.ops` does with gradients."""
@@ -184,7 +189,7 @@ class Station:
         self._advance(Moves(parcels=handed_out(op)))
 
     def _take(self, keys: Sequence[ShardTensor]) -> list[Payload]:
-        found = [self._store.find(_GENERATION, key) for key in keys]
+        found = [self._store.drop(_GENERATION, key) for key in keys]
         return [payload for payload in found if payload is not None]
 
     def _pack(self, op: PackOp) -> dict[TensorKey, Payload]:

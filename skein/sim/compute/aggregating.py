@@ -32,14 +32,13 @@ from skein.protocol.messages.directives import (
     SourceKind,
     StepRecord,
 )
-from skein.protocol.messages.tensors import Envelope, ShardTensor
+from skein.protocol.messages.tensors import ShardTensor
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.sim.compute.executor import Payload
 from skein.sim.compute.numeric import NumericExecutor, NumericModel, ParameterState
 from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
 from skein.types import (
     ChunkRef,
-    Generation,
     Local,
     Own,
     StageIndex,
@@ -170,7 +169,6 @@ class AggregatingExecutor(NumericExecutor):
         self._walkers: dict[StageIndex, HeldStage] = {}
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
         self._files: dict[StageIndex, tuple[tuple[str, ...], int]] = {}
-        self._tensors: dict[ShardTensor, Tensors] = {}
         self._exchanges = StepExchanges()
         self._offers: dict[ExchangeKey, tuple[Offer, str]] = {}
         """With the history of commits after which each was made."""
@@ -190,7 +188,6 @@ class AggregatingExecutor(NumericExecutor):
         stage = chunk.stage
         self._exchanges.clear()
         self._offers.clear()
-        self._tensors.clear()
         members = next(g.members for g in assign.groups if g.group == Own(stage.index))
         before = self._groups_of.get(stage, ())
         held = self._begun(chunk, lineage, len(before), len(members))
@@ -237,33 +234,24 @@ class AggregatingExecutor(NumericExecutor):
     def _reached(self, stage: StageIndex, lineage: str) -> None:
         self._model.hold(lineage, self.worker, self.chunks[stage].stage, self._walkers[stage])
 
-    def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
-        outcome = super()._update(op, generation)
-        self._drop_exchanges(op.record.step)
-        return outcome
-
-    def _drop_exchanges(self, step: Step) -> None:
-        """Those that end with a step or one before."""
-        for key in self._exchanges.committed(step):
+    def _update(self, op: ApplyOp) -> OpOutcome:
+        outcome = super()._update(op)
+        for key in self._exchanges.committed(op.record.step):
             del self._offers[key]
-        self._tensors = {tensor: x for tensor, x in self._tensors.items() if tensor.step > step}
+        return outcome
 
     # --- tensors ---
 
-    def receive(self, envelope: Envelope, payload: Payload) -> None:
-        """File a peer's tensors."""
-        if isinstance(payload, TensorPayload):
-            assert isinstance(envelope.header, ShardTensor)
-            self._tensors[envelope.header] = dict(payload.tensors)  # type: ignore[arg-type]
-        super().receive(envelope, payload)
+    def _tensors(self, key: ShardTensor) -> Tensors:
+        """What the running op takes of an exchange."""
+        payload = self._operands[key]
+        assert isinstance(payload, TensorPayload)
+        return dict(payload.tensors)  # type: ignore[arg-type]
 
-    def payload(self, envelope: Envelope) -> Payload | None:
+    def _give_tensors(self, key: ShardTensor, tensors: Tensors) -> None:
         """A shard of an exchange is what the rule made it."""
-        header = envelope.header
-        if not isinstance(header, ShardTensor) or header not in self._tensors:
-            return super().payload(envelope)
-        tensors = self._tensors[header]
-        return TensorPayload(tensors_bytes(tensors), self._shards[header], np.zeros(0), tensors)
+        contributions = self._outputs[key].contributions
+        self._outputs[key] = TensorPayload(tensors_bytes(tensors), contributions, None, tensors)
 
     # --- exchanges ---
 
@@ -274,7 +262,7 @@ class AggregatingExecutor(NumericExecutor):
         (stage,) = op.stages
         sent = self._sent((op.group.group, op.attempt), op.step, op.group, op.exchange, stage)
         for _, tensor in op.parcels:
-            self._tensors[tensor] = sent[tensor.shard]
+            self._give_tensors(tensor, sent[tensor.shard])
 
     def _sent(
         self, key: ExchangeKey, step: Step, group: Group, exchange: ExchangeTerms, stage: StageIndex
@@ -308,14 +296,14 @@ class AggregatingExecutor(NumericExecutor):
         if op.exchange is None:
             super()._sum_values(op)
             return
-        key, parts = (op.group.group, op.attempt), [self._tensors.pop(part) for part in op.parts]
-        self._tensors[op.total] = self._exchanges.combine(key, self._rule, op.shard, parts)
+        key, parts = (op.group.group, op.attempt), [self._tensors(part) for part in op.parts]
+        self._give_tensors(op.total, self._exchanges.combine(key, self._rule, op.shard, parts))
 
     def _join_values(self, op: JoinOp) -> Joined:
         if op.exchange is None:
             return super()._join_values(op)
         key, stage = (op.group.group, op.attempt), op.group.members[0].stage
-        results = {tensor.shard: self._tensors[tensor] for tensor in op.results}
+        results = {tensor.shard: self._tensors(tensor) for tensor in op.results}
         if key not in self._exchanges:
             sent = self._sent(key, op.step, op.group, op.exchange, stage)
             results = {

@@ -16,6 +16,7 @@ from skein.model.layers import LayerSpec, stage_cost
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
 from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
+from skein.protocol.worker.keeping.desk import Desk, is_release, key_of, operand_keys
 from skein.protocol.worker.ops import (
     ApplyOp,
     ComputeOp,
@@ -24,11 +25,13 @@ from skein.protocol.worker.ops import (
     JoinOp,
     Loss,
     Op,
+    OpFailed,
     OpOutcome,
     PackOp,
     SaveOp,
     SnapshotOp,
     SumOp,
+    TensorKey,
     hop_key,
 )
 from skein.sim.judging.contributions import (
@@ -56,7 +59,6 @@ from skein.types import (
 REDUCE_BYTES_PER_S = 2e9
 """Memory traffic of packing, summing and updating."""
 OP_OVERHEAD_S = 0.0005
-RELEASE_BYTES = 64
 
 NO_GENERATION = Generation(0)
 SPOILT = (Step(-1), -1, StageIndex(-1))
@@ -70,6 +72,9 @@ class Payload:
     num_bytes: int
     contributions: Contributions | None = None
     values: NDArray[np.float64] | None = None
+
+
+RELEASE = Payload(64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +101,44 @@ def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -
     )
 
 
+class SimLog:
+    """A boundary log without bytes. It forgets when it is told to, and knows what."""
+
+    def __init__(self) -> None:
+        self.forgotten: set[HopKey] = set()
+        self._kept: dict[HopKey, Payload] = {}
+
+    def put(self, key: HopKey, payload: Payload) -> tuple[HopKey, ...]:
+        """See `skein.protocol.worker.keeping.desk.Log`."""
+        self._kept[key] = payload
+        self.forgotten.discard(key)
+        return ()
+
+    def get(self, key: HopKey) -> Payload | None:
+        """See `put`."""
+        return self._kept.get(key)
+
+    def drop_steps(self, step: Step) -> None:
+        """See `put`."""
+        self._kept = {key: x for key, x in self._kept.items() if key.step > step}
+        self.forgotten = {key for key in self.forgotten if key.step > step}
+
+    def clear(self) -> None:
+        """See `put`."""
+        self._kept.clear()
+        self.forgotten.clear()
+
+    def shorten(self, num_kept: int) -> tuple[HopKey, ...]:
+        """Forget all but some entries; gives those that are gone."""
+        gone = sorted(self._kept)[: max(0, len(self._kept) - num_kept)]
+        for key in gone:
+            del self._kept[key]
+        self.forgotten.update(gone)
+        return tuple(gone)
+
+
 class SimExecutor:
-    """Runs one worker's ops. Payloads of shards are kept by (attempt, key); of boundary tensors it is known that they
-    are here: those that peers sent under a generation, and those that the boundary log has.
-    """
+    """Runs one worker's ops; what goes in and comes out lies on its desk."""
 
     def __init__(self, worker: WorkerId, flops_per_s: float) -> None:
         """`flops_per_s` is what the worker says when it starts."""
@@ -112,17 +151,18 @@ class SimExecutor:
         self.chunks: dict[StageIndex, SimChunk] = {}
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
-        self._shards: dict[ShardTensor, Contributions] = {}
+        self.log = SimLog()
+        self.desk = Desk(worker, self.log, weigh=lambda payload: payload.num_bytes, release=RELEASE)
+        self._operands: dict[TensorKey, Payload] = {}
+        self._lost: tuple[HopKey, ...] = ()
+        """Operands of the running op that the boundary log has forgotten."""
+        self._outputs: dict[TensorKey, Payload] = {}
         self._joined: dict[tuple[GroupId, Attempt], KeptJoin] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
         self._is_resumed = False
         self._graphs: set[tuple[MicrobatchId, StageIndex]] = set()
-        self._log: set[HopKey] = set()
-        self._forgotten: set[HopKey] = set()
-        """What the boundary log had, and has no more."""
-        self._here: set[tuple[Generation, HopKey]] = set()
 
     def build(
         self,
@@ -147,17 +187,14 @@ class SimExecutor:
         self._is_resumed = assign.resumption is not None
         kept = () if assign.resumption is None else assign.resumption.chunks
         self._graphs &= {(microbatch, chunk.stage) for chunk in kept for microbatch in chunk.forwards}
-        self._here = {place for place in self._here if place[0] >= assign.generation}
         if assign.resumption is None:
-            self._log.clear()
-            self._forgotten.clear()
+            self.log.clear()
         else:
             for resumed in assign.resumption.chunks:
                 chunk = self.chunks[resumed.stage]
                 chunk.accumulated = self._carried(assign, resumed, before)
                 if chunk.accumulated:
                     chunk.begun_at = before[resumed.stage].begun_at
-        self._shards.clear()
         self._joined.clear()
         for group in assign.groups:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
@@ -196,52 +233,26 @@ class SimExecutor:
         """Drop everything."""
         self.chunks = {}
         self._given_up.clear()
-        self._shards.clear()
         self._joined.clear()
-
-    def receive(self, envelope: Envelope, payload: Payload) -> None:
-        """File a peer's payload."""
-        header = envelope.header
-        if isinstance(header, ShardTensor):
-            assert payload.contributions is not None
-            self._shards[header] = payload.contributions
-            self._shard_bytes.setdefault(header.group, payload.num_bytes)
-        else:
-            self._here.add((envelope.generation, hop_key(header)))
 
     def payload(self, envelope: Envelope) -> Payload | None:
         """What is sent under an envelope; None if the boundary log has forgotten it."""
-        header = envelope.header
-        if isinstance(header, ShardTensor):
-            return Payload(self._shard_bytes[header.group], self._shards[header])
-        key = hop_key(header)
-        if key in self._forgotten:
-            return None
-        if header.phase.trains and key not in self._log:
-            raise Violated(f"{self.worker} has not made {key}, or not kept it")
-        return Payload(self._boundary_bytes(header))
-
-    def shorten_log(self, num_kept: int) -> tuple[HopKey, ...]:
-        """Have the boundary log forget all but some entries; gives those."""
-        gone = sorted(self._log)[: max(0, len(self._log) - num_kept)]
-        self._log.difference_update(gone)
-        self._forgotten.update(gone)
-        return tuple(gone)
+        payload, header = self.desk.for_sending(envelope), envelope.header
+        if payload is None and key_of(header) not in self.log.forgotten:
+            raise Violated(f"{self.worker} has not made {header}, or not kept it")
+        return payload
 
     def begins(self, op: Op, generation: Generation) -> None:
-        """An op takes its operand now: one that came under this generation, or one that was made here."""
-        key = op.operand if isinstance(op, ComputeOp) else None
-        if key is None:
-            return
-        if (generation, key) not in self._here and key not in self._log and key not in self._forgotten:
-            raise Violated(f"{self.worker} begins {op} without its operand")
+        """An op takes its operands now: what came under this generation, or what was made here."""
+        self._operands, self._lost = self.desk.take(op, generation)
+        missing = set(operand_keys(op)) - self._operands.keys() - self.log.forgotten
+        if missing:
+            raise Violated(f"{self.worker} begins {op} without {missing}")
 
     def _boundary_bytes(self, header: HopTensor) -> int:
         hops = header.path.hops
         if header.direction is Direction.FORWARD:
             return self.times[hops[header.hop - 1].stage].output_bytes
-        if not header.phase.trains:
-            return RELEASE_BYTES
         return self.times[hops[header.hop + 1].stage].input_bytes
 
     def seconds(self, op: Op) -> float:
@@ -256,19 +267,28 @@ class SimExecutor:
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
 
-    def spoil(self, op: Op) -> None:
-        """An op has failed halfway: what it adds to is of no use any more."""
-        if not isinstance(op, ComputeOp):
-            return
-        self._graphs.discard((op.microbatch, op.chunk.stage))
-        if op.kind.row.is_accumulating and op.chunk.stage in self.chunks:
-            self.chunks[op.chunk.stage].accumulated[SPOILT] = 1
+    def fail(self, op: Op, generation: Generation, reason: str) -> OpFailed:
+        """An op fails halfway: what it adds to is of no use any more."""
+        self.desk.ended(op, generation, None)
+        if isinstance(op, ComputeOp):
+            self._graphs.discard((op.microbatch, op.chunk.stage))
+            if op.kind.row.is_accumulating and op.chunk.stage in self.chunks:
+                self.chunks[op.chunk.stage].accumulated[SPOILT] = 1
+        return OpFailed(is_fatal=False, reason=reason)
 
     def run(self, op: Op, generation: Generation = NO_GENERATION) -> OpOutcome:
         """Carry an op out, at its end; what it makes is filed under `generation`."""
+        if self._lost:
+            return self.fail(op, generation, f"{self._lost[0]} is not here")
+        self._outputs = {}
+        outcome = self._carry_out(op)
+        self.desk.ended(op, generation, self._outputs)
+        return outcome
+
+    def _carry_out(self, op: Op) -> OpOutcome:
         match op:
             case ComputeOp():
-                return self._compute(op, generation)
+                return self._compute(op)
             case PackOp():
                 self._pack(op)
             case SumOp():
@@ -281,7 +301,7 @@ class SimExecutor:
                 pass
         return None
 
-    def _compute(self, op: ComputeOp, generation: Generation) -> Loss | None:
+    def _compute(self, op: ComputeOp) -> Loss | None:
         """What the op's row says, done to sets of contributions."""
         row, place = op.kind.row, (op.microbatch, op.chunk.stage)
         if row.takes is Direction.FORWARD:
@@ -296,22 +316,15 @@ class SimExecutor:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)
             accumulated[contribution] = accumulated.get(contribution, 0) + 1
-        if op.output is not None:
-            self._made(hop_key(op.output), generation)
+        if op.output is not None and not is_release(op.output):
+            self._outputs[hop_key(op.output)] = Payload(self._boundary_bytes(op.output))
         return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.is_last else None
-
-    def _made(self, key: HopKey, generation: Generation) -> None:
-        if key.phase.trains:
-            self._log.add(key)
-            self._forgotten.discard(key)
-        else:
-            self._here.add((generation, key))
 
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)
         self._shard_bytes[op.group.group] = held // op.group.num_shards
         for _, tensor in op.parcels:
-            self._shards[tensor] = self._offered(op, tensor.member.stage)
+            self._outputs[tensor] = self._shard(op, self._offered(op, tensor.member.stage))
 
     def _offered(self, op: PackOp | JoinOp, stage: StageIndex) -> Contributions:
         """What a chunk here gives to a reduction or exchange."""
@@ -327,16 +340,24 @@ class SimExecutor:
     def _sum(self, op: SumOp) -> None:
         total: Contributions = {}
         for part in op.parts:
-            for key, count in self._shards.pop(part).items():
+            for key, count in self._contributed(part).items():
                 total[key] = total.get(key, 0) + count
-        self._shards[op.total] = total
+        self._outputs[op.total] = self._shard(op, total)
+
+    def _shard(self, op: PackOp | SumOp, contributions: Contributions) -> Payload:
+        return Payload(self._shard_bytes[op.group.group], contributions)
+
+    def _contributed(self, tensor: ShardTensor) -> Contributions:
+        contributions = self._operands[tensor].contributions
+        assert contributions is not None
+        return contributions
 
     def _join(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
             result = self._offered(op, group.members[0].stage)
         else:
-            shards = [self._shards[tensor] for tensor in op.results]
+            shards = [self._contributed(tensor) for tensor in op.results]
             if any(shard != shards[0] for shard in shards):
                 raise Violated(f"shards of {group.group} at step {op.step} differ: {shards}")
             result = shards[0]
@@ -377,12 +398,8 @@ class SimExecutor:
         )
 
     def _clear(self, version: Step) -> None:
-        self._shards = {tensor: x for tensor, x in self._shards.items() if tensor.step >= version}
         self._joined = {key: kept for key, kept in self._joined.items() if kept.step >= version}
         self._graphs.clear()
-        self._log.clear()
-        self._forgotten.clear()
-        self._here = {place for place in self._here if place[1].step >= version}
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
             chunk.begun_at = version

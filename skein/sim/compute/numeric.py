@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.job import JobSpec
-from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
-from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor
+from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ComputeOp,
     ForwardOp,
-    HopKey,
     Joined,
     JoinOp,
     Loss,
@@ -32,13 +30,13 @@ from skein.protocol.worker.ops import (
     OpOutcome,
     PackOp,
     SumOp,
+    TensorKey,
     hop_key,
 )
-from skein.sim.compute.executor import NO_GENERATION, Payload, SimExecutor, StageTimes
+from skein.sim.compute.executor import SimExecutor, StageTimes
 from skein.sim.judging.invariants import INITIAL, Violated, Visits
 from skein.types import (
     Attempt,
-    Generation,
     GroupId,
     MicrobatchId,
     Own,
@@ -163,10 +161,6 @@ class NumericExecutor(SimExecutor):
         self._sums: dict[StageIndex, dict[str, F64]] = {}
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
         """Of forwards whose gradient has not come."""
-        self._made_here: dict[HopKey, F64] = {}
-        self._received: dict[tuple[Generation, HopKey], F64] = {}
-        self._operand: F64 | None = None
-        self._parts: dict[ShardTensor, F64] = {}
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
         self._is_tied_apart = False
         self._num_ways = 1
@@ -190,7 +184,6 @@ class NumericExecutor(SimExecutor):
             self._params[stage] = self._given(assign, chunk, given[stage])
             is_carried = bool(self.chunks[stage].accumulated)
             self._sums[stage] = before[stage] if is_carried else {name: np.zeros((_D, _D)) for name in names}
-        self._parts.clear()
         self._results.clear()
 
     def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
@@ -199,36 +192,18 @@ class NumericExecutor(SimExecutor):
 
     # --- tensors ---
 
-    def receive(self, envelope: Envelope, payload: Payload) -> None:
-        """File a peer's numbers."""
-        super().receive(envelope, payload)
-        header, values = envelope.header, payload.values
-        if isinstance(header, ShardTensor):
-            assert values is not None
-            self._parts[header] = values
-        elif values is not None:
-            self._received[envelope.generation, hop_key(header)] = values
+    def _values(self, key: TensorKey) -> F64:
+        """What the running op takes."""
+        values = self._operands[key].values
+        assert values is not None
+        return values
 
-    def payload(self, envelope: Envelope) -> Payload | None:
-        """Numbers go with what is sent, but for an evaluation's release."""
-        payload, header = super().payload(envelope), envelope.header
-        if payload is None:
-            return None
-        if isinstance(header, HopTensor):
-            return replace(payload, values=self._made_here.get(hop_key(header)))
-        return replace(payload, values=self._parts[header])
+    def _give(self, key: TensorKey, values: F64) -> None:
+        """Numbers go with what an op makes."""
+        self._outputs[key] = replace(self._outputs[key], values=values)
 
-    def begins(self, op: Op, generation: Generation) -> None:
-        """Take the operand, as a driver does when it hands an op to its executor."""
-        super().begins(op, generation)
-        if not isinstance(op, ComputeOp):
-            return
-        key = op.operand
-        if key is None:
-            self._operand = self._sample(op)[0]
-            return
-        found = self._received.get((generation, key))
-        self._operand = self._made_here[key] if found is None else found
+    def _operand(self, op: ComputeOp) -> F64:
+        return self._sample(op)[0] if op.operand is None else self._values(op.operand)
 
     def _sample(self, op: ComputeOp) -> tuple[F64, F64]:
         """Of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
@@ -237,20 +212,18 @@ class NumericExecutor(SimExecutor):
 
     # --- ops ---
 
-    def run(self, op: Op, generation: Generation = NO_GENERATION) -> OpOutcome:
-        """Carry an op out, at its end."""
+    def _carry_out(self, op: Op) -> OpOutcome:
         if isinstance(op, ApplyOp):
-            return self._update(op, generation)
-        outcome = super().run(op, generation)
+            return self._update(op)
+        outcome = super()._carry_out(op)
         match op:
             case LossOp():
                 return self._loss(op)
             case ForwardOp():
                 self._forward(op)
             case BackwardOp():
-                assert self._operand is not None
                 x_BD = self._inputs.pop((op.microbatch, op.chunk.stage))
-                self._backward(op, x_BD, self._operand)
+                self._backward(op, x_BD, self._operand(op))
             case PackOp():
                 self._pack_values(op)
             case SumOp():
@@ -274,18 +247,17 @@ class NumericExecutor(SimExecutor):
         return values
 
     def _forward(self, op: ForwardOp) -> None:
-        assert self._operand is not None
+        x_BD = self._operand(op)
         if op.phase.keeps_graph:
-            self._inputs[op.microbatch, op.chunk.stage] = self._operand
-        key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
-        self._made_here[key] = self._through(op.chunk.stage, self._operand)[-1]
+            self._inputs[op.microbatch, op.chunk.stage] = x_BD
+        assert op.output is not None
+        self._give(hop_key(op.output), self._through(op.chunk.stage, x_BD)[-1])
 
     def _loss(self, op: LossOp) -> Loss:
-        assert self._operand is not None
-        y_BD = self._through(op.chunk.stage, self._operand)[-1]
-        error_BD = y_BD - self._sample(op)[1]
+        x_BD = self._operand(op)
+        error_BD = self._through(op.chunk.stage, x_BD)[-1] - self._sample(op)[1]
         if op.phase.trains:
-            self._backward(op, self._operand, error_BD)
+            self._backward(op, x_BD, error_BD)
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 
     def _backward(self, op: ComputeOp, x_BD: F64, dy_BD: F64) -> None:
@@ -295,7 +267,8 @@ class NumericExecutor(SimExecutor):
             dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
             name = self._model.name(layer)
             sums[name] = sums[name] + gradient
-        self._made_here[HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop - 1)] = dy_BD
+        if op.output is not None:
+            self._give(hop_key(op.output), dy_BD)
 
     # --- reductions ---
 
@@ -316,21 +289,20 @@ class NumericExecutor(SimExecutor):
             for stage in op.stages
         }
         for _, tensor in op.parcels:
-            self._parts[tensor] = split[tensor.member.stage][tensor.shard]
+            self._give(tensor, split[tensor.member.stage][tensor.shard])
 
     def _sum_values(self, op: SumOp) -> None:
-        parts = [self._parts.pop(tensor) for tensor in op.parts]
-        total = parts[0]
-        for part in parts[1:]:
+        total, *parts = (self._values(tensor) for tensor in op.parts)
+        for part in parts:
             total = total + part
-        self._parts[op.total] = total
+        self._give(op.total, total)
 
     def _join_values(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
             result = self._vector(group.group, group.members[0].stage)
         else:
-            result = np.concatenate([self._parts[tensor] for tensor in op.results])
+            result = np.concatenate([self._values(tensor) for tensor in op.results])
         self._results[group.group, op.attempt] = result
         return Joined(
             group=group.group,
@@ -339,22 +311,18 @@ class NumericExecutor(SimExecutor):
             is_finite=bool(np.all(np.isfinite(result))),
         )
 
-    def _update(self, op: ApplyOp, generation: Generation) -> OpOutcome:
-        record = op.record
+    def _update(self, op: ApplyOp) -> OpOutcome:
         after = {stage: self._updated(stage, op) for stage in self.chunks}
-        outcome = super().run(op, generation)
+        outcome = super()._carry_out(op)
         for stage, chunk in self.chunks.items():
             self._params[stage] = after[stage]
             self._reached(stage, chunk.lineage)
         if op.keeps_step:
             return outcome
         self._results.clear()
-        self._parts = {tensor: x for tensor, x in self._parts.items() if tensor.step > record.step}
         for stage in self.chunks:
             self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
         self._inputs.clear()
-        self._made_here = {key: x for key, x in self._made_here.items() if key.step > record.step}
-        self._received = {at: x for at, x in self._received.items() if at[1].step > record.step}
         return outcome
 
     def _reached(self, stage: StageIndex, lineage: str) -> None:

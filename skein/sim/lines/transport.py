@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal, ShardKind, ShardTensor
+from skein.protocol.worker.keeping.desk import key_of
 from skein.protocol.worker.ops import hop_key
 from skein.protocol.worker.worker_io import (
     LogShortened,
@@ -152,7 +153,7 @@ class Transport:
         is_repeated = self.repeat_every and self._num_taken % self.repeat_every == 0
         self._answer(parcel)
         for _ in range(2 if is_repeated else 1):
-            receiver.executor.receive(envelope, parcel.payload)
+            receiver.executor.desk.file(envelope.generation, key_of(envelope.header), parcel.payload)
             self._give(receiver, TensorArrived(envelope=envelope))
 
     def _refused(self, parcel: _Parcel, refusal: Refusal) -> None:

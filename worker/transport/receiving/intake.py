@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import assert_never
 
 from skein.errors import RemoteError
-from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal
-from skein.protocol.worker.ops import TensorKey, hop_key
+from skein.protocol.messages.tensors import Envelope, Refusal
+from skein.protocol.worker.keeping.desk import key_of
+from skein.protocol.worker.ops import TensorKey
 from skein.types import Epoch, Generation
 from skein.wire.extra import (
     CreditGranted,
@@ -44,9 +45,7 @@ Identity = tuple[Epoch, Generation, TensorKey]
 
 def identity_of(envelope: Envelope) -> Identity:
     """Equal for two sends of one tensor."""
-    header = envelope.header
-    key: TensorKey = hop_key(header) if isinstance(header, HopTensor) else header
-    return envelope.epoch, envelope.generation, key
+    return envelope.epoch, envelope.generation, key_of(envelope.header)
 
 
 class Intake:

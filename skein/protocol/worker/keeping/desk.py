@@ -1,0 +1,200 @@
+"""The desk: payloads that wait for an op or for sending, where they come from, and how long they stay.
+
+Rules of this file
+- Payloads are filed under (generation, key); what has been handed over is gone. What crosses a stage boundary in
+  training is kept in the boundary log until its step commits, for it may be needed again.
+- An op that lacks an operand fails; that the boundary log has lost it is no fault.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeGuard, TypeVar
+
+from skein.errors import LocalError
+from skein.plan.ops import Direction
+from skein.protocol.messages.tensors import Envelope, HopTensor, ShardKind, ShardTensor, TensorHeader
+from skein.protocol.worker.ops import (
+    ApplyOp,
+    ComputeOp,
+    HopKey,
+    JoinOp,
+    Op,
+    SumOp,
+    TensorKey,
+    hop_key,
+)
+from skein.types import Generation, Step, WorkerId
+
+P = TypeVar("P")
+
+
+class Log(Protocol[P]):
+    """A boundary log: a cache, which never refuses and may forget."""
+
+    def put(self, key: HopKey, payload: P, /) -> tuple[HopKey, ...]:
+        """Keep a payload; gives the keys that are forgotten for it."""
+
+    def get(self, key: HopKey, /) -> P | None:
+        """What is kept under a key."""
+
+    def drop_steps(self, step: Step, /) -> None:
+        """`step` is committed: what belongs to it or to one before goes."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
+class Desk(Generic[P]):
+    """The payloads of one worker.
+
+    Args:
+        me: this worker.
+        log: keeps what crosses stage boundaries.
+        weigh: how many bytes a payload takes.
+        release: what goes with a tensor that says all by arriving.
+    """
+
+    def __init__(self, me: WorkerId, log: Log[P], *, weigh: Callable[[P], int], release: P) -> None:
+        self.num_bytes = 0
+        self._me = me
+        self._log = log
+        self._weigh = weigh
+        self._release = release
+        self._generation = Generation(0)
+        self._payloads: dict[tuple[Generation, TensorKey], P] = {}
+        self._has_op = self._is_op_void = False
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    # --- what comes and goes ---
+
+    def file(self, generation: Generation, key: TensorKey, payload: P) -> None:
+        """Keep a payload; one that is there under the same key gives way."""
+        self.drop(generation, key)
+        self._payloads[generation, key] = payload
+        self.num_bytes += self._weigh(payload)
+
+    def drop(self, generation: Generation, key: TensorKey) -> P | None:
+        """Forget a payload, if it is there; gives it."""
+        payload = self._payloads.pop((generation, key), None)
+        if payload is not None:
+            self.num_bytes -= self._weigh(payload)
+        return payload
+
+    def for_sending(self, envelope: Envelope) -> P | None:
+        """What goes with `envelope`; None: the boundary log has forgotten it.
+
+        A shard's result stays filed: it goes to several, and is used here too.
+
+        Raises:
+            LocalError: nothing is filed there.
+        """
+        header, generation = envelope.header, envelope.generation
+        if is_release(header):
+            return self._release
+        key = key_of(header)
+        if is_logged(key):
+            return self._log.get(key)
+        is_shared = isinstance(header, ShardTensor) and header.kind is ShardKind.RESULT
+        payload = self._payloads.get((generation, key)) if is_shared else self.drop(generation, key)
+        if payload is None:
+            raise LocalError(f"generation {generation} has no payload under {key}")
+        return payload
+
+    # --- ops ---
+
+    def take(self, op: Op, generation: Generation) -> tuple[dict[TensorKey, P], tuple[HopKey, ...]]:
+        """An op begins: what it takes of what peers have sent or was made here; and what the boundary log has lost."""
+        self._has_op = True
+        operands: dict[TensorKey, P] = {}
+        lost: list[HopKey] = []
+        for key in operand_keys(op):
+            payload = self.drop(generation, key)
+            if payload is None and is_logged(key):
+                payload = self._log.get(key)
+            if payload is not None:
+                operands[key] = payload
+            elif is_logged(key):
+                lost.append(key)
+        return operands, tuple(lost)
+
+    def ended(
+        self, op: Op, generation: Generation, outputs: Mapping[TensorKey, P] | None
+    ) -> tuple[HopKey, ...]:
+        """An op is over; gives what the boundary log has forgotten for what it made.
+
+        What stays here is filed as it is; what an op of a forgotten job made goes nowhere.
+
+        Args:
+            op: the op.
+            generation: under which it began.
+            outputs: what it made; None: it has failed.
+        """
+        is_void, self._has_op, self._is_op_void = self._is_op_void, False, False
+        if outputs is None or is_void:
+            return ()
+        forgotten: tuple[HopKey, ...] = ()
+        for key, payload in outputs.items():
+            if is_logged(key):
+                forgotten += self._log.put(key, payload)
+            if generation == self._generation and not (is_logged(key) and self._leaves(op)):
+                self.file(generation, key, payload)
+        if isinstance(op, ApplyOp):
+            self._drop_steps(op.record.step)
+        return forgotten
+
+    def _leaves(self, op: Op) -> bool:
+        output = op.output if isinstance(op, ComputeOp) else None
+        return output is not None and output.path.hops[output.hop].worker != self._me
+
+    # --- how long it stays ---
+
+    def _drop_steps(self, step: Step) -> None:
+        """It is committed: what belongs to it or to one before is of no use."""
+        for generation, key in [place for place in self._payloads if place[1].step <= step]:
+            self.drop(generation, key)
+        self._log.drop_steps(step)
+
+    def adopt(self, generation: Generation) -> None:
+        """Forget what belongs to older generations; what came early for a later one stays."""
+        if generation != self._generation:
+            self._generation = generation
+            for of, key in [place for place in self._payloads if place[0] < generation]:
+                self.drop(of, key)
+
+    def forget(self) -> None:
+        """The job is over."""
+        self._is_op_void = self._has_op
+        self._payloads.clear()
+        self.num_bytes = 0
+        self._log.clear()
+
+
+def key_of(header: TensorHeader) -> TensorKey:
+    """What a tensor of this header is filed under."""
+    return hop_key(header) if isinstance(header, HopTensor) else header
+
+
+def operand_keys(op: Op) -> tuple[TensorKey, ...]:
+    """What an op takes of what is filed, besides what its executor holds."""
+    match op:
+        case ComputeOp():
+            return () if op.operand is None else (op.operand,)
+        case SumOp():
+            return op.parts
+        case JoinOp():
+            return op.results
+        case _:
+            return ()
+
+
+def is_logged(key: TensorKey) -> TypeGuard[HopKey]:
+    """Whether a tensor belongs into the boundary log: what crosses a stage boundary in training."""
+    return isinstance(key, HopKey) and key.phase.trains
+
+
+def is_release(header: TensorHeader) -> bool:
+    """Whether it says all by arriving: an evaluation's slot is free again."""
+    return (
+        isinstance(header, HopTensor) and not header.phase.trains and header.direction is Direction.BACKWARD
+    )
