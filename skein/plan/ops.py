@@ -8,7 +8,7 @@ Rules of this file
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -89,6 +89,13 @@ class OpRow:
             return Lane.SUMS
         return Lane.SLOTS if self.slots > 0 else None
 
+    def is_shown_by(self, held: Collection[Kept]) -> bool:
+        """Whether what is held at the op's chunk of its microbatch says that it is done there."""
+        leaves = self.leaves
+        return leaves is not None and (
+            leaves in held or any(x.row.is_shown_by(held) for x in OpKind if x.row.uses is leaves)
+        )
+
 
 class OpKind(StrEnum):
     """What a worker does with a microbatch: LOSS is the last hop of a path, forward and backward in one."""
@@ -154,9 +161,9 @@ class PathOp(NamedTuple):
     followers: tuple[int, ...]
 
     @property
-    def num_awaited(self) -> int:
+    def awaited(self) -> tuple[int, ...]:
         """Ops that end before this one begins."""
-        return len(self.inputs) + len(self.own)
+        return self.inputs + self.own
 
 
 COSTS = tuple(Cost)

@@ -2,18 +2,18 @@
 
 Rules of this file
 - Nothing here knows times: an op takes one turn, and what it made is where it goes in the next.
-- What may run is decided by `DryRun` for every schedule alike: of one chunk, forwards in their order, what accumulates
-  in its order, a forward only into a free slot, and each op after those whose outputs it takes. Whether all of that
-  can be met does not depend on which worker runs what first.
+- What may run is decided by `DryRun` for every schedule alike: of one chunk, what takes a slot in its order and only
+  into a free slot, what accumulates in its order, and each op after those that it waits for. Whether all of that can
+  be met does not depend on which worker runs what first.
 """
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.ops import PathOp, path_ops
+from skein.plan.ops import Lane, PathOp, path_ops
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
@@ -31,6 +31,8 @@ class PlacedOp:
         return self.at.hop
 
 
+Ways = Sequence[Sequence[PlacedOp]]
+"""All ops of each microbatch, by number."""
 Urgency = Callable[[PlacedOp], tuple[int, ...]]
 """What a worker runs first among what is ready: the least. No two ops of a worker may be equal."""
 
@@ -41,6 +43,11 @@ def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
         chunk = path.hops[at.hop]
         op = PlannedOp(kind=at.kind, stage=chunk.stage, microbatch=microbatch)
         yield PlacedOp(op=op, chunk=chunk, at=at)
+
+
+def ways_of(paths: Sequence[Path]) -> list[list[PlacedOp]]:
+    """Every op of each microbatch."""
+    return [list(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
 
 
 def ascending_schedules(
@@ -57,7 +64,7 @@ def ascending_schedules(
         slots: of every chunk on a path, at least 1.
         workers: whose schedules are wanted; those on no path have an empty one.
     """
-    walk = DryRun(paths, slots, ascending_ops(paths), urgency=_oldest_first)
+    walk = DryRun(ways_of(paths), slots, ascending_ops(paths), urgency=oldest_first)
     done: dict[WorkerId, list[PlannedOp]] = {worker: [] for worker in sorted(set(workers))}
     while turn := walk.turn():
         for placed in turn:
@@ -69,9 +76,8 @@ def ascending_schedules(
 def ascending_ops(paths: Sequence[Path]) -> dict[ChunkRef, list[PlannedOp]]:
     """The ops of each chunk, by microbatch."""
     ops: defaultdict[ChunkRef, list[PlannedOp]] = defaultdict(list)
-    for index, path in enumerate(paths):
-        for placed in ops_of(MicrobatchId(index), path):
-            ops[placed.chunk].append(placed.op)
+    for placed in itertools.chain(*ways_of(paths)):
+        ops[placed.chunk].append(placed.op)
     return ops
 
 
@@ -84,39 +90,48 @@ def left_undone(plan: Plan) -> tuple[PlannedOp, ...]:
     for schedule in plan.schedules:
         for op in schedule.ops:
             ops[ChunkRef(stage=op.stage, worker=schedule.worker)].append(op)
-    walk = DryRun(plan.paths, {x.chunk: x.slots for x in plan.chunks}, ops, urgency=_oldest_first)
+    slots = {x.chunk: x.slots for x in plan.chunks}
+    walk = DryRun(ways_of(plan.paths), slots, ops, urgency=oldest_first)
     while walk.turn():
         pass
-    return walk.waiting()
+    return tuple(placed.op for placed in walk.waiting())
 
 
-def _oldest_first(placed: PlacedOp) -> tuple[int, ...]:
+def oldest_first(placed: PlacedOp) -> tuple[int, ...]:
+    """By kind, then microbatch, then the hop nearest to the loss."""
     return placed.op.kind.row.urgency, placed.op.microbatch, -placed.hop
 
 
 class _ChunkQueue:
-    """The two orders of one chunk, and how far it has come in each."""
+    """The strict orders of one chunk, and how far it has come in each."""
 
-    def __init__(self, ops: Iterable[PlannedOp], slots: int) -> None:
+    def __init__(self, ops: Iterable[PlannedOp], free_slots: int, lanes: Collection[Lane]) -> None:
         listed = list(ops)
-        self.arrived: dict[PlannedOp, PlacedOp] = {}
-        self._free_slots = slots
-        self._forwards = deque(op for op in listed if not op.kind.row.is_accumulating)
-        self._accumulations = deque(op for op in listed if op.kind.row.is_accumulating)
+        self._free_slots = free_slots
+        self._lanes = {lane: deque(op for op in listed if op.kind.row.lane is lane) for lane in lanes}
+        self._in_order: dict[PlannedOp, PlacedOp] = {}
+        self._others: list[PlacedOp] = []
+
+    def arrive(self, placed: PlacedOp) -> None:
+        """All that the op waits for is done."""
+        if placed.op.kind.row.lane in self._lanes:
+            self._in_order[placed.op] = placed
+        else:
+            self._others.append(placed)
 
     def take_due(self) -> Iterator[PlacedOp]:
         """What may run now and was not given before."""
-        if self._accumulations and self._accumulations[0] in self.arrived:
-            yield self.arrived.pop(self._accumulations[0])
-        if self._forwards and self._forwards[0] in self.arrived and self._free_slots:
-            yield self.arrived.pop(self._forwards[0])
+        yield from self._others
+        self._others.clear()
+        for head in (queue[0] for queue in self._lanes.values() if queue):
+            if head in self._in_order and (head.kind.row.slots <= 0 or self._free_slots):
+                yield self._in_order.pop(head)
 
     def end(self, op: PlannedOp) -> None:
         """What `take_due` gave is over."""
-        if op.kind.row.is_accumulating:
-            self._accumulations.popleft()
-        else:
-            self._forwards.popleft()
+        queue = self._lanes.get(op.kind.row.lane) if op.kind.row.lane else None
+        if queue is not None:
+            queue.popleft()
         self._free_slots -= op.kind.row.slots
 
 
@@ -124,28 +139,36 @@ class DryRun:
     """All workers carry out one step in turns of equal length, as far as they come.
 
     Args:
-        paths: `paths[m]` is microbatch m's.
-        slots: of every chunk on a path.
-        ops: of every chunk on a path, in an order that is kept among forwards and among what accumulates.
+        ways: `ways[m]` are all ops of microbatch m, by number.
+        slots: of every chunk on a path, as many as are free.
+        ops: of every chunk on a path those that are to come, in an order that is kept in each of `lanes`; others
+            count as done.
         urgency: which of its ready ops a worker runs first.
+        lanes: the strict orders that are kept.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        ways: Ways,
         slots: Mapping[ChunkRef, int],
         ops: Mapping[ChunkRef, Iterable[PlannedOp]],
         *,
         urgency: Urgency,
+        lanes: Collection[Lane] = tuple(Lane),
     ) -> None:
         self._urgency = urgency
-        self._ways = [list(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
-        self._awaited = [[placed.at.num_awaited for placed in way] for way in self._ways]
-        self._left = [set(range(len(way))) for way in self._ways]
-        self._queues = {chunk: _ChunkQueue(listed, slots[chunk]) for chunk, listed in ops.items()}
+        self._ways = ways
+        to_come = {chunk: set(listed) for chunk, listed in ops.items()}
+        self._left = [{x.at.number for x in way if x.op in to_come[x.chunk]} for way in self._ways]
+        self._awaited = [
+            [sum(number in left for number in placed.at.awaited) for placed in way]
+            for way, left in zip(self._ways, self._left, strict=True)
+        ]
+        self._queues = {chunk: _ChunkQueue(listed, slots[chunk], lanes) for chunk, listed in ops.items()}
         self._ready: dict[WorkerId, list[tuple[tuple[int, ...], PlacedOp]]] = {}
         for placed in itertools.chain(*self._ways):
-            if not placed.at.num_awaited:
+            microbatch, number = placed.op.microbatch, placed.at.number
+            if number in self._left[microbatch] and not self._awaited[microbatch][number]:
                 self._arrive(placed)
 
     def turn(self) -> list[PlacedOp]:
@@ -157,9 +180,9 @@ class DryRun:
             self._end(placed)
         return ran
 
-    def waiting(self) -> tuple[PlannedOp, ...]:
+    def waiting(self) -> tuple[PlacedOp, ...]:
         """The next op of each microbatch that is not through."""
-        return tuple(way[min(left)].op for way, left in zip(self._ways, self._left, strict=True) if left)
+        return tuple(way[min(left)] for way, left in zip(self._ways, self._left, strict=True) if left)
 
     def _end(self, placed: PlacedOp) -> None:
         self._queues[placed.chunk].end(placed.op)
@@ -169,11 +192,11 @@ class DryRun:
         awaited = self._awaited[microbatch]
         for follower in placed.at.followers:
             awaited[follower] -= 1
-            if not awaited[follower]:
+            if not awaited[follower] and follower in self._left[microbatch]:
                 self._arrive(self._ways[microbatch][follower])
 
     def _arrive(self, placed: PlacedOp) -> None:
-        self._queues[placed.chunk].arrived[placed.op] = placed
+        self._queues[placed.chunk].arrive(placed)
         self._release(placed.chunk)
 
     def _release(self, chunk: ChunkRef) -> None:

@@ -51,7 +51,7 @@ def go_on(halfway: Halfway, found: Resumed, *, most: int | None = None) -> None:
             if at.worker == worker:
                 x.ledger = list(kept[at.stage].ledger)
     halfway.keep(
-        {(m, x.stage) for told in found.resumptions.values() for x in told.chunks for m in x.forwards}
+        {(m, x.stage, kept) for told in found.resumptions.values() for x in told.chunks for kept, m in x.held}
     )
     begin = {(o.microbatch, o.path) for told in found.resumptions.values() for o in told.origins}
     assert all(found.plan.paths[m] == way for m, way in begin)

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from skein.plan.ops import OpKind
+from skein.plan.changing.unfinished import Held
+from skein.plan.ops import Kept, OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkProgress, ChunkVersion
@@ -44,17 +45,20 @@ class Halfway:
         assert len(owners) == len(pairs), f"accumulated twice: {sorted(pairs)}"
         return owners
 
-    def held(self, paths: Sequence[Path]) -> frozenset[Contribution]:
+    def held(self, paths: Sequence[Path]) -> frozenset[Held]:
         """Activations that wait where their path goes."""
         visits = {(MicrobatchId(m), hop) for m, path in enumerate(paths) for hop in path.hops}
-        return frozenset((m, at.stage) for at, x in self.chunks.items() for m in x.held if (m, at) in visits)
+        return frozenset(
+            (m, at.stage, Kept.GRAPH) for at, x in self.chunks.items() for m in x.held if (m, at) in visits
+        )
 
     def lose(self, workers: Collection[str]) -> None:
         """All that these had is gone."""
         self.chunks = {at: x for at, x in self.chunks.items() if at.worker not in workers}
 
-    def keep(self, forwards: Collection[Contribution]) -> None:
+    def keep(self, held: Collection[Held]) -> None:
         """Other activations are given up, as if they had never been made."""
+        forwards = {(m, stage) for m, stage, _ in held}
         given_up = {(m, at) for at, x in self.chunks.items() for m in x.held if (m, at.stage) not in forwards}
         self.ran = [
             x

@@ -67,13 +67,14 @@ class Stoppable:
                 at = ChunkRef(stage=kept.stage, worker=worker)
                 assert kept.ledger in ((), tuple(self.halfway.chunks[at].ledger))
                 self.halfway.chunks[at].ledger = list(kept.ledger)
-        kept_forwards = {
-            (m, kept.stage)
-            for told in found.resumptions.values()
-            for kept in told.chunks
-            for m in kept.forwards
-        }
-        self.halfway.keep(kept_forwards)
+        self.halfway.keep(
+            {
+                (m, chunk.stage, kept)
+                for told in found.resumptions.values()
+                for chunk in told.chunks
+                for kept, m in chunk.held
+            }
+        )
         repeats = [(worker, header) for worker, told in found.resumptions.items() for header in told.repeats]
         for worker, header in repeats:
             self._send_again(worker, header)

@@ -2,21 +2,24 @@
 
 Rules of this file
 - What is done is never done again. What is left takes its input from what is done, or from what is left before it.
-- All workers take turns of equal length, as in `skein.plan.order`; backward before loss before forward, the oldest
-  microbatch first, and forwards of one chunk strictly so. Hence only an activation that is held from before can be in
-  the way of the oldest microbatch: then the youngest of its chunk is given up and made again, so this always ends.
+- All workers take turns of equal length, as in `skein.plan.order`; what takes a slot does so strictly by microbatch,
+  all else as it becomes ready. A microbatch's ops stand in line: what must be made again is, before it goes on. Hence
+  only what is held from before can be in the way of the oldest microbatch: then the youngest at its chunk is given up
+  and made again, so this always ends.
 """
 
-import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from skein.plan.order import PlacedOp, ops_of
+from skein.plan.ops import Kept, Lane
+from skein.plan.order import DryRun, PlacedOp, Ways, oldest_first, ways_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 Contribution = tuple[MicrobatchId, StageIndex]
+Held = tuple[MicrobatchId, StageIndex, Kept]
+"""What an op has left at its chunk for a later one, an activation for instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +34,12 @@ class Need:
 class Rest:
     """What is left of a step.
 
-    `forwards` are the activations that are held and stay; `needs` are where ops that are left take what finished ones
-    made, so that somebody has to send it again.
+    `held` stays at its chunks; `needs` are where ops that are left take what finished ones made, so that somebody has
+    to send it again.
     """
 
     schedules: tuple[Schedule, ...]
-    forwards: frozenset[Contribution]
+    held: frozenset[Held]
     needs: tuple[Need, ...]
 
 
@@ -46,7 +49,7 @@ def rest_of(
     workers: Sequence[WorkerId],
     *,
     ledger: frozenset[Contribution],
-    forwards: frozenset[Contribution],
+    held: frozenset[Held],
 ) -> Rest:
     """The ops that are left of a step, worker by worker.
 
@@ -55,111 +58,78 @@ def rest_of(
         slots: of every chunk on a path, at least 1.
         workers: whose schedules are wanted.
         ledger: contributions that are accumulated.
-        forwards: activations that wait for their gradient; none of them accumulated.
+        held: what waits for later ops; nothing of what is accumulated.
     """
-    kept = set(forwards)
+    ways = ways_of(paths)
+    kept: defaultdict[Contribution, set[Kept]] = defaultdict(set)
+    for microbatch, stage, what in held:
+        kept[microbatch, stage].add(what)
     while True:
-        walk = _Walk(paths, slots, ledger, kept)
-        ran = list(walk.turns())
-        given_up = walk.youngest_in_the_way()
-        if given_up is None:
+        left = {placed for way in ways for placed in way if not _is_done(placed, ledger, kept)}
+        walk = _walk(ways, slots, left, kept)
+        ops: dict[WorkerId, list[PlannedOp]] = {worker: [] for worker in workers}
+        while turn := walk.turn():
+            for placed in turn:
+                ops[placed.chunk.worker].append(placed.op)
+        if not walk.waiting():
             break
-        kept.discard(given_up)
-    ops: dict[WorkerId, list[PlannedOp]] = {worker: [] for worker in workers}
-    for placed in ran:
-        ops[placed.chunk.worker].append(placed.op)
+        del kept[_youngest_in_the_way(walk.waiting(), ways, kept)]
     return Rest(
         schedules=tuple(Schedule(worker=worker, ops=tuple(listed)) for worker, listed in ops.items()),
-        forwards=frozenset(kept),
-        needs=tuple(walk.needs()),
+        held=frozenset((*place, what) for place, found in kept.items() for what in found),
+        needs=tuple(_needs(ways, left)),
     )
 
 
-class _Walk:
-    """One try, with these activations kept."""
+_KeptAt = Mapping[Contribution, set[Kept]]
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        slots: Mapping[ChunkRef, int],
-        ledger: frozenset[Contribution],
-        kept: set[Contribution],
-    ) -> None:
-        self._ways = [list(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
-        self._ledger = ledger
-        self._kept = kept
-        self._left = [
-            [place for place, placed in enumerate(way) if not self._is_done(placed)] for way in self._ways
-        ]
-        self._next = [0] * len(self._ways)
-        self._free = dict(slots)
-        for placed in itertools.chain(*self._ways):
-            if not placed.op.kind.row.is_accumulating and _contribution(placed) in kept:
-                self._free[placed.chunk] -= placed.op.kind.row.slots
-        self._waiting: list[PlacedOp] = []
-        self._forwards: defaultdict[ChunkRef, deque[MicrobatchId]] = defaultdict(deque)
-        for way, left in zip(self._ways, self._left, strict=True):
-            for placed in (way[place] for place in left):
-                if not placed.op.kind.row.is_accumulating:
-                    self._forwards[placed.chunk].append(placed.op.microbatch)
 
-    def _is_done(self, placed: PlacedOp) -> bool:
-        done = _contribution(placed) in self._ledger
-        return done or (not placed.op.kind.row.is_accumulating and _contribution(placed) in self._kept)
+def _is_done(placed: PlacedOp, ledger: frozenset[Contribution], kept: _KeptAt) -> bool:
+    at = _contribution(placed)
+    return at in ledger or placed.op.kind.row.is_shown_by(kept.get(at, ()))
 
-    def turns(self) -> Iterator[PlacedOp]:
-        """Every op that is left, as far as it can be run."""
-        while True:
-            best: dict[WorkerId, PlacedOp] = {}
-            self._waiting = [way[left[at]] for way, left, at in self._rows() if at < len(left)]
-            for placed in self._waiting:
-                rival = best.get(placed.chunk.worker)
-                if self._may_run(placed) and (rival is None or _urgency(placed) < _urgency(rival)):
-                    best[placed.chunk.worker] = placed
-            if not best:
-                return
-            for worker in sorted(best):
-                self._run(best[worker])
-                yield best[worker]
 
-    def _may_run(self, placed: PlacedOp) -> bool:
-        if placed.op.kind.row.is_accumulating:
-            return True
-        chunk = placed.chunk
-        return self._free[chunk] > 0 and self._forwards[chunk][0] == placed.op.microbatch
+def _walk(ways: Ways, slots: Mapping[ChunkRef, int], left: set[PlacedOp], kept: _KeptAt) -> DryRun:
+    """What is left, ready to be carried out turn by turn."""
+    free = dict(slots)
+    ops: defaultdict[ChunkRef, list[PlannedOp]] = defaultdict(list)
+    for placed in (placed for way in ways for placed in way):
+        listed = ops[placed.chunk]
+        if placed in left:
+            listed.append(placed.op)
+        elif placed.op.kind.row.slots > 0 and _contribution(placed) in kept:
+            free[placed.chunk] -= placed.op.kind.row.slots
+    lines = [_in_line(way, left) for way in ways]
+    return DryRun(lines, free, ops, urgency=oldest_first, lanes=[Lane.SLOTS])
 
-    def _run(self, placed: PlacedOp) -> None:
-        self._next[placed.op.microbatch] += 1
-        self._free[placed.chunk] -= placed.op.kind.row.slots
-        if not placed.op.kind.row.is_accumulating:
-            self._forwards[placed.chunk].popleft()
 
-    def _rows(self) -> Iterator[tuple[list[PlacedOp], list[int], int]]:
-        return zip(self._ways, self._left, self._next, strict=True)
+def _in_line(way: Sequence[PlacedOp], left: set[PlacedOp]) -> list[PlacedOp]:
+    """The way with each op that is left behind the one before, by number."""
+    line = list(way)
+    numbers = [placed.at.number for placed in way if placed in left]
+    for place, number in enumerate(numbers):
+        before, after = tuple(numbers[:place][-1:]), tuple(numbers[place + 1 : place + 2])
+        line[number] = replace(
+            way[number], at=way[number].at._replace(inputs=(), own=before, followers=after)
+        )
+    return line
 
-    def youngest_in_the_way(self) -> Contribution | None:
-        """The youngest activation that takes a slot which the oldest waiting microbatch needs; None: nobody waits."""
-        if not self._waiting:
-            return None
-        oldest = min(self._waiting, key=lambda placed: placed.op.microbatch)
-        return max(x for x in self._kept if self._chunk_of(x) == oldest.chunk)
 
-    def _chunk_of(self, kept: Contribution) -> ChunkRef:
-        microbatch, stage = kept
-        return next(x.chunk for x in self._ways[microbatch] if x.chunk.stage == stage)
+def _youngest_in_the_way(waiting: Sequence[PlacedOp], ways: Ways, kept: _KeptAt) -> Contribution:
+    """The youngest microbatch that holds a slot which the oldest waiting one needs, and its stage."""
+    chunk = min(waiting, key=lambda placed: placed.op.microbatch).chunk
+    at_chunk = {_contribution(placed) for way in ways for placed in way if placed.chunk == chunk}
+    return max(at_chunk & kept.keys())
 
-    def needs(self) -> Iterator[Need]:
-        """Where an op that is left takes a boundary tensor that one that is done has made."""
-        for way in self._ways:
-            for placed in way:
-                for before in (way[number] for number in placed.at.inputs):
-                    if self._is_done(before) and not self._is_done(placed):
-                        yield Need(op=placed, made_by=before)
+
+def _needs(ways: Ways, left: set[PlacedOp]) -> Iterator[Need]:
+    """Where an op that is left takes a boundary tensor that one that is done has made."""
+    for way in ways:
+        for placed in (placed for placed in way if placed in left):
+            for before in (way[number] for number in placed.at.inputs):
+                if before not in left:
+                    yield Need(op=placed, made_by=before)
 
 
 def _contribution(placed: PlacedOp) -> Contribution:
     return placed.op.microbatch, placed.chunk.stage
-
-
-def _urgency(placed: PlacedOp) -> tuple[int, int]:
-    return placed.op.kind.row.urgency, placed.op.microbatch

@@ -117,7 +117,7 @@ class _Walk:
         self._position = {worker: i for i, worker in enumerate(pace.pool.workers)}
         self._ways = [tuple(ops_of(MicrobatchId(m), path)) for m, path in enumerate(paths)]
         self._number = [{placed.op: placed.at.number for placed in way} for way in self._ways]
-        self._awaited = [[placed.at.num_awaited for placed in way] for way in self._ways]
+        self._awaited = [[len(placed.at.awaited) for placed in way] for way in self._ways]
         self._ready_s = [[0.0] * len(way) for way in self._ways]
         self._lists: Mapping[WorkerId, tuple[PlannedOp, ...]] = {x.worker: x.ops for x in schedules}
         self._at = dict.fromkeys(self._lists, 0)

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from skein.plan.changing.reroute import rerouted
-from skein.plan.changing.unfinished import Need, Rest, rest_of
-from skein.plan.ops import OpKind
+from skein.plan.changing.unfinished import Held, Need, Rest, rest_of
+from skein.plan.ops import Kept, OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
@@ -44,12 +44,12 @@ def left_of(halfway: Halfway, plan: Plan) -> Rest:
         slots_of(plan),
         plan.workers,
         ledger=frozenset(halfway.ledger()),
-        forwards=halfway.held(plan.paths),
+        held=halfway.held(plan.paths),
     )
 
 
 def go_on(halfway: Halfway, plan: Plan, rest: Rest, *, most: int | None = None) -> None:
-    halfway.keep(rest.forwards)
+    halfway.keep(rest.held)
     stuck = halfway.run(
         plan.paths, rest.schedules, slots_of(plan), given=[need.op for need in rest.needs], most=most
     )
@@ -89,17 +89,17 @@ def test_what_is_done_is_not_done_again_and_only_what_was_lost_or_given_up_is(se
         for placed in all_ops(after):
             contribution = placed.op.microbatch, placed.op.stage
             is_there = contribution in ledger or (
-                placed.op.kind is OpKind.FORWARD and contribution in rest.forwards
+                placed.op.kind is OpKind.FORWARD and (*contribution, Kept.GRAPH) in rest.held
             )
             assert (placed.op in left) is not is_there
             assert left.get(placed.op, placed.chunk) == placed.chunk
-        assert rest.forwards <= held
+        assert rest.held <= held
         full = {at.stage for at, x in halfway.chunks.items() if len(x.held) >= slots_of(before)[at]}
-        assert {stage for _, stage in held - rest.forwards} <= full
+        assert {stage for _, stage, _ in held - rest.held} <= full
         done_by = {placed.op: placed.chunk for placed in halfway.ran}
         for op in left.keys() & done_by.keys():
             # Whoever did it is gone, or holds it no more: an activation made way for an older microbatch.
-            is_given_up = (op.microbatch, op.stage) in held - rest.forwards
+            is_given_up = (op.microbatch, op.stage, Kept.GRAPH) in held - rest.held
             assert done_by[op] not in halfway.chunks or is_given_up
 
 
@@ -122,7 +122,7 @@ def test_the_drawn_steps_are_stopped_in_every_state() -> None:
     num_given_up = num_replayed = 0
     for seed in SEEDS:
         for halfway, _, after, rest in stops(seed):
-            num_given_up += halfway.held(after.paths) > rest.forwards
+            num_given_up += halfway.held(after.paths) > rest.held
             done = {placed.op for placed in halfway.ran}
             num_replayed += any(op in done for x in rest.schedules for op in x.ops)
     assert num_given_up > 0
@@ -145,18 +145,20 @@ def contributions(stage: int, *ids: int) -> set[tuple[MicrobatchId, StageIndex]]
     return {(m, StageIndex(stage)) for m in microbatches(*ids)}
 
 
+def held_at(stage: int, *ids: int) -> frozenset[Held]:
+    return frozenset((m, at, Kept.GRAPH) for m, at in contributions(stage, *ids))
+
+
 def test_of_a_step_that_was_not_begun_everything_is_left_in_the_plans_own_order() -> None:
     plan = grid_plan(stages=2, replicas=2)
-    rest = rest_of(plan.paths, slots_of(plan), plan.workers, ledger=frozenset(), forwards=frozenset())
+    rest = rest_of(plan.paths, slots_of(plan), plan.workers, ledger=frozenset(), held=frozenset())
     assert rest.schedules == plan.schedules
-    assert (rest.forwards, rest.needs) == (frozenset(), ())
+    assert (rest.held, rest.needs) == (frozenset(), ())
 
 
 def test_of_a_step_that_is_done_nothing_is_left() -> None:
     plan = grid_plan(stages=2, replicas=2)
-    rest = rest_of(
-        plan.paths, slots_of(plan), plan.workers, ledger=frozenset(visits(plan)), forwards=frozenset()
-    )
+    rest = rest_of(plan.paths, slots_of(plan), plan.workers, ledger=frozenset(visits(plan)), held=frozenset())
     assert set(rest_words(plan, rest).values()) == {""}
     assert rest.needs == ()
 
@@ -168,7 +170,7 @@ def test_a_gradient_is_sent_again_where_the_next_hop_is_done_and_an_activation_w
         slots_of(plan),
         plan.workers,
         ledger=frozenset(contributions(1, 0)),
-        forwards=frozenset(contributions(0, 0, 1)),
+        held=held_at(0, 0, 1),
     )
     assert rest_words(plan, rest) == {"w0a": "B0.0 B0.1", "w1a": "L1.1"}
     assert [(words_of([x.op.op]), words_of([x.made_by.op])) for x in rest.needs] == [
@@ -184,7 +186,7 @@ def test_a_lost_forward_is_made_again_though_its_loss_is_there() -> None:
         slots_of(plan),
         plan.workers,
         ledger=frozenset(contributions(1, 0)),
-        forwards=frozenset(),
+        held=frozenset(),
     )
     assert rest_words(plan, rest) == {"w0a": "F0.0 B0.0", "w1a": ""}
 
@@ -195,9 +197,9 @@ def test_the_youngest_activation_makes_way_where_all_slots_hold_what_must_wait()
     there, back = path(first, b, c, last), path(first, c, b, last)
     plan = plan_of([first, b, c, last], [there, back, back], slots=1)
     slots = {first: 3, b: 1, c: 2, last: 1}
-    held = contributions(0, 0, 1, 2) | contributions(1, 0) | contributions(2, 1, 2)
-    rest = rest_of(plan.paths, slots, plan.workers, ledger=frozenset(), forwards=frozenset(held))
-    assert rest.forwards == held - contributions(2, 2)
+    held = held_at(0, 0, 1, 2) | held_at(1, 0) | held_at(2, 1, 2)
+    rest = rest_of(plan.paths, slots, plan.workers, ledger=frozenset(), held=held)
+    assert rest.held == held - held_at(2, 2)
     assert rest_words(plan, rest)["c"] == "F2.0 B2.0 F2.2 B2.1 B2.2"
     assert [words_of([x.op.op]) for x in rest.needs] == ["F2.0", "F1.1", "F2.2"]
 
@@ -212,7 +214,7 @@ def test_an_order_does_not_depend_on_how_sets_are_walked() -> None:
                 slots_of(plan),
                 [WorkerId(w) for w in plan.workers],
                 ledger=frozenset(mixed),
-                forwards=frozenset(),
+                held=frozenset(),
             ).schedules
         )
         for mixed in (ledger, ledger[::-1])

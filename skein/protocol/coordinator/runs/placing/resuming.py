@@ -10,12 +10,12 @@ Rules of this file
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from skein.plan.changing.reroute import rerouted, usable
 from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
-from skein.plan.ops import Direction
+from skein.plan.ops import Direction, path_ops
 from skein.plan.plan import Path, Plan
 from skein.protocol.messages.directives import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.messages.reports import Ack
@@ -65,7 +65,7 @@ def resume(
     holders = _holders(plan, acks, version)
     progress = _progress(holders, acks)
     owners = _owners(plan, progress)
-    activated = {(m, chunk.stage): chunk.worker for chunk, done in progress.items() for m in done.forwards}
+    activated = {(m, chunk.stage): chunk.worker for chunk, done in progress.items() for _, m in done.held}
     after = rerouted(plan, holders, owners, preferred=activated)
     if after is None:
         return None
@@ -75,13 +75,13 @@ def resume(
     ledger = frozenset(owners)
     lost = _lost(plan, progress, ledger)
     dropped = _droppable(plan, ledger) if may_drop else frozenset()
-    forwards = frozenset(
-        (m, chunk.stage)
+    held = frozenset(
+        (m, chunk.stage, kept)
         for chunk, done in progress.items()
-        for m in done.forwards
-        if hop_of.get((m, chunk.stage)) == chunk and (m, chunk.stage) not in ledger
+        for kept, m in done.held
+        if hop_of.get((m, chunk.stage)) == chunk and (m, chunk.stage) not in ledger | dropped
     )
-    rest = rest_of(after.paths, slots, after.workers, ledger=ledger | dropped, forwards=forwards - dropped)
+    rest = rest_of(after.paths, slots, after.workers, ledger=ledger | dropped, held=held)
     if not all(_is_logged(need, progress) for need in rest.needs):
         return None
     return Resumed(
@@ -91,7 +91,7 @@ def resume(
         replayed=tuple(sorted(lost - dropped)),
         dropped=tuple(sorted(dropped)),
         num_rerouted=_num_rerouted((present or plan).paths, after.paths),
-        is_begun=bool(ledger or any(done.forwards for done in progress.values())),
+        is_begun=bool(ledger or any(done.held for done in progress.values())),
     )
 
 
@@ -172,12 +172,10 @@ def _resumptions(
     for x in plan.chunks:
         done = progress.get(x.chunk)
         if done is not None:
-            resumed = ResumedChunk(
-                stage=x.chunk.stage,
-                ledger=done.ledger if x.chunk in counted else (),
-                forwards=tuple(m for m in done.forwards if (m, x.chunk.stage) in rest.forwards),
-            )
-            chunks[x.chunk.worker].append(resumed)
+            ledger = done.ledger if x.chunk in counted else ()
+            resumed = ResumedChunk(stage=x.chunk.stage, ledger=ledger, forwards=())
+            held = ((kept, m) for kept, m in done.held if (m, x.chunk.stage, kept) in rest.held)
+            chunks[x.chunk.worker].append(resumed.holding(held))
     repeats: defaultdict[WorkerId, list[HopTensor]] = defaultdict(list)
     for need in rest.needs:
         repeats[need.made_by.chunk.worker].append(_again(need, plan.paths[need.op.op.microbatch], version))
@@ -226,26 +224,32 @@ def _expected(
 def _lost(plan: Plan, progress: _Progress, ledger: frozenset[Contribution]) -> frozenset[Contribution]:
     """Contributions that had been made and that nobody has any more.
 
-    Known of them are those of chunks whose ledger does not count, and those before which a gradient has been: a hop
-    that is done had its gradient from the next. What a dead chunk did last and told nobody is not known to anybody.
+    Known of them are those of chunks whose ledger does not count, and those that others waited for which are done. What
+    a dead chunk did last and told nobody is not known to anybody.
     """
     made = {(m, chunk.stage) for chunk, done in progress.items() for m in done.ledger}
-    for index, path in enumerate(plan.paths):
-        way = [(MicrobatchId(index), hop.stage) for hop in path.hops]
-        first = next((at for at, contribution in enumerate(way) if contribution in ledger), len(way))
-        made.update(way[first:])
-    return frozenset(made - ledger)
+    return frozenset(made.union(*_made_before(plan, ledger)) - ledger)
 
 
 def _droppable(plan: Plan, ledger: frozenset[Contribution]) -> frozenset[Contribution]:
-    """Lost contributions that nothing depends on, the hop before having its gradient; none of a lost loss."""
-    found: set[Contribution] = set()
-    for index, path in enumerate(plan.paths):
-        way = [(MicrobatchId(index), hop.stage) for hop in path.hops]
-        first = next((at for at, contribution in enumerate(way) if contribution in ledger), len(way))
-        if way[-1] in ledger:
-            found.update(contribution for contribution in way[first:] if contribution not in ledger)
-    return frozenset(found)
+    """Lost contributions that nothing depends on, what waited for them being done; none of a lost loss."""
+    made = zip(plan.paths, _made_before(plan, ledger), strict=True)
+    ended = [x for m, (path, x) in enumerate(made) if (MicrobatchId(m), path.hops[-1].stage) in ledger]
+    return frozenset[Contribution]().union(*ended) - ledger
+
+
+def _made_before(plan: Plan, ledger: frozenset[Contribution]) -> Iterator[set[Contribution]]:
+    """Of each microbatch the contributions in the ledger, and those of ops that must have ended before them."""
+    for m, path in enumerate(plan.paths):
+        made: set[Contribution] = set()
+        ended: set[int] = set()
+        for op in reversed(path_ops(len(path.hops))):
+            at = (MicrobatchId(m), path.hops[op.hop].stage)
+            is_sum = op.kind.row.is_accumulating
+            if (is_sum and at in ledger) or not ended.isdisjoint(op.followers):
+                ended.add(op.number)
+                made.update([at] if is_sum else [])
+        yield made
 
 
 def _num_rerouted(before: tuple[Path, ...], after: tuple[Path, ...]) -> int:

@@ -106,7 +106,7 @@ class Members(RunPart):
     def num_begun(self) -> int:
         """Microbatches that some worker had something of when the generation was opened."""
         told = (done for ack in self.acks.values() for done in ack.progress)
-        return len({m for done in told for m in (*done.ledger, *done.forwards)})
+        return len({m for done in told for m in (*done.ledger, *(m for _, m in done.held))})
 
     def unacknowledged(self) -> tuple[WorkerId, ...]:
         """Members that the fence still waits for."""
