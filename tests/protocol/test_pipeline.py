@@ -13,7 +13,7 @@ from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, 
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp, VisitOp
 from skein.protocol.worker.pipeline import Pipeline
-from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
+from skein.types import ChunkRef, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
 from tests.support.plans import chunk, grid_plan, microbatches, path, schedule, stage_spec
 from tests.support.reports import ledger
@@ -273,8 +273,6 @@ def floor_of(plan: Plan) -> Floor:
     told = assignments(
         plan,
         Sources(version=Step(0), by_chunk={x.chunk: drawn for x in plan.chunks}, unheld=()),
-        epoch=Epoch(1),
-        generation=Generation(1),
         job=JobId("j"),
         job_spec="{}",
         resumptions={},

@@ -20,7 +20,7 @@ from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import CheckpointFile, Save, SourceKind
 from skein.protocol.messages.reports import CheckpointWritten, EvaluationDone
 from skein.protocol.messages.tensors import Phase
-from skein.types import Epoch, Generation, JobId, StageIndex, Step, WorkerId
+from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.desk import checkpoint
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of
@@ -277,8 +277,6 @@ def test_all_walkers_go_back_to_those_of_their_number() -> None:
     told = assignments(
         plan,
         sources,
-        epoch=Epoch(1),
-        generation=Generation(2),
         job=JobId("j"),
         job_spec="{}",
         resumptions={},

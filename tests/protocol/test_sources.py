@@ -124,15 +124,13 @@ def test_each_worker_is_told_its_chunks_origins_and_groups() -> None:
     told = assignments(
         plan,
         sources({}, version=0, plan=plan),
-        epoch=Epoch(3),
-        generation=Generation(7),
         job=JOB,
         job_spec="{}",
         resumptions={},
     )
     assert set(told) == set(plan.workers)
     first, middle = told[WorkerId("w0a")], told[WorkerId("w1b")]
-    assert (first.epoch, first.generation, first.version, first.num_paths) == (3, 7, 0, 4)
+    assert (first.version, first.num_paths) == (0, 4)
     assert [(held.stage.index, held.evaluation_paths) for held in first.chunks] == [(0, (0, 2)), (2, (0, 2))]
     assert first.schedule == next(x for x in plan.schedules if x.worker == "w0a")
     assert [origin.microbatch for origin in first.origins] == [0, 2]
@@ -152,8 +150,6 @@ def test_evaluation_begins_where_its_own_paths_do() -> None:
     told = assignments(
         plan,
         sources({}, version=0, plan=plan),
-        epoch=Epoch(1),
-        generation=Generation(1),
         job=JOB,
         job_spec="{}",
         resumptions={},

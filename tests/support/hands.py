@@ -1,6 +1,7 @@
 """Driving one Worker machine by hand: say what the coordinator and peers say, see what it commands."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from skein.plan.plan import Group, Plan
@@ -217,13 +218,11 @@ class Hand:
                 by_chunk={placed.chunk: drawn for placed in plan.chunks},
                 unheld=(),
             ),
-            epoch=Epoch(epoch),
-            generation=Generation(generation),
             job=job,
             job_spec="{}",
             resumptions={} if resumption is None else {me: resumption},
         )
-        return told[me]
+        return replace(told[me], epoch=Epoch(epoch), generation=Generation(generation))
 
     def built(self, assign: Assign) -> list[WorkerCommand]:
         return self.give(

@@ -29,7 +29,6 @@ from skein.protocol.coordinator.coordinator_io import (
     ReportArrived,
     ReportRefused,
     ResumeAsked,
-    Send,
     StreamBroken,
     SubmitAsked,
 )
@@ -67,7 +66,7 @@ from skein.protocol.membership.membership import (
     StreamBroke,
 )
 from skein.protocol.membership.story import Story
-from skein.protocol.messages.directives import Directive, Dismiss, Measure, Probe, Refused, Welcome
+from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition, is_signed
 from skein.protocol.messages.reports import (
     Ack,
@@ -350,7 +349,7 @@ class Coordinator:
         entry = self.membership.live.get(worker)
         if entry is not None:
             self._remeasuring.asked(worker, now=now)
-            self._send(worker, entry.hello.incarnation, Measure())
+            self._outbox.send(Measure(), entry.process)
 
     def _pace(self) -> JobPace:
         return self._pacing.of(self.run, self.history.generation, self.measured)
@@ -414,7 +413,7 @@ class Coordinator:
 
     def _refuse_other_log(self, worker: WorkerId, incarnation: Incarnation, why: str) -> None:
         reason = f"{why}: its run log was replaced; start the worker again"
-        self._send(worker, incarnation, Refused(reason=reason))
+        self._outbox.send(Refused(reason=reason), (worker, incarnation))
         self._outbox.log(f"worker={worker} refused: {reason}")
 
     def _turn_away_stuck(self, *, now: float) -> None:
@@ -428,12 +427,12 @@ class Coordinator:
                     self.absence.joined(self.membership.live[change.worker].member, now=now)
                     self._welcome(change.worker, is_new=isinstance(change, IncarnationJoined), now=now)
                 case Rejected():
-                    self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                    self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")
                 case Lost():
                     if change.is_final:
                         self._num_refused.pop(change.incarnation, None)
-                        self._send(change.worker, change.incarnation, Refused(reason=change.reason))
+                        self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
                     self._remeasuring.lost(change.worker)
                     self.absence.lost(
                         change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
@@ -444,7 +443,8 @@ class Coordinator:
                     self._outbox.log(f"worker={change.worker} leaving")
                     # With a job that is to begin or to go on, what a worker holds may be the last of it.
                     if self.run is None and not self.history.pending():
-                        self._dismiss(change.worker)
+                        entry = self.membership.live[change.worker]
+                        self._outbox.send(Dismiss(job=None, may_exit=True), entry.process)
                 case _:
                     assert_never(change)
             for run in self.runs.values():
@@ -452,17 +452,15 @@ class Coordinator:
 
     def _welcome(self, worker: WorkerId, *, is_new: bool, now: float) -> None:
         entry = self.membership.live[worker]
-        incarnation = entry.hello.incarnation
         welcome = Welcome(
-            epoch=self.history.epoch,
             lease_s=self.membership.lease_s,
             beat_s=self.membership.beat_s,
             position=self._outbox.position,
             door=self._outbox.to_probe(entry.member).door,
         )
-        self._send(worker, incarnation, welcome)
-        if any(_may_be_outdated(job, incarnation) for job in self.history.pending()):
-            self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=False))
+        self._outbox.send(welcome, entry.process)
+        if any(_may_be_outdated(job, entry.hello.incarnation) for job in self.history.pending()):
+            self._outbox.send(Dismiss(job=None, may_exit=False), entry.process)
         if not is_new:
             return
         self._outbox.log(f"worker={worker} joined")
@@ -470,7 +468,7 @@ class Coordinator:
         others = [w for w in sorted(self.membership.live) if w != worker][:NUM_PROBED_PEERS]
         peers = tuple(self._outbox.to_probe(self.membership.live[other].member) for other in others)
         if peers:
-            self._send(worker, incarnation, Probe(peers=peers))
+            self._outbox.send(Probe(peers=peers), entry.process)
 
     def _drain(self, worker: WorkerId, *, now: float) -> None:
         """Record it: the worker would not tell the next coordinator."""
@@ -481,13 +479,6 @@ class Coordinator:
         if incarnation not in self.history.drained:
             self._outbox.record(Drained(worker=worker, incarnation=incarnation, wall_s=now))
         self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
-
-    def _dismiss(self, worker: WorkerId) -> None:
-        incarnation = self.membership.live[worker].hello.incarnation
-        self._send(worker, incarnation, Dismiss(epoch=self.history.epoch, job=None, may_exit=True))
-
-    def _send(self, worker: WorkerId, incarnation: Incarnation, directive: Directive) -> None:
-        self._outbox.commands.append(Send(worker=worker, incarnation=incarnation, directive=directive))
 
 
 def _may_be_outdated(job: JobHistory, incarnation: Incarnation) -> bool:

@@ -8,7 +8,7 @@ from skein.plan.plan import Infeasible, Plan
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CheckpointCommitted, Record
-from skein.protocol.messages.directives import Beginning, Directive, Member
+from skein.protocol.messages.directives import Beginning, Directive, Member, stamped
 from skein.protocol.messages.positions import LogPosition, signed
 from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Fleet
@@ -274,6 +274,11 @@ class Outbox:
         """Apply a record to the hard state and have it appended."""
         self.history.apply(record)
         self.commands.append(Append(record=record))
+
+    def send(self, directive: Directive, *processes: tuple[WorkerId, Incarnation]) -> None:
+        """Say this to these processes, as of the epoch and the generation that are the newest."""
+        said = stamped(directive, epoch=self.history.epoch, generation=self.history.generation)
+        self.commands += [Send(worker=x, incarnation=process, directive=said) for x, process in processes]
 
     def log(self, words: str, *, job: JobId | None = None) -> None:
         """Tell people; lines about a job are kept with it."""

@@ -205,18 +205,20 @@ class Entry:
     @property
     def holder(self) -> GenerationMember:
         """Who has the name, as the log knows it."""
-        hello = self.hello
+        worker, incarnation = self.process
         return GenerationMember(
-            worker=hello.worker,
-            incarnation=hello.incarnation,
-            proof=proof_of(hello),
-            address=hello.address,
+            worker=worker, incarnation=incarnation, proof=proof_of(self.hello), address=self.hello.address
         )
 
     @property
+    def process(self) -> tuple[WorkerId, Incarnation]:
+        """Whom its control stream leads to."""
+        return self.hello.worker, self.hello.incarnation
+
+    @property
     def member(self) -> Member:
-        hello = self.hello
-        return Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+        worker, incarnation = self.process
+        return Member(worker=worker, incarnation=incarnation, address=self.hello.address)
 
     @property
     def fleet_worker(self) -> FleetWorker:
@@ -325,18 +327,9 @@ class Membership:
         return entry is not None and (entry.holder.incarnation, entry.holder.proof) == said
 
     def _hello(self, hello: Hello, *, now: float) -> list[MembershipChange]:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            reason = (
-                f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
-                "install the same release of Skein on both"
-            )
+        reason = self._objection(hello, now=now)
+        if reason is not None:
             return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
-        if hello.incarnation in self._refused:
-            reason = self._refused[hello.incarnation]
-            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=reason)]
-        taken = self._taken(hello, now=now)
-        if taken is not None:
-            return [Rejected(worker=hello.worker, incarnation=hello.incarnation, reason=taken)]
         self._remembered.pop(hello.worker, None)
         if self.is_current(hello.worker, hello.incarnation):
             entry = self._entries[hello.worker]
@@ -347,6 +340,15 @@ class Membership:
             return [Returned(worker=hello.worker), *self._still_leaving(entry)]
         changes = self._displace(hello, now=now)
         return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
+
+    def _objection(self, hello: Hello, *, now: float) -> str | None:
+        """Why this process is not admitted; None if it is."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
+                "install the same release of Skein on both"
+            )
+        return self._refused.get(hello.incarnation) or self._taken(hello, now=now)
 
     def _taken(self, hello: Hello, *, now: float) -> str | None:
         """Why this process does not get its name: another one has it, and this one proves no succession."""

@@ -246,15 +246,30 @@ class Count:
 
 # --- directives: coordinator to worker ---
 
+_UNSENT = Epoch(0), Generation(0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class EpochDirective:
+    """What one coordinator says. Whoever makes it leaves the epoch out: `stamped` puts it in where it is sent."""
+
+    epoch: Epoch = _UNSENT[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDirective(EpochDirective):
+    """What is said within a generation, and refused under any other."""
+
+    generation: Generation = _UNSENT[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(EpochDirective):
     """Admitted: beat every `beat_s` seconds, or be lost after `lease_s`. The log is at `position`.
 
     `door` is what those show who are told to probe this worker.
     """
 
-    epoch: Epoch
     lease_s: float
     beat_s: float
     position: LogPosition | None = None
@@ -269,11 +284,9 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewGeneration:
+class NewGeneration(GenerationDirective):
     """Stop what belongs to older generations, apply `last_commit` if it is new, and acknowledge."""
 
-    epoch: Epoch
-    generation: Generation
     job: JobId
     members: tuple[Member, ...]
     last_commit: StepRecord | None
@@ -282,14 +295,12 @@ class NewGeneration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assign:
+class Assign(GenerationDirective):
     """What to hold, where it comes from, and in which order to work. Answered by `ChunksReady`.
 
     Evaluation microbatch e starts where `evaluation_origins` has e modulo `num_evaluation_paths`.
     """
 
-    epoch: Epoch
-    generation: Generation
     job: JobId
     job_spec: str
     """Canonical JSON of the `JobSpec`."""
@@ -309,23 +320,19 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(GenerationDirective):
     """Everybody is ready: begin `step`."""
 
-    epoch: Epoch
-    generation: Generation
     step: Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
+class Evaluate(GenerationDirective):
     """Forward `num_microbatches` of validation data through `version`, loss only.
 
     In a probe all evaluation paths, one for each walker, get the same samples.
     """
 
-    epoch: Epoch
-    generation: Generation
     version: Step
     num_microbatches: int
     phase: Phase = Phase.EVALUATE
@@ -352,11 +359,9 @@ class ExchangeTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepare:
+class Prepare(GenerationDirective):
     """Reduce `group`: its members' ledgers, disjoint and covering, are `parts`; or exchange, by the job's rule."""
 
-    epoch: Epoch
-    generation: Generation
     step: Step
     group: Group
     attempt: Attempt
@@ -365,14 +370,12 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(GenerationDirective):
     """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive.
 
     `keeps_late`: whoever the record leaves out goes on with the local step that it is in, else it gives that up.
     """
 
-    epoch: Epoch
-    generation: Generation
     record: StepRecord
     goes_on: bool
     keeps_late: bool = False
@@ -381,14 +384,12 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class Save(GenerationDirective):
     """Copy these stages at `version` and write them under `url` (None: upload to the coordinator).
 
     `walkers` has for each stage the number of its walker in this checkpoint; 0 is the main one, or the only one.
     """
 
-    epoch: Epoch
-    generation: Generation
     version: Step
     stages: tuple[StageIndex, ...]
     url: str | None
@@ -396,28 +397,25 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(GenerationDirective):
     """Copy these stages when they are at `version`, and give the copies to peers that ask.
 
     With `keeps_results`, keep what every step from then on applies too. Older copies may go.
     """
 
-    epoch: Epoch
-    generation: Generation
     version: Step
     stages: tuple[StageIndex, ...]
     keeps_results: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
+class Prefetch(EpochDirective):
     """Fetch a stage's state at `version` from all of `donors`, beside whatever is running. Answered by `Prefetched`.
 
     A backup is kept for others as it is, until newer ones of all stages are complete; otherwise the receiver will hold
     the stage under a coming plan, and is told of every commit meanwhile.
     """
 
-    epoch: Epoch
     job: JobId
     job_spec: str
     """Canonical JSON of the `JobSpec`."""
@@ -430,20 +428,18 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenData:
+class OpenData(EpochDirective):
     """Open a job's data, beside whatever is running: paths will begin here. Answered by `DataOpened`."""
 
-    epoch: Epoch
     job: JobId
     job_spec: str
     """Canonical JSON of the `JobSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Follow:
+class Follow(EpochDirective):
     """A step is committed: bring what was prefetched up to date with its result. Answered by `Prefetched`."""
 
-    epoch: Epoch
     job: JobId
     record: StepRecord
 
@@ -468,10 +464,9 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
+class Dismiss(EpochDirective):
     """The job is over for this worker: drop all state of it. `may_exit` answers `Leaving`."""
 
-    epoch: Epoch
     job: JobId | None
     may_exit: bool
 
@@ -495,3 +490,10 @@ Directive = (
     | Look
     | Dismiss
 )
+
+
+def stamped(directive: Directive, *, epoch: Epoch, generation: Generation) -> Directive:
+    """A directive as of this epoch and generation, as far as it is of any."""
+    if isinstance(directive, GenerationDirective):
+        return replace(directive, epoch=epoch, generation=generation)
+    return replace(directive, epoch=epoch) if isinstance(directive, EpochDirective) else directive

@@ -118,7 +118,7 @@ class Boundary:
 
     def _start_step(self, *, now: float) -> None:
         """Have everybody begin the next step, or go on with it; walkers that elect leaders are scored first."""
-        parts, history = self._parts, self._parts.out.history
+        parts = self._parts
         parts.vigil.moved(now=now)
         if self._is_probe_due():
             self._course.evaluate()
@@ -127,8 +127,7 @@ class Boundary:
         self._save_if_due(now=now)
         parts.placement.begun()
         self._begin_step(now=now)
-        start = Start(epoch=history.epoch, generation=history.generation, step=parts.job.version)
-        parts.members.send_placed(start)
+        parts.members.send_placed(Start(step=parts.job.version))
 
     def _is_probe_due(self) -> bool:
         num_samples = self._parts.evaluation.num_validation_samples
@@ -183,13 +182,10 @@ class Boundary:
             self.go_on(now=now)
 
     def _announce(self, record: StepRecord, *, goes_on: bool) -> None:
-        out = self._parts.out
         commit = Commit(
-            epoch=out.history.epoch,
-            generation=out.history.generation,
             record=record,
             goes_on=goes_on,
             keeps_late=self._parts.stepping.keeps_late,
-            position=out.position,
+            position=self._parts.out.position,
         )
         self._parts.members.send_placed(commit)

@@ -125,17 +125,14 @@ class Savings(RunPart):
         self._send({worker: parts for worker, parts in parts_by_worker.items() if parts})
 
     def _send(self, parts_by_worker: Mapping[WorkerId, list[_Part]]) -> None:
-        history = self._out.history
         for worker, parts in sorted(parts_by_worker.items()):
             save = Save(
-                epoch=history.epoch,
-                generation=history.generation,
                 version=self._job.version,
                 stages=tuple(stage for stage, _ in parts),
                 url=self._job.spec.checkpoint.url,
                 walkers=tuple(walker for _, walker in parts),
             )
-            self._members.send(worker, save)
+            self._members.send(save, worker)
 
     def _shared_out(self, plan: Plan) -> dict[WorkerId, list[_Part]]:
         """The parts of the only walker, among the holders of its stages."""

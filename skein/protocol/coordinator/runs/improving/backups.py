@@ -84,20 +84,11 @@ class Backups:
         self._keep_to_budget(plan, keepers, step_s)
         self._asked = version
         self._missing = {version: set(plan.stages)}
-        history = self._out.history
         for stage in plan.stages:
             donors = plan.holders(stage.index)
-            for donor in donors[:1]:
-                snapshot = Snapshot(
-                    epoch=history.epoch,
-                    generation=history.generation,
-                    version=version,
-                    stages=(stage.index,),
-                    keeps_results=False,
-                )
-                self._members.send(donor, snapshot)
+            snapshot = Snapshot(version=version, stages=(stage.index,), keeps_results=False)
+            self._members.send(snapshot, *donors[:1])
             prefetch = Prefetch(
-                epoch=history.epoch,
                 job=self._job.job,
                 job_spec=self._job.spec.canonical_json(),
                 stage=stage,
@@ -106,7 +97,7 @@ class Backups:
                 is_backup=True,
                 drops_before=self._whole,
             )
-            self._members.tell(keepers[stage.index], prefetch)
+            self._members.tell(prefetch, keepers[stage.index])
 
     def _keep_to_budget(
         self, plan: Plan, keepers: Mapping[StageIndex, WorkerId], step_s: float | None

@@ -80,9 +80,7 @@ class Joining:
         for worker, is_open in self._reading.items():
             if not is_open:
                 spec = self._job.spec.canonical_json()
-                self._members.tell(
-                    worker, OpenData(epoch=self._out.history.epoch, job=self._job.job, job_spec=spec)
-                )
+                self._members.tell(OpenData(job=self._job.job, job_spec=spec), worker)
 
     def opened(self, worker: WorkerId, report: DataOpened) -> None:
         """A worker has the data open, or cannot; who cannot is asked no more."""
@@ -105,7 +103,7 @@ class Joining:
 
     def _ask_anew(self, wanted: Iterable[tuple[WorkerId, StageSpec]], present: Plan) -> None:
         """Have the version that comes next copied, and fetched."""
-        version, history = Step(self._job.version + 1), self._out.history
+        version = Step(self._job.version + 1)
         stages_by_donor: defaultdict[WorkerId, set[StageIndex]] = defaultdict(set)
         for worker, stage in wanted:
             before = self._transfers.get((worker, stage))
@@ -115,19 +113,12 @@ class Joining:
                 stages_by_donor[donor].add(stage.index)
             self._ask(worker, stage, version, present)
         for donor, stages in sorted(stages_by_donor.items()):
-            snapshot = Snapshot(
-                epoch=history.epoch,
-                generation=history.generation,
-                version=version,
-                stages=tuple(sorted(stages)),
-                keeps_results=True,
-            )
-            self._members.send(donor, snapshot)
+            snapshot = Snapshot(version=version, stages=tuple(sorted(stages)), keeps_results=True)
+            self._members.send(snapshot, donor)
 
     def _ask(self, worker: WorkerId, stage: StageSpec, version: Step, present: Plan) -> None:
         donors = tuple(self._members.donor(donor) for donor in present.holders(stage.index))
         prefetch = Prefetch(
-            epoch=self._out.history.epoch,
             job=self._job.job,
             job_spec=self._job.spec.canonical_json(),
             stage=stage,
@@ -136,16 +127,16 @@ class Joining:
             is_backup=False,
             drops_before=Step(0),
         )
-        self._members.tell(worker, prefetch)
+        self._members.tell(prefetch, worker)
 
     def committed(self, record: StepRecord) -> None:
         """A step is committed: copies follow."""
         self._num_idle = 0 if self._wanted else self._num_idle + 1
         if self._num_idle > MAX_IDLE:
             self._transfers.clear()
-        follow = Follow(epoch=self._out.history.epoch, job=self._job.job, record=record)
+        follow = Follow(job=self._job.job, record=record)
         for worker in sorted({worker for worker, _ in self._transfers}):
-            self._members.tell(worker, follow)
+            self._members.tell(follow, worker)
 
     def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
         """A copy is whole, at a version, or cannot be had."""

@@ -271,7 +271,7 @@ class Asking:
         )
         peers = tuple(member for member in known if member.address)
         for worker in list(self._live)[:NUM_LOOKING] if peers else ():
-            self._members.tell(worker, Look(peers=peers))
+            self._members.tell(Look(peers=peers), worker)
 
 
 def _is_loss(sources: Sources, job: JobHistory) -> bool:

@@ -264,8 +264,6 @@ class Placement(RunPart):
         told = assignments(
             plan,
             sources,
-            epoch=history.epoch,
-            generation=history.generation,
             job=job.job,
             job_spec=self._spec_json,
             resumptions=resumptions,

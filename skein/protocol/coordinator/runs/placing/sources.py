@@ -19,7 +19,7 @@ from skein.protocol.messages.directives import (
     StateSource,
 )
 from skein.protocol.messages.reports import Ack
-from skein.types import ChunkRef, Epoch, Generation, JobId, MicrobatchId, StageSpec, Step, WorkerId
+from skein.types import ChunkRef, JobId, MicrobatchId, StageSpec, Step, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,6 @@ def assignments(
     plan: Plan,
     sources: Sources,
     *,
-    epoch: Epoch,
-    generation: Generation,
     job: JobId,
     job_spec: str,
     resumptions: Mapping[WorkerId, Resumption],
@@ -143,8 +141,6 @@ def assignments(
         chunks.setdefault(placed.chunk.worker, []).append(assigned)
     return {
         worker: Assign(
-            epoch=epoch,
-            generation=generation,
             job=job,
             job_spec=job_spec,
             version=sources.version,

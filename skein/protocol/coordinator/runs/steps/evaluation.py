@@ -43,16 +43,10 @@ class Evaluation:
 
     def begin(self) -> None:
         """Have the job's version evaluated."""
-        history = self._out.history
         self._reports.clear()
         self._num_microbatches = self._available()
         self._members.send_placed(
-            Evaluate(
-                epoch=history.epoch,
-                generation=history.generation,
-                version=self._job.version,
-                num_microbatches=self._num_microbatches,
-            )
+            Evaluate(version=self._job.version, num_microbatches=self._num_microbatches)
         )
 
     def is_complete(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> bool:

@@ -61,13 +61,11 @@ class Leading(RunPart):
         assert self._leadership is not None
         self._claims.clear()
         self._version = None
-        history, num_walkers = self._out.history, len(plan.evaluation_paths)
+        num_walkers = len(plan.evaluation_paths)
         blocks = -(-self._leadership.probe_samples // self._job.spec.batch.microbatch_samples)
         self._num_microbatches = blocks * num_walkers
         self._members.send_placed(
             Evaluate(
-                epoch=history.epoch,
-                generation=history.generation,
                 version=self._job.version,
                 num_microbatches=self._num_microbatches,
                 phase=Phase.PROBE,

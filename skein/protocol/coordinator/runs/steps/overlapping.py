@@ -75,8 +75,6 @@ class Overlapping:
         attempt = Attempt(epoch=history.epoch, generation=history.generation, number=int(due_step))
         self._open[group.group] = _Open(group, attempt, ends_with)
         prepare = Prepare(
-            epoch=history.epoch,
-            generation=history.generation,
             step=ends_with,
             group=group,
             attempt=attempt,
@@ -90,8 +88,7 @@ class Overlapping:
                 taken_at=self._job.version,
             ),
         )
-        for worker in group.workers:
-            self._members.send(worker, prepare)
+        self._members.send(prepare, *group.workers)
 
     def ending(self) -> tuple[GroupId, ...]:
         """What the record of the step that begins now is to have."""

@@ -155,10 +155,7 @@ class Stepping(RunPart):
             )
 
     def _ask(self, command: AskReduction) -> None:
-        history = self._out.history
         prepare = Prepare(
-            epoch=history.epoch,
-            generation=history.generation,
             step=self._job.version,
             group=command.group,
             attempt=command.attempt,
@@ -166,5 +163,4 @@ class Stepping(RunPart):
             exchange=command.exchange,
         )
         # Also to late walkers, which have no part in an exchange and take its result.
-        for worker in command.group.workers:
-            self._members.send(worker, prepare)
+        self._members.send(prepare, *command.group.workers)

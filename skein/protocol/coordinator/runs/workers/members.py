@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from skein.protocol.coordinator.coordinator_io import Outbox, Send
+from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import GenerationMember, GenerationOpened
@@ -87,15 +87,12 @@ class Members(RunPart):
         self._out.record(opened)
         self._out.log(f"generation={opened.generation} members={len(members)}: {reason}", job=self._job.job)
         fence = NewGeneration(
-            epoch=history.epoch,
-            generation=opened.generation,
             job=self._job.job,
             members=members,
             last_commit=self._job.last_commit,
             position=self._out.position,
         )
-        for worker in self._entries:
-            self.send(worker, fence)
+        self.send(fence, *self._entries)
         return opened.generation
 
     @property
@@ -120,7 +117,7 @@ class Members(RunPart):
         """Tell each worker of the plan its part."""
         self.place(sorted(told))
         for worker in self.placed:
-            self.send(worker, told[worker])
+            self.send(told[worker], worker)
 
     @property
     def is_ready(self) -> bool:
@@ -152,20 +149,19 @@ class Members(RunPart):
         """Where a member is reached by those who are to fetch from it, and what they show."""
         return self._out.as_donor(self._entries[worker].member)
 
-    def tell(self, worker: WorkerId, directive: Directive) -> None:
+    def tell(self, directive: Directive, worker: WorkerId) -> None:
         """To anybody who is live, member or not."""
         entry = self._membership.live.get(worker)
         if entry is not None:
-            self._say(entry, directive)
+            self._out.send(directive, entry.process)
 
-    def send(self, worker: WorkerId, directive: Directive) -> None:
-        """To one member."""
-        self._say(self._entries[worker], directive)
+    def send(self, directive: Directive, *workers: WorkerId) -> None:
+        """To these members."""
+        self._out.send(directive, *(self._entries[worker].process for worker in workers))
 
     def send_placed(self, directive: Directive) -> None:
         """To every worker of the plan."""
-        for worker in self.placed:
-            self.send(worker, directive)
+        self.send(directive, *self.placed)
 
     def free_unplaced(self) -> None:
         """Members without a place may forget the job; those that are leaving may go."""
@@ -205,10 +201,4 @@ class Members(RunPart):
         return self._entries[worker].is_leaving
 
     def _dismiss(self, entry: Entry, *, may_exit: bool) -> None:
-        epoch = self._out.history.epoch
-        self._say(entry, Dismiss(epoch=epoch, job=self._job.job, may_exit=may_exit))
-
-    def _say(self, entry: Entry, directive: Directive) -> None:
-        hello = entry.hello
-        said = Send(worker=hello.worker, incarnation=hello.incarnation, directive=directive)
-        self._out.commands.append(said)
+        self._out.send(Dismiss(job=self._job.job, may_exit=may_exit), entry.process)
