@@ -18,7 +18,7 @@ from typing import Protocol, assert_never
 from skein.errors import RemoteError
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.reports import Beat, Report, Trouble
+from skein.protocol.messages.reports import Beat, LinksMeasured, PeersSeen, Report, Trouble
 from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.keeping.desk import is_logged, key_of
 from skein.protocol.worker.ops import ApplyOp, OpFailed, SnapshotOp, TensorKey
@@ -34,13 +34,11 @@ from skein.protocol.worker.worker_io import (
     Exit,
     FollowCommit,
     ForgetJob,
-    LinksProbed,
     LogShortened,
     LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
-    PeersLookedAt,
     RunOp,
     SendReport,
     SendTensor,
@@ -339,7 +337,7 @@ class WorkerDriver:
             except RemoteError as error:
                 self._metrics.rpc_failed("probe")
                 _log.warning("peer=%s could not be probed: %s", peer.worker, error)
-        self._inbox.post(LinksProbed(links=tuple(links)))
+        self._inbox.post(LinksMeasured(links=tuple(links)))
 
     async def _look_at(self, peers: tuple[Member, ...]) -> None:
         """All at once: it is asked when work stands still."""
@@ -348,7 +346,7 @@ class WorkerDriver:
             sight: tuple(peer.incarnation for peer, seen in zip(peers, sights, strict=True) if seen is sight)
             for sight in Sight
         }
-        self._inbox.post(PeersLookedAt(reached=found[Sight.REACHED], gone=found[Sight.GONE]))
+        self._inbox.post(PeersSeen(reached=found[Sight.REACHED], gone=found[Sight.GONE]))
 
     # --- after every event ---
 

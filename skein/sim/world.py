@@ -15,7 +15,7 @@ from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, Strea
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, JobHeld, Record, RolledBack
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.reports import Hello, Report
+from skein.protocol.messages.reports import Hello, LinksMeasured, PeersSeen, Report
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import (
@@ -30,13 +30,11 @@ from skein.protocol.worker.worker_io import (
     FollowCommit,
     ForgetJob,
     Identity,
-    LinksProbed,
     LogShortened,
     LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
-    PeersLookedAt,
     RunOp,
     SendReport,
     SendTensor,
@@ -353,7 +351,7 @@ class World(SimService):
                     if peer.worker in self.workers
                     for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
                 )
-                self.clock.after(0.5, partial(self._give, worker, LinksProbed(links=links)))
+                self.clock.after(0.5, partial(self._give, worker, LinksMeasured(links=links)))
             case LookAtPeers():
                 seen = self._seen_by(name, command.peers)
                 self.clock.after(LOOK_S, partial(self._give, worker, seen))
@@ -369,7 +367,7 @@ class World(SimService):
             case DropTensor():
                 pass
 
-    def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersLookedAt:
+    def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersSeen:
         """Whom a look finds: where a link is cut, or a process stands still, nothing is heard."""
         reached, gone = [], []
         for peer in peers:
@@ -380,7 +378,7 @@ class World(SimService):
                 gone.append(peer.incarnation)
             elif not found.is_frozen:
                 reached.append(peer.incarnation)
-        return PeersLookedAt(reached=tuple(reached), gone=tuple(gone))
+        return PeersSeen(reached=tuple(reached), gone=tuple(gone))
 
     def _end_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
         if not worker.is_stuck:

@@ -19,6 +19,7 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.reports import (
     Ack,
     Beat,
+    CheckpointWritten,
     ChunksReady,
     Hello,
     Leaving,
@@ -39,13 +40,10 @@ from skein.protocol.worker.worker_io import (
     Build,
     BuildFailed,
     CancelBuild,
-    CheckpointSaved,
     Exit,
     ForgetJob,
-    LinksProbed,
     LookAtPeers,
     MeasureLinks,
-    PeersLookedAt,
     StopRequested,
     StreamLost,
     StreamOpened,
@@ -132,7 +130,7 @@ def test_without_a_stream_nothing_is_said_and_no_time_matters() -> None:
     hand = accumulated()
     hand.give(StreamLost(reason="reset"))
     assert hand.machine.deadline() is None
-    hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
+    hand.give(CheckpointWritten(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
     assert hand.said() == []
 
 
@@ -163,7 +161,7 @@ def test_links_are_measured_when_asked() -> None:
     hand = Hand()
     hand.connect()
     assert hand.hear(Probe(peers=())) == [MeasureLinks(peers=())]
-    hand.give(LinksProbed(links=()))
+    hand.give(LinksMeasured(links=()))
     assert only(hand.said(), LinksMeasured).links == ()
 
 
@@ -171,7 +169,7 @@ def test_peers_are_looked_at_when_asked() -> None:
     hand = Hand()
     hand.connect()
     assert hand.hear(Look(peers=())) == [LookAtPeers(peers=())]
-    hand.give(PeersLookedAt(reached=(Incarnation("a"),), gone=(Incarnation("b"),)))
+    hand.give(PeersSeen(reached=(Incarnation("a"),), gone=(Incarnation("b"),)))
     assert only(hand.said(), PeersSeen) == PeersSeen(reached=(Incarnation("a"),), gone=(Incarnation("b"),))
 
 

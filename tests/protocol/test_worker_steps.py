@@ -24,14 +24,7 @@ from skein.protocol.worker.ops import (
     PackOp,
     SaveOp,
 )
-from skein.protocol.worker.worker_io import (
-    BytesMoved,
-    CheckpointSaved,
-    DropTensor,
-    Exit,
-    RunOp,
-    SaveFailed,
-)
+from skein.protocol.worker.worker_io import BytesMoved, DropTensor, Exit, RunOp
 from skein.types import Epoch, Generation, StageIndex, Step, parse_group
 from tests.support.hands import Hand, record
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
@@ -384,7 +377,7 @@ def test_a_save_and_what_was_written_carry_the_number_of_the_walker() -> None:
     assert isinstance(hand.running, SaveOp)
     assert hand.running.walker == 3
     hand.give(
-        CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=(), walker=3)
+        CheckpointWritten(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=(), walker=3)
     )
     assert only(hand.said(), CheckpointWritten).walker == 3
 
@@ -395,16 +388,20 @@ def test_a_save_of_another_version_is_ignored() -> None:
 
 def test_what_was_written_is_reported_and_so_is_what_was_not() -> None:
     hand = ready()
-    hand.give(CheckpointSaved(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
+    hand.give(CheckpointWritten(generation=Generation(1), version=Step(0), stage=StageIndex(0), files=()))
     assert only(hand.said(), CheckpointWritten).stage == 0
-    hand.give(SaveFailed(generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="disk full"))
+    hand.give(
+        CheckpointUnwritten(
+            generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="disk full"
+        )
+    )
     assert only(hand.said(), CheckpointUnwritten).reason == "disk full"
 
 
 def test_what_an_older_generation_could_not_save_is_told_as_of_that_one() -> None:
     hand = ready()
     hand.fence(PLAN, generation=2)
-    failed = SaveFailed(
+    failed = CheckpointUnwritten(
         generation=Generation(1), version=Step(0), stage=StageIndex(0), reason="the job has ended"
     )
     hand.give(failed)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from skein.errors import SkeinError
-from skein.protocol.worker.worker_io import BytesMoved, CheckpointSaved, SaveFailed, WorkerEvent
+from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
+from skein.protocol.worker.worker_io import BytesMoved, WorkerEvent
 from skein.storage.outside import NoRoomError, Outside, SilentError
 from skein.storage.places import Places
 from skein.units import format_bytes
@@ -70,7 +71,7 @@ class Saver:
         self._moves = moves
         self._metrics = metrics
 
-    async def save(self, saved: Saved) -> CheckpointSaved | SaveFailed:
+    async def save(self, saved: Saved) -> CheckpointWritten | CheckpointUnwritten:
         """Write a stage of a checkpoint, trying again if that fails for what may pass quickly."""
         with self._moves.told():
             for pause_s in (*_PAUSES_S, None):
@@ -82,7 +83,7 @@ class Saver:
                 await asyncio.sleep(pause_s)
         raise AssertionError("the last try returns")
 
-    async def _write(self, saved: Saved) -> CheckpointSaved:
+    async def _write(self, saved: Saved) -> CheckpointWritten:
         """Write it once.
 
         Raises:
@@ -112,15 +113,15 @@ class Saver:
             format_bytes(num_bytes),
             elapsed_s,
         )
-        return CheckpointSaved(
+        return CheckpointWritten(
             generation=generation, version=version, stage=stage, files=files, walker=saved.walker
         )
 
 
-def _not_written(saved: Saved, error: OSError | SkeinError) -> SaveFailed:
+def _not_written(saved: Saved, error: OSError | SkeinError) -> CheckpointUnwritten:
     reason = str(error) if isinstance(error, _TOLD_AT_ONCE) else one_line(error)
     _log.warning("checkpoint=%d stage=%d not written: %s", saved.version, saved.stage, reason)
-    return SaveFailed(
+    return CheckpointUnwritten(
         generation=saved.generation,
         version=saved.version,
         stage=saved.stage,

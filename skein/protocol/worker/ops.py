@@ -168,7 +168,7 @@ class ApplyOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOp:
-    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointSaved`.
+    """Copy a chunk's state for a checkpoint; it is written in the background and answered by `CheckpointWritten`.
 
     `walker` is its walker's number in that checkpoint.
     """

@@ -69,24 +69,20 @@ from skein.protocol.worker.worker_io import (
     BuildFailed,
     Built,
     BytesMoved,
-    CheckpointSaved,
     DeviceMeasured,
     DirectiveArrived,
     Exit,
     ForgetJob,
     Identity,
-    LinksProbed,
     LogShortened,
     LookAtPeers,
     MeasureDevice,
     MeasureLinks,
     OpEnded,
     OpeningEnded,
-    PeersLookedAt,
     PrefetchEnded,
     PrefetchFailed,
     RunOp,
-    SaveFailed,
     SendFailed,
     SnapshotsHeld,
     StopRequested,
@@ -145,20 +141,14 @@ class Worker:
                 self._built(event)
             case BuildFailed():
                 self._building.failed(event)
-            case CheckpointSaved():
-                self._saved(event)
-            case SaveFailed():
-                self._not_saved(event)
             case BytesMoved():
                 self.progress += 1
             case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed() | OpeningEnded():
                 self._copies.ended(event)
-            case LinksProbed():
-                self._standing.tell(LinksMeasured(links=event.links))
+            case CheckpointWritten() | CheckpointUnwritten() | LinksMeasured() | PeersSeen():
+                self._standing.tell(event)
             case DeviceMeasured():
                 self._device_measured(event)
-            case PeersLookedAt():
-                self._standing.tell(PeersSeen(reached=event.reached, gone=event.gone))
             case StreamOpened():
                 self._stream_opened(now=now)
             case StreamLost():
@@ -277,29 +267,6 @@ class Worker:
         profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
         self.identity = replace(self.identity, profile=profile)
         self._standing.tell(SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
-
-    def _saved(self, event: CheckpointSaved) -> None:
-        self._standing.tell(
-            CheckpointWritten(
-                generation=event.generation,
-                version=event.version,
-                stage=event.stage,
-                files=event.files,
-                walker=event.walker,
-            )
-        )
-
-    def _not_saved(self, event: SaveFailed) -> None:
-        """That is the place's fault: what is held stays as it is, and is asked for again where it still matters."""
-        self._standing.tell(
-            CheckpointUnwritten(
-                generation=event.generation,
-                version=event.version,
-                stage=event.stage,
-                reason=event.reason,
-                walker=event.walker,
-            )
-        )
 
     # --- directives ---
 

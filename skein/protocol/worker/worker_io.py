@@ -6,7 +6,6 @@ from enum import StrEnum
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import (
     Assign,
-    CheckpointFile,
     ChunkVersion,
     Directive,
     Member,
@@ -14,11 +13,17 @@ from skein.protocol.messages.directives import (
     Prefetch,
     StepRecord,
 )
-from skein.protocol.messages.reports import Report
+from skein.protocol.messages.reports import (
+    CheckpointUnwritten,
+    CheckpointWritten,
+    LinksMeasured,
+    PeersSeen,
+    Report,
+)
 from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.ops import HopKey, Op, OpOutcome
-from skein.topology.fleet import Link, Profile
-from skein.types import Generation, Incarnation, JobId, SiteId, StageIndex, StageSpec, Step, WorkerId
+from skein.topology.fleet import Profile
+from skein.types import Generation, Incarnation, JobId, SiteId, StageSpec, Step, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,28 +129,6 @@ class BytesMoved:
     """A file is being read or written, or state comes in from a peer: slow as it may be, it is no standstill."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
-    """A stage's files are durable at the checkpoint's URL."""
-
-    generation: Generation
-    version: Step
-    stage: StageIndex
-    files: tuple[CheckpointFile, ...]
-    walker: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFailed:
-    """A stage's files could not be written, however often it was tried."""
-
-    generation: Generation
-    version: Step
-    stage: StageIndex
-    reason: str
-    walker: int = 0
-
-
 class CopyKind(StrEnum):
     """What a prefetched copy is for: kept for others as it is, or brought up to date for a chunk that will be here."""
 
@@ -192,26 +175,11 @@ class PrefetchFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinksProbed:
-    """Probes of peers have ended."""
-
-    links: tuple[Link, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMeasured:
     """The device was measured again."""
 
     flops_per_s: float
     spread: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeersLookedAt:
-    """These processes have answered, and the machines of those say that they are gone; the others were silent."""
-
-    reached: tuple[Incarnation, ...]
-    gone: tuple[Incarnation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +197,9 @@ class LogShortened:
     is_wanted: bool
 
 
+Finding = CheckpointWritten | CheckpointUnwritten | LinksMeasured | PeersSeen
+"""What work beside the ops has come to: the coordinator hears of it as it is."""
+
 WorkerEvent = (
     StreamOpened
     | StreamLost
@@ -240,15 +211,12 @@ WorkerEvent = (
     | Built
     | BuildFailed
     | BytesMoved
-    | CheckpointSaved
-    | SaveFailed
     | SnapshotsHeld
     | PrefetchEnded
     | PrefetchFailed
     | OpeningEnded
-    | LinksProbed
+    | Finding
     | DeviceMeasured
-    | PeersLookedAt
     | StopRequested
     | LogShortened
     | TimePassed
@@ -339,14 +307,14 @@ class MeasureDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLinks:
-    """Probe these peers. Answered by LinksProbed."""
+    """Probe these peers. Answered by LinksMeasured."""
 
     peers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAtPeers:
-    """See whether these processes answer. Answered by PeersLookedAt."""
+    """See whether these processes answer. Answered by PeersSeen."""
 
     peers: tuple[Member, ...]
 

@@ -6,15 +6,9 @@ from functools import partial
 from skein.config.job import JobSpec
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
 from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
+from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
 from skein.protocol.worker.ops import SaveOp
-from skein.protocol.worker.worker_io import (
-    Build,
-    BuildFailed,
-    Built,
-    CheckpointSaved,
-    SaveFailed,
-    WorkerEvent,
-)
+from skein.protocol.worker.worker_io import Build, BuildFailed, Built, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.compute.executor import StageTimes, stage_times
 from skein.sim.judging.invariants import INITIAL, Invariants, Violated
@@ -215,7 +209,7 @@ class Builds:
         worker.executor.writes(op.stage, name)
         tensors = (f"{walker_prefix(op.walker)}layers",)
         file = CheckpointFile(name=name, num_bytes=1, sha256="", tensors=tensors)
-        saved = CheckpointSaved(
+        saved = CheckpointWritten(
             generation=op.generation,
             version=op.version,
             stage=op.stage,
@@ -226,13 +220,13 @@ class Builds:
         durable = partial(self._durable, worker, saved, (chunk.stage, chunk.lineage))
         self._clock.after(SAVE_S, partial(worker.when_running, durable))
 
-    def _durable(self, worker: SimWorker, saved: CheckpointSaved, written: tuple[StageSpec, str]) -> None:
+    def _durable(self, worker: SimWorker, saved: CheckpointWritten, written: tuple[StageSpec, str]) -> None:
         reason = self.store.refusal()
         if not reason:
             self.store.files[saved.files[0].name] = written
             self._give(worker, saved)
             return
-        failed = SaveFailed(
+        failed = CheckpointUnwritten(
             generation=saved.generation,
             version=saved.version,
             stage=saved.stage,
