@@ -11,7 +11,6 @@ import pytest
 from client.cli import run
 from client.planning.case import case_of
 from client.planning.errand import Errand, Role
-from client.planning.files.document import routing_in
 from client.planning.files.fleetfile import parse_fleet_file
 from client.planning.member import member_messages
 from client.planning.messages import PlanFound
@@ -23,6 +22,7 @@ from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
 from tests.support.instances import instance, matrix
+from tests.support.plan_files import routing_in
 from tests.support.routing_rules import violations
 
 Captured = pytest.CaptureFixture[str]

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
 from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import ERROR, OneBit
 from skein.numeric.aggregate.one_bit.lamb import FACTOR, RATIO, RATIO_WEIGHT, OneBitLambRule
@@ -21,6 +20,7 @@ from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten, unflatten
 from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
 from skein.numeric.walker import Tensors, Walker
+from tests.support.exchanges import exchange, talks_by_shard
 
 Kind = Literal["adam", "lamb"]
 DType = Literal["float32", "float64"]

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchanging.in_memory import Weights, talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.walker import Walker
+from tests.support.exchanges import InFlight, Weights, put, take, talks_by_shard
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"a.weight": (5, 7), "b.bias": (3,), "c.weight": (4, 4, 2)}
 

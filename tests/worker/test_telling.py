@@ -10,12 +10,11 @@ from torch import Tensor
 from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row, talks_by_shard
-from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import flatten
 from skein.numeric.walker import Walker
+from tests.support.exchanges import exchange, led_by, talks_by_row, talks_by_shard
 from worker.compute.telling import EVERY, is_told, residual_norm, sent_bytes
 
 TERMS = Terms(step=0, learning_rate=0.125, gradient_scale=1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
-from skein.numeric.aggregate.exchanging.member import (
+from skein.numeric.aggregate.member import (
     ExchangeKey,
     StepExchanges,
     digest_of_tensors,

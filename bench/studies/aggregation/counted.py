@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import put, take
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.walker import Walker
+from tests.support.exchanges import put, take, talks_by_shard
 
 
 def exchanged(

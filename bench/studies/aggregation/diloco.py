@@ -25,13 +25,12 @@ from skein.data.cursor import positions_of
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of
 from skein.numeric.aggregate.diloco import GLOBAL, DiLoCoRule
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Tensors, Walker
 from skein.types import Precision, StageIndex, StageSpec
+from tests.support.exchanges import InFlight, put, take, talks_by_shard
 from worker.data.dataset import Batch, open_dataset
 from worker.model.stage import build_stage
 

@@ -19,12 +19,12 @@ from bench.studies.plot import Chart, Line
 from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
 from skein.config.rule import Due, GossipMethod, Reach
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Walker
 from skein.rng import stream
 from skein.topology.graphs import Mixing, mesh
+from tests.support.exchanges import exchange, talks_by_row
 
 F64 = NDArray[np.float64]
 

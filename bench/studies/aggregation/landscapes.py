@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from skein.config.aggregation import Lsgd
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import put, take
-from skein.numeric.aggregate.lsgd import LsgdRule, led_by
+from skein.numeric.aggregate.lsgd import LsgdRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import Walker
 from skein.plan.agreeing.election import elect
+from tests.support.exchanges import led_by, put, take, talks_by_shard
 
 _SIZE = 100
 """Rows and columns of the matrix."""

@@ -16,13 +16,12 @@ from bench.report import Row, spread
 from bench.studies.aggregation.digits_mlp import Samples, batch, gradient, initial, loss, split
 from skein.config.aggregation import Lsgd
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import put, take
-from skein.numeric.aggregate.lsgd import LsgdRule, led_by
+from skein.numeric.aggregate.lsgd import LsgdRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import Walker
 from skein.plan.agreeing.election import elect, probe_positions
+from tests.support.exchanges import led_by, put, take, talks_by_shard
 
 NUM_WALKERS = 4
 SEEDS = (0, 1, 2)

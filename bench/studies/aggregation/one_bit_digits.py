@@ -18,10 +18,10 @@ from bench.studies.aggregation.measured import Measured, banded
 from bench.studies.plot import Chart
 from skein.config import aggregation
 from skein.config.optimizer import LambSpec
-from skein.numeric.aggregate.exchanging.overlapped import bytes_of
 from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Tensors, Walker
+from tests.support.exchanges import bytes_of
 
 PEERS = (4, 16)
 SEEDS = (0, 1, 2)

@@ -18,13 +18,13 @@ from bench.studies.plot import Chart, Line
 from skein.config.aggregation import Gossip
 from skein.config.optimizer import SgdSpec
 from skein.config.rule import Due, GossipMethod, Reach
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.walker import Walker
 from skein.rng import stream
 from skein.topology.graphs import GraphKind, graph_of
 from skein.topology.stability import Stable, radius_of, verdict
+from tests.support.exchanges import exchange, talks_by_row
 
 _KINDS: tuple[GraphKind, ...] = ("ring", "static_exponential", "one_peer_exponential", "one_peer_hypercube")
 _COUNTS = (8, 16)

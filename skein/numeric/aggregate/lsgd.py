@@ -34,17 +34,6 @@ START = "lsgd_start"
 _PARAMS = "params"
 
 
-def led_by(talk: Talk, leader: int) -> Talk:
-    """`talk` with a leader: whoever owns a shard takes the leader's part and nobody else's.
-
-    Raises:
-        ValueError: the leader is not among the members.
-    """
-    if not 0 <= leader < talk.num_members:
-        raise ValueError(f"leader {leader} is not one of {talk.num_members} members")
-    return replace(talk, leader=leader, weights=(((leader, 1.0),),) * talk.num_shards)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LsgdRule(Rule):
     """The rule `lsgd` with its inner optimizer. Shards are pieces in which the leader's parameters travel."""

@@ -36,10 +36,6 @@ class _Grid:
         return False
 
     @property
-    def is_deterministic(self) -> bool:
-        return True
-
-    @property
     def bits(self) -> float:
         return self.bits_each + 8.0 * self.scale_dtype.itemsize / self.block
 
@@ -92,10 +88,6 @@ class _TwoBits:
     @property
     def is_linear(self) -> bool:
         return False
-
-    @property
-    def is_deterministic(self) -> bool:
-        return True
 
     @property
     def bits(self) -> float:

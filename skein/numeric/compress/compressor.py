@@ -34,11 +34,6 @@ class Compressor(Protocol):
         ...
 
     @property
-    def is_deterministic(self) -> bool:
-        """Whether equal vectors give equal bits, on any device of one kind and any number of threads."""
-        ...
-
-    @property
     def bits(self) -> float:
         """Bits per element of a long vector, scales included."""
         ...

@@ -22,10 +22,6 @@ class _Plain:
         return self.dtype is torch.float32
 
     @property
-    def is_deterministic(self) -> bool:
-        return True
-
-    @property
     def bits(self) -> float:
         return 8.0 * self.dtype.itemsize
 

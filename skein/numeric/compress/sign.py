@@ -26,10 +26,6 @@ class _Sign:
         return False
 
     @property
-    def is_deterministic(self) -> bool:
-        return True
-
-    @property
     def bits(self) -> float:
         return 1.0
 

@@ -13,16 +13,16 @@ from skein.numeric.optim.elementwise import (
     pieces,
     root,
     scratch_rows,
-    zeros_like,
 )
-from skein.numeric.walker import Slot, StateClass, Tensors, Walker
+from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.walker import Slot, StateClass, Walker
 
 MEAN, MEAN_OF_SQUARES = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """Adam with decoupled weight decay; two running means per parameter."""
+class WithMoments(Optimizer):
+    """Settings of who keeps two running means per parameter: of gradients and of their squares."""
 
     betas: tuple[float, float]
     eps: float
@@ -32,8 +32,10 @@ class AdamW:
     def slots(self) -> Mapping[str, Slot]:
         return dict.fromkeys((MEAN, MEAN_OF_SQUARES), Slot(kind=StateClass.REPLICATED))
 
-    def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
-        return zeros_like(params, self.slots)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(WithMoments):
+    """Adam with decoupled weight decay."""
 
     @torch.no_grad()
     def update(

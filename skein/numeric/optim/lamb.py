@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES
+from skein.numeric.optim.adamw import MEAN, MEAN_OF_SQUARES, WithMoments
 from skein.numeric.optim.elementwise import (
     average_moments,
     check_update,
@@ -16,28 +16,17 @@ from skein.numeric.optim.elementwise import (
     root,
     row_sums_of_squares,
     scratch_rows,
-    zeros_like,
 )
-from skein.numeric.walker import Slot, StateClass, Tensors, Walker
+from skein.numeric.walker import Walker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lamb:
+class Lamb(WithMoments):
     """Adam's direction, scaled tensor by tensor with the ratio of the norms of parameter and direction."""
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
     min_ratio: float
     max_ratio: float
     bias_correction: bool
-
-    @property
-    def slots(self) -> Mapping[str, Slot]:
-        return dict.fromkeys((MEAN, MEAN_OF_SQUARES), Slot(kind=StateClass.REPLICATED))
-
-    def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
-        return zeros_like(params, self.slots)
 
     @torch.no_grad()
     def update(

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from skein.numeric.optim.elementwise import zeros_like
 from skein.numeric.walker import Slot, Tensors, Walker
 
 
@@ -19,7 +20,7 @@ class Optimizer(Protocol):
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
         """The state before the first update, by slot: zeros in shape, dtype and device of each parameter."""
-        ...
+        return zeros_like(params, self.slots)
 
     def update(
         self,

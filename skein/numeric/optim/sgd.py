@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skein.numeric.optim.elementwise import check_update, pieces, scratch_rows, zeros_like
-from skein.numeric.walker import Slot, StateClass, Tensors, Walker
+from skein.numeric.optim.elementwise import check_update, pieces, scratch_rows
+from skein.numeric.optim.optimizer import Optimizer
+from skein.numeric.walker import Slot, StateClass, Walker
 
 MOMENTUM = "momentum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sgd:
+class Sgd(Optimizer):
     """Gradient descent with heavy-ball or Nesterov momentum; without momentum it keeps nothing."""
 
     momentum: float
@@ -24,9 +25,6 @@ class Sgd:
     @property
     def slots(self) -> Mapping[str, Slot]:
         return {MOMENTUM: Slot(kind=StateClass.REPLICATED)} if self.momentum else {}
-
-    def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
-        return zeros_like(params, self.slots)
 
     @torch.no_grad()
     def update(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.numeric.aggregate.exchanging.member import (
+from skein.numeric.aggregate.member import (
     ExchangeKey,
     StepExchanges,
     measured,

@@ -19,9 +19,8 @@ from skein.config.robust import CentredClip, Krum, NormClip, RobustSpec, Trimmed
 from skein.config.rule import Due, Reach, Walkers
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
-from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
 from skein.numeric.aggregate.gossip import GossipRule
-from skein.numeric.aggregate.lsgd import LsgdRule, led_by
+from skein.numeric.aggregate.lsgd import LsgdRule
 from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule, Talk
@@ -30,6 +29,7 @@ from skein.numeric.gradients import digest, flatten, squared_norm
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import StateClass, Tensors, Walker
+from tests.support.exchanges import led_by, owner_of, talks_by_row, talks_by_shard
 from tests.support.walks import drawn, problem, terms_at
 
 Talking = Literal["shards", "whole", "leader", "row"]

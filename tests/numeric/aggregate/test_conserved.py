@@ -10,12 +10,11 @@ from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd, OneBitAdam
 from skein.config.optimizer import AdamWSpec, LambSpec, SgdSpec
 from skein.config.rule import Due, Reach
 from skein.numeric.aggregate import all_reduce, diloco
-from skein.numeric.aggregate.exchanging.in_memory import owner_of, talks_by_row, talks_by_shard
-from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.one_bit import freezing as one_bit
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Tensors, Walker
+from tests.support.exchanges import led_by, owner_of, talks_by_row, talks_by_shard
 
 RING = ((0.5, 0.25, 0.25), (0.25, 0.5, 0.25), (0.25, 0.25, 0.5))
 SGD = SgdSpec(name="sgd", momentum=0.8)

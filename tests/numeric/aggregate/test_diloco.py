@@ -19,13 +19,12 @@ from skein.numeric.aggregate.diloco import (
     SHARD_RESIDUAL,
     DiLoCoRule,
 )
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import put, take
 from skein.numeric.aggregate.fragments import fragment_spans, gathered
 from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.optim.adamw import AdamW
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker
+from tests.support.exchanges import put, take, talks_by_shard
 from tests.support.extent import part
 from tests.support.walks import Walk, drawn, problem, terms_at, walk_of, walkers_at
 

@@ -13,7 +13,6 @@ from skein.config.optimizer import SgdSpec
 from skein.config.robust import CentredClip, Krum, NormClip
 from skein.config.rule import Due, GossipMethod, Reach
 from skein.errors import UserError
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, SENT, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.gradients import flatten
@@ -21,6 +20,7 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import StateClass, Walker
 from skein.rng import stream
 from skein.topology.graphs import GraphKind, Mixing, mesh, mixing_at, ring, static_exponential, without
+from tests.support.exchanges import exchange, talks_by_row
 
 F64 = NDArray[np.float64]
 Gradient = Callable[[F64], F64]

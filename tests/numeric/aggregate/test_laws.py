@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from skein.config.rule import Walkers
-from skein.numeric.aggregate.exchanging.in_memory import owner_of
 from skein.numeric.compress.compressor import form_of
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import StateClass, Tensors, Walker
@@ -21,6 +20,7 @@ from tests.numeric.aggregate.laws import (
     same_bits,
     same_walkers,
 )
+from tests.support.exchanges import owner_of
 from tests.support.walks import terms_at
 
 WIRE_DTYPES = {

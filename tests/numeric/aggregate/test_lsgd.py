@@ -8,14 +8,13 @@ from torch import Tensor
 
 from skein.config.aggregation import Lsgd
 from skein.config.rule import Due, Reach
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_shard
-from skein.numeric.aggregate.exchanging.overlapped import InFlight, put, take
-from skein.numeric.aggregate.lsgd import START, LsgdRule, led_by
+from skein.numeric.aggregate.lsgd import START, LsgdRule
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker
 from skein.plan.agreeing.election import elect
+from tests.support.exchanges import InFlight, led_by, put, take, talks_by_shard
 
 EVERY = Lsgd(rule="lsgd", local_every_steps=1, global_every_steps=1, groups="all", global_pull=0.05)
 BOTH = Lsgd(rule="lsgd", local_every_steps=1, global_every_steps=2, local_pull=0.5, global_pull=0.25)

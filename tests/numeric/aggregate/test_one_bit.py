@@ -11,7 +11,6 @@ from torch import Tensor
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_shard
 from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import (
     ERROR,
@@ -27,6 +26,7 @@ from skein.numeric.optim.adamw import MEAN_OF_SQUARES
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.lamb import Lamb
 from skein.numeric.walker import StateClass, Tensors, Walker
+from tests.support.exchanges import exchange, talks_by_shard
 
 WARMUP = 5
 RATE = 0.01

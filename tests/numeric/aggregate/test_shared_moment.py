@@ -9,7 +9,6 @@ import torch
 from skein.config.aggregation import Gossip
 from skein.config.optimizer import AdamWSpec, LambSpec
 from skein.config.rule import Due, GossipMethod, Reach
-from skein.numeric.aggregate.exchanging.in_memory import exchange, talks_by_row
 from skein.numeric.aggregate.gossip import MOMENTUM, GossipRule
 from skein.numeric.aggregate.rule import Terms
 from skein.numeric.aggregate.shared_moment import (
@@ -23,6 +22,7 @@ from skein.numeric.gradients import flatten
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Tensors, Walker
 from skein.topology.graphs import Mixing, ring, without
+from tests.support.exchanges import exchange, talks_by_row
 
 DUE = Due(round=0, reach=Reach.NEIGHBOURS)
 ADAMW = AdamWSpec(betas=(0.5, 0.5), weight_decay=0.0)

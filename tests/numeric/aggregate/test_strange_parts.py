@@ -10,11 +10,10 @@ from skein.config.aggregation import AggregationSpec, AllReduce, DiLoCo, Gossip,
 from skein.config.optimizer import AdamWSpec, OptimizerSpec, SgdSpec
 from skein.config.rule import Due, Reach
 from skein.numeric.aggregate.all_reduce import RESIDUAL
-from skein.numeric.aggregate.exchanging.in_memory import talks_by_row, talks_by_shard
-from skein.numeric.aggregate.lsgd import led_by
 from skein.numeric.aggregate.rule import Rule, Talk, Terms
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Tensors, Walker
+from tests.support.exchanges import led_by, talks_by_row, talks_by_shard
 
 NUM_ELEMENTS = 64
 TERMS = Terms(step=5, learning_rate=0.1, gradient_scale=1.0)

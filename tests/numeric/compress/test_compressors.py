@@ -188,7 +188,6 @@ def test_the_number_of_threads_changes_no_bit(row: Row) -> None:
             encoded.append(row.compressor.encode(x))
     finally:
         torch.set_num_threads(num_threads)
-    assert row.compressor.is_deterministic
     assert same_bits(encoded[0], encoded[1])
     assert same_bits(encoded[0], encoded[2])
 
