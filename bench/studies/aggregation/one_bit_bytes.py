@@ -17,8 +17,8 @@ from skein.numeric.aggregate.one_bit.adam import OneBitAdamRule
 from skein.numeric.aggregate.one_bit.freezing import OneBit
 from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Terms
-from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.walker import Tensors, Walker
+from skein.plan.agreeing.payload import payload_bytes
 
 _NUM_PEERS = 4
 _WARMUP_STEPS, _NUM_STEPS = 1000, 5993
@@ -34,7 +34,10 @@ def rows(*, is_quick: bool) -> Iterator[Row]:
         num_elements = sum(param.numel() for param in params.values())
         shares = 2 * (_NUM_PEERS - 1) / _NUM_PEERS  # of the vector: to the owners, and back to all
         sent = _sent(rule, params)
-        fp32, two_bytes = (shares * compressor_of(wire).num_bytes(num_elements) for wire in ("fp32", "bf16"))
+        fp32, two_bytes = (
+            shares * payload_bytes("fp32", num_elements),
+            shares * payload_bytes("bf16", num_elements),
+        )
         run = _WARMUP_STEPS * two_bytes + (_NUM_STEPS - _WARMUP_STEPS) * sent
         of = f"{num_elements / 1e6:.2f} M elements, {_NUM_PEERS} peers"
         yield _row(

@@ -31,18 +31,6 @@ class _Grid:
     block: int
     scale_dtype: torch.dtype
 
-    @property
-    def is_linear(self) -> bool:
-        return False
-
-    @property
-    def bits(self) -> float:
-        return self.bits_each + 8.0 * self.scale_dtype.itemsize / self.block
-
-    def num_bytes(self, num_elements: int) -> int:
-        num_blocks = -(-num_elements // self.block)
-        return -(-num_elements * self.bits_each // 8) + num_blocks * self.scale_dtype.itemsize
-
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
         num_codes = -(-num_elements * self.bits_each // 8)
         kind = torch.int8 if self.bits_each == 8 else torch.uint8
@@ -84,17 +72,6 @@ class _TwoBits:
     """A sign and a size for each element: the mean magnitude of the small ones of its block, or of the large ones."""
 
     block: int
-
-    @property
-    def is_linear(self) -> bool:
-        return False
-
-    @property
-    def bits(self) -> float:
-        return 2.0 + 32.0 / self.block
-
-    def num_bytes(self, num_elements: int) -> int:
-        return -(-num_elements // 4) + 4 * -(-num_elements // self.block)
 
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
         num_blocks, num_codes = -(-num_elements // self.block), -(-num_elements // 4)

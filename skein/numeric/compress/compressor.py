@@ -28,20 +28,6 @@ def form_of(tensors: Mapping[str, Tensor]) -> Form:
 class Compressor(Protocol):
     """A way to say a vector in fewer bytes. Settings, if any, are the compressor's own frozen fields."""
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether decoding what was encoded gives a float32 vector back, so that sums stay sums."""
-        ...
-
-    @property
-    def bits(self) -> float:
-        """Bits per element of a long vector, scales included."""
-        ...
-
-    def num_bytes(self, num_elements: int) -> int:
-        """What a float32 vector weighs encoded, without the names and shapes of the tensors."""
-        ...
-
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
         """What a vector of `dtype` looks like encoded."""
         ...

@@ -23,8 +23,8 @@ def compressor_of(name: str) -> Compressor:
     Raises:
         ValueError: there is none.
 
-    >>> compressor_of("int4").bits
-    4.125
+    >>> compressor_of("sign") is SIGN
+    True
     """
     if name not in COMPRESSOR_BY_NAME:
         raise ValueError(f"no compressor {name!r}: there are {', '.join(COMPRESSOR_BY_NAME)}")

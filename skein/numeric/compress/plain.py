@@ -17,17 +17,6 @@ class _Plain:
 
     dtype: torch.dtype
 
-    @property
-    def is_linear(self) -> bool:
-        return self.dtype is torch.float32
-
-    @property
-    def bits(self) -> float:
-        return 8.0 * self.dtype.itemsize
-
-    def num_bytes(self, num_elements: int) -> int:
-        return num_elements * self.dtype.itemsize
-
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
         return {"values": (self.dtype, (num_elements,))}
 

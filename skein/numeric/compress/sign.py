@@ -21,17 +21,6 @@ class _Sign:
     Source: Seide et al., "1-bit stochastic gradient descent" (2014); the scale is that of DeepSpeed's 1-bit LAMB.
     """
 
-    @property
-    def is_linear(self) -> bool:
-        return False
-
-    @property
-    def bits(self) -> float:
-        return 1.0
-
-    def num_bytes(self, num_elements: int) -> int:
-        return -(-num_elements // 8) + 4
-
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
         kind = torch.float64 if dtype is torch.float64 else torch.float32
         return {"bits": (torch.uint8, (-(-num_elements // 8),)), "scale": (kind, (1,))}

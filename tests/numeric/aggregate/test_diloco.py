@@ -20,10 +20,10 @@ from skein.numeric.aggregate.diloco import (
     DiLoCoRule,
 )
 from skein.numeric.aggregate.fragments import fragment_spans, gathered
-from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.optim.adamw import AdamW
 from skein.numeric.optim.sgd import Sgd
 from skein.numeric.walker import StateClass, Walker
+from skein.plan.agreeing.payload import payload_bytes
 from tests.support.exchanges import put, take, talks_by_shard
 from tests.support.extent import part
 from tests.support.walks import Walk, drawn, problem, terms_at, walk_of, walkers_at
@@ -248,7 +248,7 @@ def test_a_fragment_weighs_what_its_wire_says() -> None:
     params = {"w": torch.randn(100_000)}
     walkers = [Walker(params={"w": params["w"].clone()}, state=rule.init(params)) for _ in range(4)]
     exchange = take(rule, walkers, talks_by_shard(Due(round=0), num_members=4, num_shards=4))
-    shard = compressor_of("int4").num_bytes(25_000)
+    shard = payload_bytes("int4", 25_000)
     # Three of four shards leave each walker, beside a norm of 8 bytes; each result goes to three others.
     assert exchange.num_bytes == 4 * 3 * (shard + 8) + 4 * 3 * shard
 

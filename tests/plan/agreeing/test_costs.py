@@ -8,10 +8,7 @@ import pytest
 from client.planning.estimates import Estimate, estimate, estimate_of_job, estimate_of_plan
 from skein.config.job import JobSpec
 from skein.config.load import parse_job
-from skein.config.rule import Wire
-from skein.numeric.compress.compressors import compressor_of
 from skein.plan.agreeing.costs import Circle
-from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
@@ -51,17 +48,6 @@ def even_links(num_workers: int, *, latency_s: float, bytes_per_s: float) -> Lin
 
 
 # --- bytes ---
-
-
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "int2"])
-@pytest.mark.parametrize("num_elements", [0, 1, 2, 5, 127, 128, 129, 255, 256, 257, 100_003])
-def test_formats_weigh_what_compressors_make(wire: Wire, num_elements: int) -> None:
-    assert payload_bytes(wire, num_elements) == compressor_of(wire).num_bytes(num_elements)
-
-
-@pytest.mark.parametrize("num_elements", [0, 1, 8, 9, 100_003])
-def test_signs_weigh_what_the_compressor_makes(num_elements: int) -> None:
-    assert sign_bytes(num_elements, 1) == compressor_of("sign").num_bytes(num_elements)
 
 
 def test_plain_all_reduce_sends_twice_all_but_its_own_shard() -> None:
