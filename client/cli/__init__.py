@@ -12,116 +12,84 @@ from typing import NoReturn
 import click
 
 import skein
-from client.cli.verbs import ProgramVerb, Verb, VerbGroup
+from client.cli.verbs import ProgramVerb, Verb, VerbGroup, Verbs
 from skein.errors import SkeinError, UserError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 
-_COORDINATOR = VerbGroup(
-    "coordinator",
-    help="The service that decides.",
-    verbs={"up": ProgramVerb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")},
+
+def _of(module: str, help_by_name: Mapping[str, str]) -> dict[str, Verb]:
+    """Commands of one module, each under the name of the function that it is."""
+    return {name: Verb(help=help, module=module, attribute=name) for name, help in help_by_name.items()}
+
+
+def _group(name: str, help: str, verbs: Verbs) -> dict[str, VerbGroup]:
+    return {name: VerbGroup(name, help=help, verbs=verbs)}
+
+
+_CHECKPOINTS: Verbs = {
+    "list": Verb(
+        help="List the checkpoints that are kept.", module="client.cli.job.checkpoints", attribute="listed"
+    ),
+    **_of("client.cli.job.checkpoints", {"verify": "Read checkpoints and compare hashes."}),
+}
+_JOB = _of(
+    "client.cli.job.files",
+    {"check": "Say what is wrong with a job file.", "schema": "Print the JSON Schema of job files."},
 )
-_WORKER = VerbGroup(
-    "worker",
-    help="The daemon that trains.",
-    verbs={"up": ProgramVerb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")},
-)
-_CHECKPOINTS = VerbGroup(
-    "checkpoints",
-    help="List a job's checkpoints, or read them to see whether they are whole.",
-    verbs={
-        "list": Verb(
-            help="List the checkpoints that are kept.",
-            module="client.cli.job.checkpoints",
-            attribute="listed",
-        ),
-        "verify": Verb(
-            help="Read checkpoints and compare hashes.",
-            module="client.cli.job.checkpoints",
-            attribute="verify",
-        ),
+_LAB = _of(
+    "client.cli.lab",
+    {
+        "up": "Bring a WAN with a coordinator and workers up, in the background.",
+        "status": "Show what runs where, and links that were changed.",
+        "cut": "Let nothing through between two sites or workers.",
+        "slow": "Change latency, bandwidth, jitter or loss of links.",
+        "heal": "Let links be as they were.",
+        "measure": "Measure what TCP gets of a link.",
+        "down": "End the lab, also one that was killed.",
     },
 )
-_JOB = VerbGroup(
-    "job",
-    help="Job files.",
-    verbs={
-        "check": Verb(
-            help="Say what is wrong with a job file.", module="client.cli.job.files", attribute="check"
-        ),
-        "schema": Verb(
-            help="Print the JSON Schema of job files.", module="client.cli.job.files", attribute="schema"
-        ),
-    },
-)
-_LAB = VerbGroup(
-    "lab",
-    help="An emulated WAN on this machine.",
-    verbs={
-        name: Verb(help=text, module="client.cli.lab", attribute=name)
-        for name, text in {
-            "up": "Bring a WAN with a coordinator and workers up, in the background.",
-            "status": "Show what runs where, and links that were changed.",
-            "cut": "Let nothing through between two sites or workers.",
-            "slow": "Change latency, bandwidth, jitter or loss of links.",
-            "heal": "Let links be as they were.",
-            "measure": "Measure what TCP gets of a link.",
-            "down": "End the lab, also one that was killed.",
-        }.items()
-    },
-)
-_VERBS: Mapping[str, Verb | ProgramVerb | VerbGroup] = {
-    "demo": Verb(
-        help="Train, export and sample a small model, all on this machine.",
-        module="client.cli.demo",
-        attribute="demo",
+_UP_COORDINATOR = ProgramVerb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")
+_UP_WORKER = ProgramVerb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")
+_VERBS: Verbs = {
+    **_of("client.cli.demo", {"demo": "Train, export and sample a small model, all on this machine."}),
+    **_group("coordinator", "The service that decides.", {"up": _UP_COORDINATOR}),
+    **_group("worker", "The daemon that trains.", {"up": _UP_WORKER}),
+    **_of(
+        "client.cli.job.jobs", {"submit": "Hand in a job.", "jobs": "List jobs.", "status": "Show one job."}
     ),
-    "coordinator": _COORDINATOR,
-    "worker": _WORKER,
-    "submit": Verb(help="Hand in a job.", module="client.cli.job.jobs", attribute="submit"),
-    "jobs": Verb(help="List jobs.", module="client.cli.job.jobs", attribute="jobs"),
-    "status": Verb(help="Show one job.", module="client.cli.job.jobs", attribute="status"),
-    "logs": Verb(help="Tell the story of a job.", module="client.cli.job.logs", attribute="logs"),
-    "curve": Verb(
-        help="Draw a job's losses, or write its curves to files.",
-        module="client.cli.job.curve",
-        attribute="curve",
+    **_of("client.cli.job.logs", {"logs": "Tell the story of a job."}),
+    **_of("client.cli.job.curve", {"curve": "Draw a job's losses, or write its curves to files."}),
+    **_of("client.cli.job.incidents", {"incidents": "List a job's failures and what they cost."}),
+    **_group(
+        "checkpoints", "List a job's checkpoints, or read them to see whether they are whole.", _CHECKPOINTS
     ),
-    "incidents": Verb(
-        help="List a job's failures and what they cost.",
-        module="client.cli.job.incidents",
-        attribute="incidents",
+    **_of(
+        "client.cli.job.wishes",
+        {
+            "cancel": "Save a job and end it.",
+            "pause": "Save a job and free its workers.",
+            "resume": "Have a job go on.",
+        },
     ),
-    "checkpoints": _CHECKPOINTS,
-    "cancel": Verb(help="Save a job and end it.", module="client.cli.job.wishes", attribute="cancel"),
-    "pause": Verb(help="Save a job and free its workers.", module="client.cli.job.wishes", attribute="pause"),
-    "resume": Verb(help="Have a job go on.", module="client.cli.job.wishes", attribute="resume"),
-    "export": Verb(
-        help="Write a job's weights as a Hugging Face directory.",
-        module="client.cli.job.files",
-        attribute="export",
+    **_of("client.cli.job.files", {"export": "Write a job's weights as a Hugging Face directory."}),
+    **_of(
+        "client.cli.fleet",
+        {
+            "workers": "List workers.",
+            "links": "List measured links.",
+            "measure": "Have workers measure their devices again.",
+            "drain": "Take work away from a worker.",
+        },
     ),
-    "workers": Verb(help="List workers.", module="client.cli.fleet", attribute="workers"),
-    "links": Verb(help="List measured links.", module="client.cli.fleet", attribute="links"),
-    "measure": Verb(
-        help="Have workers measure their devices again.", module="client.cli.fleet", attribute="measure"
+    **_group("job", "Job files.", _JOB),
+    **_of(
+        "client.cli.plan", {"plan": "Plan a step for an instance or a fleet, and say how good the plan is."}
     ),
-    "drain": Verb(help="Take work away from a worker.", module="client.cli.fleet", attribute="drain"),
-    "job": _JOB,
-    "plan": Verb(
-        help="Plan a step for an instance or a fleet, and say how good the plan is.",
-        module="client.cli.plan",
-        attribute="plan",
-    ),
-    "doctor": Verb(help="Look for what could go wrong.", module="client.cli.doctor", attribute="doctor"),
-    "lab": _LAB,
-    "completion": Verb(
-        help="Print what completes commands in a shell.",
-        module="client.cli.completion",
-        attribute="completion",
-    ),
+    **_of("client.cli.doctor", {"doctor": "Look for what could go wrong."}),
+    **_group("lab", "An emulated WAN on this machine.", _LAB),
+    **_of("client.cli.completion", {"completion": "Print what completes commands in a shell."}),
     "sim": ProgramVerb(help="Simulate a job on a made-up fleet.", module="skein.sim"),
     "bench": ProgramVerb(help="Run a comparison (source checkout).", module="bench"),
 }

@@ -66,7 +66,7 @@ def connection_options(command: Command) -> Command:
             default="10 s",
             show_default=True,
             expose_value=False,
-            callback=_set_timeout,
+            callback=_keep,
             help="For one try of one call.",
         ),
         click.option(
@@ -75,7 +75,7 @@ def connection_options(command: Command) -> Command:
             envvar=TOKEN_VARIABLE,
             show_envvar=True,
             expose_value=False,
-            callback=_set_token_file,
+            callback=_keep,
             help="Holds the coordinator's token.",
         ),
         click.option(
@@ -86,7 +86,7 @@ def connection_options(command: Command) -> Command:
             envvar=COORDINATOR_VARIABLE,
             show_envvar=True,
             expose_value=False,
-            callback=_set_coordinator,
+            callback=_keep,
             help="Which coordinator to ask, or it and its standbys.",
         ),
     ):
@@ -94,16 +94,9 @@ def connection_options(command: Command) -> Command:
     return command
 
 
-def _set_coordinator(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
-    target().coordinator = value
-
-
-def _set_token_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
-    target().token_file = value
-
-
-def _set_timeout(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
-    target().timeout = value
+def _keep(_context: click.Context, parameter: click.Parameter, value: object) -> None:
+    assert parameter.name is not None
+    setattr(target(), parameter.name, value)
 
 
 json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, one object per line.")

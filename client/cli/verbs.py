@@ -36,6 +36,10 @@ class ProgramVerb:
     module: str
 
 
+Verbs = Mapping[str, "Verb | ProgramVerb | VerbGroup"]
+"""Commands by the names that users type."""
+
+
 class VerbGroup(click.Group):
     """Commands by name, loaded when called; an unknown one is answered with the nearest."""
 
@@ -44,7 +48,7 @@ class VerbGroup(click.Group):
         name: str,
         *,
         help: str,
-        verbs: "Mapping[str, Verb | ProgramVerb | VerbGroup]",
+        verbs: Verbs,
         params: Sequence[click.Parameter] = (),
     ) -> None:
         settings = {"help_option_names": ["-h", "--help"]}  # of all commands below too
