@@ -10,6 +10,7 @@ Rules of this file
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -71,11 +72,11 @@ class _Incidents:
     """What failures cost, all jobs together. Every series is there from the start: no failure is a 0, not a gap."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._total = Counter(
+        new_counter = partial(Counter, registry=registry)
+        self._total = new_counter(
             "skein_incidents_total",
             "Failures that are over, by what failed and what was done",
             ["kind", "remedy"],
-            registry=registry,
         )
         self._seconds = Histogram(
             "skein_incident_seconds",
@@ -84,20 +85,15 @@ class _Incidents:
             buckets=INCIDENT_BUCKETS,
             registry=registry,
         )
-        self._steps_lost = Counter(
-            "skein_incident_steps_lost_total", "Committed steps that incidents cost", registry=registry
+        self._steps_lost = new_counter(
+            "skein_incident_steps_lost_total", "Committed steps that incidents cost"
         )
-        self._samples = Counter(
-            "skein_samples_repeated_total", "Samples computed again after failures", registry=registry
-        )
-        self._replayed = Counter(
+        self._samples = new_counter("skein_samples_repeated_total", "Samples computed again after failures")
+        self._replayed = new_counter(
             "skein_contributions_replayed_total",
             "Contributions (one microbatch, one stage) that were lost and computed again",
-            registry=registry,
         )
-        self._rerouted = Counter(
-            "skein_hops_rerouted_total", "Hops given to another worker by failures", registry=registry
-        )
+        self._rerouted = new_counter("skein_hops_rerouted_total", "Hops given to another worker by failures")
         for kind in IncidentKind:
             self._seconds.labels(kind)
             for remedy in Remedy:
@@ -119,6 +115,8 @@ class CoordinatorMetrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
+        new_gauge, new_counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        new_histogram = partial(Histogram, registry=registry)
         self._statistics = StatisticsCollector()
         registry.register(self._statistics)
         self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
@@ -135,31 +133,27 @@ class CoordinatorMetrics:
         self._version = self._gauge("skein_version_steps", "Committed steps that count")
         self._predicted = self._gauge("skein_predicted_step_seconds", "What the plan expects of a step")
         self._lower_bound = self._gauge("skein_lower_bound_step_seconds", "No plan could be faster")
-        self._plan_step = Gauge(
+        self._plan_step = new_gauge(
             "skein_plan_step_seconds",
             "A step as the plan has it, and the median of the last ones",
             ["job", "kind"],
-            registry=registry,
         )
-        self._stage_op = Gauge(
+        self._stage_op = new_gauge(
             "skein_stage_op_seconds",
             "An op for one microbatch as the plan has it and as measured, mean over a stage's holders",
             ["job", "stage", "op", "kind"],
-            registry=registry,
         )
-        self._holders = Gauge(
+        self._holders = new_gauge(
             "skein_stage_holders",
             "Workers that hold a stage, and how many the job asks for",
             ["job", "stage", "kind"],
-            registry=registry,
         )
         self._timed: dict[JobId, set[tuple[str, ...]]] = {}
         self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
-        self._probe_score = Gauge(
+        self._probe_score = new_gauge(
             "skein_probe_score_nats",
             "Loss on the probe batch, per token, by the worker of the walker's head",
             ["walker"],
-            registry=registry,
         )
         self._tokens = self._counter("skein_trained_tokens_total", "Tokens trained on")
         self._late_samples = self._counter(
@@ -177,45 +171,34 @@ class CoordinatorMetrics:
         self._rollbacks = self._counter("skein_rollbacks_total", "Returns to an older version")
         self._lost_steps = self._counter("skein_rolled_back_steps_total", "Steps given up by rollbacks")
         self._divergences = self._counter("skein_divergences_total", "Times that training learned no more")
-        self._step_seconds = Histogram(
-            "skein_step_seconds",
-            "From one commit to the next",
-            ["job"],
-            buckets=STEP_BUCKETS,
-            registry=registry,
+        self._step_seconds = new_histogram(
+            "skein_step_seconds", "From one commit to the next", ["job"], buckets=STEP_BUCKETS
         )
         self._per_job.append(self._step_seconds)
         self._incidents = _Incidents(registry)
         # --- the coordinator ---
-        self._jobs_by_state = Gauge("skein_jobs", "Jobs, by state", ["state"], registry=registry)
-        self._workers = Gauge("skein_workers", "Workers, by state", ["state"], registry=registry)
-        self._lease = Gauge(
-            "skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"], registry=registry
+        self._jobs_by_state = new_gauge("skein_jobs", "Jobs, by state", ["state"])
+        self._workers = new_gauge("skein_workers", "Workers, by state", ["state"])
+        self._lease = new_gauge("skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"])
+        self._generation = new_gauge("skein_generation_number", "Of the newest plan")
+        self._epoch = new_gauge("skein_epoch_number", "Openings of the run log")
+        self._leads = new_gauge(
+            "skein_coordinator_is_leader", "1 where this coordinator leads, 0 while it stands by"
         )
-        self._generation = Gauge("skein_generation_number", "Of the newest plan", registry=registry)
-        self._epoch = Gauge("skein_epoch_number", "Openings of the run log", registry=registry)
-        self._leads = Gauge(
-            "skein_coordinator_is_leader",
-            "1 where this coordinator leads, 0 while it stands by",
-            registry=registry,
+        self._streams = new_gauge("skein_control_streams", "Control streams that are open")
+        self._lag = new_gauge("skein_event_loop_lag_seconds", "How late a timer fired")
+        self._append_seconds = new_histogram(
+            "skein_run_log_append_seconds", "Until a turn's records were durable", buckets=_APPEND_BUCKETS
         )
-        self._streams = Gauge("skein_control_streams", "Control streams that are open", registry=registry)
-        self._lag = Gauge("skein_event_loop_lag_seconds", "How late a timer fired", registry=registry)
-        self._append_seconds = Histogram(
-            "skein_run_log_append_seconds",
-            "Until a turn's records were durable",
-            buckets=_APPEND_BUCKETS,
-            registry=registry,
+        self._entries = new_counter("skein_run_log_entries_total", "Records in the run log")
+        self._plan_seconds = new_histogram(
+            "skein_plan_seconds", "Until the planner answered", buckets=_PLAN_BUCKETS
         )
-        self._entries = Counter("skein_run_log_entries_total", "Records in the run log", registry=registry)
-        self._plan_seconds = Histogram(
-            "skein_plan_seconds", "Until the planner answered", buckets=_PLAN_BUCKETS, registry=registry
+        self._plans = new_counter("skein_plans_total", "Answers of the planner", ["result"])
+        self._rpc_errors = new_counter(
+            "skein_rpc_errors_total", "Calls that were refused", ["method", "reason"]
         )
-        self._plans = Counter("skein_plans_total", "Answers of the planner", ["result"], registry=registry)
-        self._rpc_errors = Counter(
-            "skein_rpc_errors_total", "Calls that were refused", ["method", "reason"], registry=registry
-        )
-        info = Gauge("skein_build_info", "1", ["release", "protocol"], registry=registry)
+        info = new_gauge("skein_build_info", "1", ["release", "protocol"])
         info.labels(skein.__version__, str(skein.PROTOCOL_VERSION)).set(1)
 
     def _gauge(self, name: str, about: str) -> Gauge:
