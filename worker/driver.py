@@ -20,32 +20,10 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, LinksMeasured, PeersSeen, Report, Trouble
 from skein.protocol.messages.tensors import Envelope
+from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.keeping.desk import is_logged, key_of
 from skein.protocol.worker.ops import ApplyOp, OpFailed, SnapshotOp, TensorKey
 from skein.protocol.worker.worker import Worker
-from skein.protocol.worker.worker_io import (
-    Build,
-    BuildFailed,
-    Built,
-    CancelBuild,
-    DeviceMeasured,
-    DropCopies,
-    DropTensor,
-    Exit,
-    FollowCommit,
-    ForgetJob,
-    LogShortened,
-    LookAtPeers,
-    MeasureDevice,
-    MeasureLinks,
-    OpEnded,
-    RunOp,
-    SendReport,
-    SendTensor,
-    StartOpening,
-    StartPrefetch,
-    WorkerCommand,
-)
 from skein.storage.outside import Outside
 from skein.topology.fleet import Link, Profile
 from skein.types import Generation
@@ -133,13 +111,13 @@ class WorkerDriver:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._generation = machine.generation
-        self._building: asyncio.Task[Built | BuildFailed] | None = None
+        self._building: asyncio.Task[io.Built | io.BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._num_saving = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._exit: Exit | None = None
+        self._exit: io.Exit | None = None
 
-    async def run(self) -> Exit:
+    async def run(self) -> io.Exit:
         """Carry on until the machine says that nothing depends on this process any more; why.
 
         A clean exit waits for checkpoints that are being written.
@@ -173,32 +151,32 @@ class WorkerDriver:
 
     # --- what is to be done ---
 
-    def _carry_out(self, command: WorkerCommand) -> None:
+    def _carry_out(self, command: io.WorkerCommand) -> None:
         match command:
-            case SendReport():
+            case io.SendReport():
                 self._report(command.report)
-            case RunOp():
+            case io.RunOp():
                 self._run_op(command)
-            case SendTensor():
+            case io.SendTensor():
                 self._send(command)
-            case DropTensor():
+            case io.DropTensor():
                 self._desk.drop(command.envelope.generation, key_of(command.envelope.header))
-            case Build():
+            case io.Build():
                 self._start_build(command)
-            case CancelBuild():
+            case io.CancelBuild():
                 self._cancel_build()
-            case StartPrefetch() | StartOpening() | FollowCommit() | DropCopies():
+            case io.StartPrefetch() | io.StartOpening() | io.FollowCommit() | io.DropCopies():
                 self._copies.carry_out(command)
-            case MeasureLinks():
+            case io.MeasureLinks():
                 self._begin(self._measure(command.peers))
-            case MeasureDevice():
+            case io.MeasureDevice():
                 if not self._is_measuring:
                     self._begin(self._measure_device())
-            case LookAtPeers():
+            case io.LookAtPeers():
                 self._begin(self._look_at(command.peers))
-            case ForgetJob():
+            case io.ForgetJob():
                 self._forget_job()
-            case Exit():
+            case io.Exit():
                 self._exit = command
             case _:
                 assert_never(command)
@@ -221,7 +199,7 @@ class WorkerDriver:
                 self._control.send(LogLines(lines=lines))
         self._control.send(report)
 
-    def _run_op(self, command: RunOp) -> None:
+    def _run_op(self, command: io.RunOp) -> None:
         generation = command.generation
         operands, lost = self._desk.take(command.op, generation)
         self._tell_lost(lost)
@@ -233,7 +211,7 @@ class WorkerDriver:
 
         self._executor.run(command.op, operands, on_ran)
 
-    def _send(self, command: SendTensor) -> None:
+    def _send(self, command: io.SendTensor) -> None:
         payload = self._desk.for_sending(command.envelope)
         if payload is None:
             self._tell_lost((key_of(command.envelope.header),), is_wanted=True)
@@ -244,7 +222,7 @@ class WorkerDriver:
     def _tell_lost(self, keys: Iterable[TensorKey], *, is_wanted: bool = False) -> None:
         lost = tuple(key for key in keys if is_logged(key))
         if lost:
-            self._inbox.post(LogShortened(keys=lost, is_wanted=is_wanted))
+            self._inbox.post(io.LogShortened(keys=lost, is_wanted=is_wanted))
 
     def _ran(self, generation: Generation, ran: Ran) -> None:
         """File what an op made, before the machine hears of its end."""
@@ -258,7 +236,7 @@ class WorkerDriver:
             self._copies.snapshot_begun(self._machine.job)
         if done.saved is not None:
             self._keep_saving(done.saved)
-        self._inbox.post(OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
+        self._inbox.post(io.OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
     def _forget_job(self) -> None:
         self._cancel_build()
@@ -269,18 +247,18 @@ class WorkerDriver:
 
     # --- what takes time ---
 
-    def _start_build(self, command: Build) -> None:
+    def _start_build(self, command: io.Build) -> None:
         self._building = self._group.create_task(self._build(command))
         # Not in the task: one that is cancelled before its first step never runs.
         self._building.add_done_callback(partial(self._build_ended, command.assign.generation))
 
-    async def _build(self, command: Build) -> Built | BuildFailed:
+    async def _build(self, command: io.Build) -> io.Built | io.BuildFailed:
         assign = command.assign
         began_s = self._loop.time()
         with self._moves.told():
             event = await self._builder.build(assign, command.members)
         shown = ",".join(f"s{chunk.stage.index}:{chunk.source.kind}" for chunk in assign.chunks)
-        if isinstance(event, BuildFailed):
+        if isinstance(event, io.BuildFailed):
             _log.warning("generation=%d could not build %s: %s", assign.generation, shown, event.reason)
         else:
             elapsed_s = self._loop.time() - began_s
@@ -293,10 +271,10 @@ class WorkerDriver:
             )
         return event
 
-    def _build_ended(self, generation: Generation, building: asyncio.Task[Built | BuildFailed]) -> None:
+    def _build_ended(self, generation: Generation, building: asyncio.Task[io.Built | io.BuildFailed]) -> None:
         if building.cancelled():
             reason = "overtaken by a newer generation"
-            self._inbox.post(BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
+            self._inbox.post(io.BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
         elif building.exception() is None:
             self._inbox.post(building.result())
 
@@ -324,7 +302,7 @@ class WorkerDriver:
             _log.info(
                 "measured %.3g GFLOP/s, runs %.0f %% apart", found.flops_per_s / 1e9, 100 * found.spread
             )
-            self._inbox.post(DeviceMeasured(flops_per_s=found.flops_per_s, spread=found.spread))
+            self._inbox.post(io.DeviceMeasured(flops_per_s=found.flops_per_s, spread=found.spread))
         finally:
             self._is_measuring = False
 

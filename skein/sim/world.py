@@ -16,33 +16,9 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, JobHeld, Record, RolledBack
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello, LinksMeasured, PeersSeen, Report
+from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
-from skein.protocol.worker.worker_io import (
-    Build,
-    BuildFailed,
-    CancelBuild,
-    DeviceMeasured,
-    DirectiveArrived,
-    DropCopies,
-    DropTensor,
-    Exit,
-    FollowCommit,
-    ForgetJob,
-    Identity,
-    LogShortened,
-    LookAtPeers,
-    MeasureDevice,
-    MeasureLinks,
-    OpEnded,
-    RunOp,
-    SendReport,
-    SendTensor,
-    StartOpening,
-    StartPrefetch,
-    WorkerCommand,
-    WorkerEvent,
-)
 from skein.sim.compute.executor import SimExecutor
 from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.streams import Streams
@@ -59,8 +35,8 @@ BACK_S = 5.0
 """From the end of a process by an error of its own until somebody has started it again."""
 
 
-def _measured(worker: SimWorker) -> DeviceMeasured:
-    return DeviceMeasured(flops_per_s=worker.executor.flops_per_s, spread=0.0)
+def _measured(worker: SimWorker) -> io.DeviceMeasured:
+    return io.DeviceMeasured(flops_per_s=worker.executor.flops_per_s, spread=0.0)
 
 
 class World(SimService):
@@ -122,7 +98,7 @@ class World(SimService):
     def _send_directive(self, command: Send) -> None:
         self._streams.send(command)
 
-    def _take_directive(self, worker: SimWorker, event: DirectiveArrived) -> None:
+    def _take_directive(self, worker: SimWorker, event: io.DirectiveArrived) -> None:
         self.invariants.announced(event.directive)
         self._give(worker, event)
 
@@ -137,7 +113,7 @@ class World(SimService):
         profile = Profile(
             device="cpu", device_name="simulated", flops_per_s=flops_per_s, memory_bytes=memory_bytes
         )
-        identity = Identity(
+        identity = io.Identity(
             worker=name,
             incarnation=Incarnation(f"i{self._num_incarnations}"),
             site=site,
@@ -257,20 +233,20 @@ class World(SimService):
         worker = self.workers.get(name)
         keys = () if worker is None else worker.executor.log.shorten(num_kept)
         if worker is not None and keys:
-            self._give(worker, LogShortened(keys=keys, is_wanted=False))
+            self._give(worker, io.LogShortened(keys=keys, is_wanted=False))
 
-    def give(self, name: WorkerId, event: WorkerEvent) -> None:
+    def give(self, name: WorkerId, event: io.WorkerEvent) -> None:
         """Give a worker's machine an event."""
         if name in self.workers:
             self._give(self.workers[name], event)
 
-    def _give(self, worker: SimWorker, event: WorkerEvent) -> None:
+    def _give(self, worker: SimWorker, event: io.WorkerEvent) -> None:
         if worker.is_alive and not worker.is_frozen:
             self._handle(worker, event)
         else:
             worker.when_running(partial(self._handle, worker, event))
 
-    def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
+    def _handle(self, worker: SimWorker, event: io.WorkerEvent) -> None:
         try:
             commands = self._decide_for(worker, event)
         except AssertionError as error:
@@ -285,7 +261,7 @@ class World(SimService):
             self.clock.at(deadline, partial(self._worker_due, worker))
         self.invariants.handled(worker.machine)
 
-    def _decide_for(self, worker: SimWorker, event: WorkerEvent) -> list[WorkerCommand]:
+    def _decide_for(self, worker: SimWorker, event: io.WorkerEvent) -> list[io.WorkerCommand]:
         """What a worker's machine does about an event."""
         return worker.machine.handle(event, now=self.clock.now)
 
@@ -313,38 +289,38 @@ class World(SimService):
         """Break a worker's control stream; it dials again."""
         self._streams.breaks(name)
 
-    def _do(self, worker: SimWorker, command: WorkerCommand) -> None:
+    def _do(self, worker: SimWorker, command: io.WorkerCommand) -> None:
         name = worker.machine.identity.worker
         match command:
-            case RunOp():
+            case io.RunOp():
                 seconds = worker.executor.seconds(command.op) * self.times_as_long()
                 worker.is_busy = True
                 self.invariants.begins(worker.machine, command.op)
                 worker.executor.begins(command.op, command.generation)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
-            case SendTensor():
+            case io.SendTensor():
                 self.transport.send(worker, command)
-            case SendReport():
+            case io.SendReport():
                 self._send_report(worker, command.report)
-            case Build():
+            case io.Build():
                 self._builds.begin(worker, command)
-            case CancelBuild():
+            case io.CancelBuild():
                 worker.build += 1
-                cancelled = BuildFailed(
+                cancelled = io.BuildFailed(
                     generation=Generation(-1), peer=None, is_fatal=False, reason="cancelled"
                 )
                 self.clock.after(0.0, partial(self._give, worker, cancelled))
-            case StartPrefetch():
+            case io.StartPrefetch():
                 self.copies.start(worker, command)
-            case StartOpening():
+            case io.StartOpening():
                 self._builds.data.start(worker, command)
-            case FollowCommit():
+            case io.FollowCommit():
                 self.copies.follow(worker, command)
-            case DropCopies():
+            case io.DropCopies():
                 self.copies.drop(worker, command)
-            case MeasureDevice():
+            case io.MeasureDevice():
                 self.clock.after(0.5, partial(self._give, worker, _measured(worker)))
-            case MeasureLinks():
+            case io.MeasureLinks():
                 links = tuple(
                     link
                     for peer in command.peers
@@ -352,19 +328,19 @@ class World(SimService):
                     for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
                 )
                 self.clock.after(0.5, partial(self._give, worker, LinksMeasured(links=links)))
-            case LookAtPeers():
+            case io.LookAtPeers():
                 seen = self._seen_by(name, command.peers)
                 self.clock.after(LOOK_S, partial(self._give, worker, seen))
-            case ForgetJob():
+            case io.ForgetJob():
                 self.copies.forget(worker)
                 worker.executor.desk.forget()
                 worker.is_to_forget = worker.is_busy
                 if not worker.is_busy:
                     worker.executor.forget()
-            case Exit():
+            case io.Exit():
                 self.lines.append(f"{self.clock.now:.3f} {name} exits: {command.reason}")
                 self.kill_worker(name)
-            case DropTensor():
+            case io.DropTensor():
                 pass
 
     def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersSeen:
@@ -380,11 +356,11 @@ class World(SimService):
                 reached.append(peer.incarnation)
         return PeersSeen(reached=tuple(reached), gone=tuple(gone))
 
-    def _end_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
+    def _end_op(self, worker: SimWorker, command: io.RunOp, seconds: float) -> None:
         if not worker.is_stuck:
             worker.when_running(partial(self._finish_op, worker, command, seconds))
 
-    def _finish_op(self, worker: SimWorker, command: RunOp, seconds: float) -> None:
+    def _finish_op(self, worker: SimWorker, command: io.RunOp, seconds: float) -> None:
         op = command.op
         if isinstance(op, ApplyOp):
             lineages = (chunk.lineage for chunk in worker.executor.chunks.values())
@@ -402,9 +378,9 @@ class World(SimService):
             self.copies.snapshot(worker, op)
         elif isinstance(op, ApplyOp):
             self.copies.applied(worker, op.record)
-        self._handle(worker, OpEnded(op=op, outcome=outcome, seconds=seconds))
+        self._handle(worker, io.OpEnded(op=op, outcome=outcome, seconds=seconds))
 
-    def _outcome(self, worker: SimWorker, command: RunOp) -> OpOutcome:
+    def _outcome(self, worker: SimWorker, command: io.RunOp) -> OpOutcome:
         if worker.to_fail is None or not worker.to_fail(command.op):
             return worker.executor.run(command.op, command.generation)
         worker.to_fail = None

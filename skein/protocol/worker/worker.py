@@ -46,6 +46,7 @@ from skein.protocol.messages.reports import (
     Suspected,
     Trouble,
 )
+from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
 from skein.protocol.worker.gate import PeerGate
@@ -65,41 +66,13 @@ from skein.protocol.worker.pipeline import Pipeline
 from skein.protocol.worker.standing import Standing
 from skein.protocol.worker.steps import Steps
 from skein.protocol.worker.timing import Timing
-from skein.protocol.worker.worker_io import (
-    BuildFailed,
-    Built,
-    BytesMoved,
-    DeviceMeasured,
-    DirectiveArrived,
-    Exit,
-    ForgetJob,
-    Identity,
-    LogShortened,
-    LookAtPeers,
-    MeasureDevice,
-    MeasureLinks,
-    OpEnded,
-    OpeningEnded,
-    PrefetchEnded,
-    PrefetchFailed,
-    RunOp,
-    SendFailed,
-    SnapshotsHeld,
-    StopRequested,
-    StreamLost,
-    StreamOpened,
-    TensorArrived,
-    TensorTaken,
-    WorkerCommand,
-    WorkerEvent,
-)
 from skein.types import Epoch, Generation, JobId, Step, WorkerId
 
 
 class Worker:
     """One worker's state. `handle` is the only way in, what it returns the only way out."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: io.Identity) -> None:
         self.identity = identity
         self.progress = 0
         self._standing = Standing(identity)
@@ -120,44 +93,44 @@ class Worker:
 
     # --- the way in ---
 
-    def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerCommand]:
+    def handle(self, event: io.WorkerEvent, *, now: float) -> list[io.WorkerCommand]:
         """Take one event at time `now` (seconds, any origin); gives what to do about it, in order."""
         match event:
-            case TensorArrived():
+            case io.TensorArrived():
                 self._steps.tensor_arrived(event.envelope)
-            case OpEnded():
+            case io.OpEnded():
                 self._timing.op_ended(event.op, event.seconds)
                 self._op_ended(event.op, event.outcome, now=now)
-            case TensorTaken():
+            case io.TensorTaken():
                 if event.envelope.generation == self.generation:
                     self._timing.tensor_taken(event.to, event.envelope.header, event.num_bytes, event.seconds)
-            case DirectiveArrived():
+            case io.DirectiveArrived():
                 self._directive(event.directive, now=now)
             case TimePassed():
                 self._beat(now=now)
-            case SendFailed():
+            case io.SendFailed():
                 self._send_failed(event)
-            case Built():
+            case io.Built():
                 self._built(event)
-            case BuildFailed():
+            case io.BuildFailed():
                 self._building.failed(event)
-            case BytesMoved():
+            case io.BytesMoved():
                 self.progress += 1
-            case SnapshotsHeld() | PrefetchEnded() | PrefetchFailed() | OpeningEnded():
+            case io.SnapshotsHeld() | io.PrefetchEnded() | io.PrefetchFailed() | io.OpeningEnded():
                 self._copies.ended(event)
             case CheckpointWritten() | CheckpointUnwritten() | LinksMeasured() | PeersSeen():
                 self._standing.tell(event)
-            case DeviceMeasured():
+            case io.DeviceMeasured():
                 self._device_measured(event)
-            case StreamOpened():
+            case io.StreamOpened():
                 self._stream_opened(now=now)
-            case StreamLost():
+            case io.StreamLost():
                 self._stream_lost(event.reason, now=now)
-            case LogShortened():
+            case io.LogShortened():
                 self._steps.log_shortened(event.keys)
                 if event.is_wanted:
                     self._standing.trouble(f"the boundary log has forgotten {event.keys[0]}")
-            case StopRequested():
+            case io.StopRequested():
                 self._stop(event.reason)
             case _:
                 assert_never(event)
@@ -255,14 +228,14 @@ class Worker:
             self._exit(reason, is_clean=True)
 
     def _exit(self, reason: str, *, is_clean: bool) -> None:
-        self._standing.commands.append(Exit(is_clean=is_clean, reason=reason))
+        self._standing.commands.append(io.Exit(is_clean=is_clean, reason=reason))
 
-    def _send_failed(self, event: SendFailed) -> None:
+    def _send_failed(self, event: io.SendFailed) -> None:
         if event.generation == self.generation:
             suspected = Suspected(generation=self.generation, peer=event.to, reason=event.reason)
             self._standing.tell(suspected)
 
-    def _device_measured(self, event: DeviceMeasured) -> None:
+    def _device_measured(self, event: io.DeviceMeasured) -> None:
         """Whoever is told later, by a new coordinator's stream, hears the same."""
         profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
         self.identity = replace(self.identity, profile=profile)
@@ -287,11 +260,11 @@ class Worker:
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._copies.snapshot(directive)
             case Probe():
-                self._standing.commands.append(MeasureLinks(peers=directive.peers))
+                self._standing.commands.append(io.MeasureLinks(peers=directive.peers))
             case Measure():
-                self._standing.commands.append(MeasureDevice())
+                self._standing.commands.append(io.MeasureDevice())
             case Look():
-                self._standing.commands.append(LookAtPeers(peers=directive.peers))
+                self._standing.commands.append(io.LookAtPeers(peers=directive.peers))
             case Dismiss():
                 self._dismiss(directive)
             case NewGeneration():
@@ -343,11 +316,11 @@ class Worker:
         self._is_to_acknowledge = False
         self._is_running_void = self._running is not None
         self._building.forget()
-        self._standing.commands.append(ForgetJob())
+        self._standing.commands.append(io.ForgetJob())
 
     # --- building chunks ---
 
-    def _built(self, event: Built) -> None:
+    def _built(self, event: io.Built) -> None:
         assign = self._building.end()
         if assign is None:
             return
@@ -386,7 +359,7 @@ class Worker:
         self._running = snapshot or self._steps.next_op()
         if self._running is not None:
             self._runs_since = now
-            self._standing.commands.append(RunOp(generation=self.generation, op=self._running))
+            self._standing.commands.append(io.RunOp(generation=self.generation, op=self._running))
 
     def _acknowledge(self) -> None:
         """Nothing older is acted on any more: say what is here."""

@@ -109,7 +109,7 @@ class SimLog:
         self._kept: dict[HopKey, Payload] = {}
 
     def put(self, key: HopKey, payload: Payload) -> tuple[HopKey, ...]:
-        """See `skein.protocol.worker.keeping.desk.Log`."""
+        """See `skein.protocol.worker.keeping.desk.ForgetfulLog`."""
         self._kept[key] = payload
         self.forgotten.discard(key)
         return ()

@@ -27,7 +27,7 @@ from skein.types import Generation, Step, WorkerId
 P = TypeVar("P")
 
 
-class Log(Protocol[P]):
+class ForgetfulLog(Protocol[P]):
     """A boundary log: a cache, which never refuses and may forget."""
 
     def put(self, key: HopKey, payload: P, /) -> tuple[HopKey, ...]:
@@ -53,7 +53,7 @@ class Desk(Generic[P]):
         release: what goes with a tensor that says all by arriving.
     """
 
-    def __init__(self, me: WorkerId, log: Log[P], *, weigh: Callable[[P], int], release: P) -> None:
+    def __init__(self, me: WorkerId, log: ForgetfulLog[P], *, weigh: Callable[[P], int], release: P) -> None:
         self.num_bytes = 0
         self._me = me
         self._log = log
