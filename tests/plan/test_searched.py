@@ -69,7 +69,7 @@ def two_cities() -> Fleet:
 
 def test_chains_stay_inside_their_cities_where_links_between_these_are_slow() -> None:
     spec = job(stages=3, replicas=2, num_layers=6, num_microbatches=6)
-    plan = planned(brief(spec, budget_s=0.3), two_cities())
+    plan = planned(brief(spec, budget_s=0.1), two_cities())
     city = {f"w{i}": "ab"[i % 2] for i in range(6)}
     assert all(len({city[hop.worker] for hop in path.hops}) == 1 for path in plan.paths)
 
@@ -88,7 +88,7 @@ def two_offices() -> Fleet:
 def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_step_counts_it() -> None:
     spec = job(stages=4, replicas=1, num_layers=6, num_microbatches=4, vocab_size=20_000)
     on = two_offices()
-    plan = planned(brief(spec, budget_s=0.3), on)
+    plan = planned(brief(spec, budget_s=0.1), on)
     [tied] = [group for group in plan.groups if str(group.group) == "tied"]
     assert len({worker[1:] in "13" for worker in tied.workers}) == 1
     # Apart, 20,000 x 64 numbers would cross at 1 MB/s: 5 MB there and 5 MB back, half of it each way by each.
@@ -120,8 +120,8 @@ def test_a_step_is_never_predicted_below_its_own_bound() -> None:
 
 def test_leaving_stages_out_shortens_the_step() -> None:
     spec = job(stages=6, replicas=1, num_layers=6, num_microbatches=10, layout=Layout.LOOP)
-    full = planned(brief(spec, budget_s=0.2), two_cities())
-    update = {"plan": PlanSpec(budget_s=0.2), "skip": SkipSpec(ratio=0.34)}
+    full = planned(brief(spec, budget_s=0.1), two_cities())
+    update = {"plan": PlanSpec(budget_s=0.1), "skip": SkipSpec(ratio=0.34)}
     short = planned(spec.model_copy(update=update), two_cities())
     assert short.predicted_step_s < full.predicted_step_s
     assert {len(path.hops) for path in short.paths} == {5}  # four stages and the head
@@ -173,7 +173,7 @@ def test_a_link_far_off_its_like_is_named_and_not_used() -> None:
     names = [f"w{i}" for i in range(6)]
     links = [link(x, y, 0.5 if (x, y) == ("w1", "w4") else 0.001) for x in names for y in names if x != y]
     on = fleet([1e9] * 6, links=links)
-    plan = planned(brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.2), on)
+    plan = planned(brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1), on)
     assert "measure w1 -> w4 again: " in str(plan.reason)
     hops = {(a.worker, b.worker) for path in plan.paths for a, b in pairwise(path.hops)}
     assert not hops & {("w1", "w4"), ("w4", "w1")}
@@ -225,7 +225,7 @@ def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:
 
 
 def test_survivors_of_a_loss_stay_where_they_are() -> None:
-    spec = brief(job(stages=3, replicas=3, num_layers=6, num_microbatches=9), budget_s=0.3)
+    spec = brief(job(stages=3, replicas=3, num_layers=6, num_microbatches=9), budget_s=0.1)
     on = fleet([1e9] * 9)
     before = planned(spec, on)
     lost = before.holders(before.stages[1].index)[0]
@@ -239,7 +239,7 @@ def test_survivors_of_a_loss_stay_where_they_are() -> None:
 
 
 def test_a_stage_that_lost_all_its_holders_gets_one_that_is_spared_elsewhere() -> None:
-    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.2)
+    spec = brief(job(stages=3, replicas=2, num_layers=6, num_microbatches=6), budget_s=0.1)
     on = fleet([1e9] * 6)
     before = planned(spec, on)
     lost = before.holders(before.stages[2].index)

@@ -146,7 +146,7 @@ def struck(shape: SimShape, strike: Strike, num_events: int) -> Struck:
 def test_no_moment_is_a_wrong_one(row: int, shape: SimShape, column: int, strike: Strike) -> None:
     expected = undisturbed(shape.job(steps=STEPS, every=EVERY), shape.num_workers)
     num_events = expected.outcome.num_events
-    for moment in part(range(POINTS), every=16, start=2 * (row + column)):
+    for moment in part(range(POINTS), every=POINTS, start=5 * row + 4 * column):
         struck(shape, strike, 1 + moment * num_events // POINTS).check(expected)
 
 

@@ -1,5 +1,6 @@
 """Which methods agree on which graphs: every published cell, the recursion itself, and what is offered instead."""
 
+from itertools import product
 from typing import get_args
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from skein.config.rule import GossipMethod, GraphName
 from skein.topology.graphs import F64, GraphKind, Mixing, graph_of
 from skein.topology.stability import Stable, Unstable, radius_of, radius_on, verdict
+from tests.support.extent import part
 
 METHODS: tuple[GossipMethod, ...] = get_args(GossipMethod)
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
@@ -110,7 +112,7 @@ def test_the_radius_is_the_growth_of_the_recursion(
     assert growth(method, momentum, rounds, 900) == pytest.approx(radius, rel=0.01)
 
 
-@pytest.mark.parametrize("momentum", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("momentum", part([0.3, 0.5, 0.9], every=2))
 def test_drawn_matchings_grow_as_other_draws_do(momentum: float) -> None:
     graph = graph_of("random_matching", 8)
     rounds = [np.asarray(graph.at(round_, seed=77).rows) for round_ in range(1000)]
@@ -139,9 +141,9 @@ def test_modes_between_minus_one_minus_twice_the_momentum_and_one_agree() -> Non
 # --- what is offered instead ---
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("every_steps", [1, 4])
+@pytest.mark.parametrize(
+    ("graph", "method", "every_steps"), part(list(product(GRAPHS, METHODS, (1, 4))), every=3)
+)
 def test_what_is_offered_instead_is_stable(method: GossipMethod, graph: GraphName, every_steps: int) -> None:
     judged = verdict(method, 0.9, graph, 12, every_steps=every_steps)
     if isinstance(judged, Unstable):

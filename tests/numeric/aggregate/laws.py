@@ -34,7 +34,7 @@ from tests.support.walks import drawn, problem, terms_at
 
 Talking = Literal["shards", "whole", "leader", "row"]
 """Shards with owners, one shard with an owner, a leader's parameters in pieces, or each its row of a ring."""
-NUM_MEMBERS = 6
+NUM_MEMBERS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Row:
     rule: Rule
     walkers: Walkers
     talking: Talking = "shards"
-    num_steps: int = 12
+    num_steps: int = 9
     inner: Optimizer | None = None
     has_exchanges: bool = True
 
@@ -325,6 +325,7 @@ def lsgd(name: str, optimizer: OptimizerSpec, *, groups: str) -> Row:
         rule=LsgdRule(spec=spec, optimizer=inner),
         walkers=Walkers.MANY,
         talking="leader",
+        num_steps=12,
         inner=inner,
     )
 

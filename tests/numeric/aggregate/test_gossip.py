@@ -1,6 +1,7 @@
 """Gossip with SGD: trajectories and limits against NumPy and linear algebra, and the mean whoever is missing."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from skein.numeric.walker import StateClass, Walker
 from skein.rng import stream
 from skein.topology.graphs import GraphKind, Mixing, mesh, mixing_at, ring, static_exponential, without
 from tests.support.exchanges import exchange, talks_by_row
+from tests.support.extent import part
 
 F64 = NDArray[np.float64]
 Gradient = Callable[[F64], F64]
@@ -171,10 +173,17 @@ def test_steps_without_an_exchange_are_those_of_a_walker_alone() -> None:
 # --- limits ---
 
 
-def limit(method: GossipMethod, momentum: float, mixing: Mixing, problem: Quadratics, rate: float) -> F64:
+def limit(
+    method: GossipMethod,
+    momentum: float,
+    mixing: Mixing,
+    problem: Quadratics,
+    rate: float,
+    num_steps: int = 100,
+) -> F64:
     rule = rule_of(method, momentum)
     walkers = walkers_at(rule, np.zeros((mixing.num_members, DIM)))
-    for k in range(100):
+    for k in range(num_steps):
         walkers = step(rule, walkers, mixing, problem.gradient, terms_at(k, rate))
     return rows_of(walkers)
 
@@ -210,17 +219,24 @@ def test_averaged_momentum_has_a_limit_in_between() -> None:
 def test_averaging_with_all_has_no_bias(method: GossipMethod) -> None:
     mixing, problem = Mixing(rows=np.full((4, 4), 0.25)), Quadratics(4, seed=6)
     optimum = np.linalg.solve(problem.h_NDD.sum(axis=0), problem.c_ND.sum(axis=0))
-    found = limit(method, 0.5, mixing, problem, 0.2)
-    assert np.abs(found - optimum).max() <= LIMIT * np.abs(optimum).max()
+    found = limit(method, 0.5, mixing, problem, 0.2, num_steps=50)
+    # Plain gossip is the slowest again.
+    assert np.abs(found - optimum).max() <= 2e-3 * np.abs(optimum).max()
 
 
 # --- the mean ---
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "graph", ["ring", "mesh", "static_exponential", "one_peer_exponential", "random_matching"]
+GRAPHS: tuple[GraphKind, ...] = (
+    "ring",
+    "mesh",
+    "static_exponential",
+    "one_peer_exponential",
+    "random_matching",
 )
+
+
+@pytest.mark.parametrize(("graph", "method"), part(list(product(GRAPHS, METHODS)), every=3))
 def test_the_mean_stays_while_members_miss_rounds(method: GossipMethod, graph: GraphKind) -> None:
     num_walkers, lost = 7, stream(0, "lost")
     rule = rule_of(method, momentum=0.4)
