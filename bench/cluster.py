@@ -5,14 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from client.api import Client
-from client.errors import NotReachable
-from client.local import free_port
-from skein.wire.process.tether import start_tethered
+from client.local import LocalFleet, answers
+from coordinator.records.store import LOCK_FILE
 from skein.wire.views import WorkerState
 
 ANY_ROOT = Path("/")
@@ -23,32 +21,22 @@ START_S = 300.0
 _POLL_S = 0.1
 
 
-class Cluster:
-    """One coordinator on local Ray and named workers. Processes end with this one, however it ends."""
+class Cluster(LocalFleet):
+    """One coordinator on local Ray and named workers, each of which can be struck, and all of which are killed."""
 
     def __init__(self, directory: Path, *, threads_per_worker: int = 1) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
-        self.port = free_port()
-        self.metrics_port = free_port()
-        self._threads = threads_per_worker
+        super().__init__(directory, num_workers=1, data_roots=[ANY_ROOT], checkpoint_root=ANY_ROOT, port=0)
+        self._environment |= {"OMP_NUM_THREADS": str(threads_per_worker)}
         self._coordinator: subprocess.Popen[bytes] | None = None
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
+        """Ends everything at once."""
         self.kill_everything()
-
-    @property
-    def target(self) -> str:
-        """host:port of the coordinator."""
-        return f"127.0.0.1:{self.port}"
 
     def log_of(self, name: str) -> str:
         """What "coordinator" or a worker has written so far."""
-        path = self.directory / f"{name}.log"
+        path = self.log(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def client(self) -> Client:
@@ -59,33 +47,25 @@ class Cluster:
         """
         client = Client(self.target, patience_s=START_S)
         until_s = time.monotonic() + START_S
-        while True:
-            try:
-                client.version()
-            except NotReachable:
-                assert time.monotonic() < until_s, self.log_of("coordinator")
-                time.sleep(_POLL_S)
-            else:
-                return client
+        while not answers(client):
+            assert time.monotonic() < until_s, self.log_of("coordinator")
+            time.sleep(_POLL_S)
+        return client
 
-    def start_coordinator(self) -> None:
-        """Start it on the state directory of this cluster; at once, without waiting for it to serve."""
-        options = ["--port", str(self.port), "--metrics-port", str(self.metrics_port), *ROOTS]
-        self._coordinator = self._start(
-            "coordinator", [*options, "--state-dir", str(self.directory / "state")]
-        )
+    def run(self, name: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts a program under the name of the coordinator or of a worker."""
+        process = super().run(name, module, arguments)
+        if name == "coordinator":
+            self._coordinator = process
+        else:
+            self.workers[name] = process
+        return process
 
-    def start_workers(self, names: Sequence[str]) -> None:
-        """Start workers; they dial until the coordinator answers."""
-        for name in names:
-            self.workers[name] = self._start(
-                "worker", ["--join", self.target, "--name", name, *ROOTS], log=name
-            )
-
-    def start(self, names: Sequence[str]) -> None:
+    def start_all(self, names: Sequence[str]) -> None:
         """Start everything and wait until the coordinator serves and all workers have joined."""
         self.start_coordinator()
-        self.start_workers(names)
+        for name in names:
+            self.start_worker(name)
         self.wait_for_workers(len(names))
 
     def wait_for_workers(self, count: int) -> None:
@@ -120,16 +100,21 @@ class Cluster:
             _kill(self._coordinator)
             self._coordinator = None
 
+    def kill_actor(self) -> None:
+        """SIGKILL to the process that owns the state directory; its launcher lives. Nothing if there is none."""
+        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
+            os.kill(int((self.state / LOCK_FILE).read_text()), signal.SIGKILL)
+
+    def kill_host(self) -> None:
+        """SIGKILL to that process and to its launcher, whose end is the end of Ray."""
+        self.kill_actor()
+        self.kill_coordinator()
+
     def kill_everything(self) -> None:
         """SIGKILL to all processes, the coordinator's launcher first."""
         self.kill_coordinator()
         for name in list(self.workers):
             self.kill_worker(name)
-
-    def _start(self, module: str, arguments: list[str], *, log: str | None = None) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
-        path = self.directory / f"{log or module}.log"
-        return start_tethered(module, arguments, log=path, environment=environment)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -140,7 +125,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def running(directory: Path, num_workers: int, *, threads_per_worker: int = 1) -> Iterator[Cluster]:
     """A cluster of workers w0, w1, ... that all have joined; ended on the way out."""
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(directory, threads_per_worker=threads_per_worker))
-        cluster.start([f"w{index}" for index in range(num_workers)])
+    with Cluster(directory, threads_per_worker=threads_per_worker) as cluster:
+        cluster.start_all([f"w{index}" for index in range(num_workers)])
         yield cluster

@@ -76,10 +76,7 @@ def training(folder: Path) -> Iterator[tuple[DetectCluster, Client]]:
     """A cluster whose workers all have joined, and a client; ended on the way out."""
     cluster = DetectCluster(folder, NUM_WORKERS)
     with cluster.wires, cluster:
-        cluster.start_coordinator()
-        for name in cluster.names:
-            cluster.start_worker(name)
-        cluster.wait_for_workers(NUM_WORKERS)
+        cluster.start_all(cluster.names)
         with cluster.client() as client:
             yield cluster, client
 

@@ -20,6 +20,7 @@ from skein.wire.process.tether import start_tethered
 from skein.wire.views import WorkerState
 
 HOST = "127.0.0.1"
+USUAL_PORT = split_address("coordinator", DEFAULT_TARGET)[1]
 READY_S = 120.0
 """Ray's first start on a slow disk takes most of a minute."""
 _STOP_S = 15.0
@@ -61,15 +62,26 @@ class LocalFleet:
         directory: for their logs and the coordinator's state.
         num_workers: how many.
         data_roots: where data, tokenizers and weights lie that jobs may read.
+        checkpoint_root: where checkpoints may lie that jobs name a URL for; None: in a folder of their own.
+        port: of the coordinator, if it is free; metrics have the next one. 0: any.
     """
 
-    def __init__(self, directory: Path, *, num_workers: int, data_roots: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_workers: int,
+        data_roots: Sequence[Path] = (),
+        checkpoint_root: Path | None = None,
+        port: int = USUAL_PORT,
+    ) -> None:
         self.directory = directory
         self.num_workers = num_workers
-        self._data_roots = tuple(data_roots)
-        _, usual = split_address("coordinator", DEFAULT_TARGET)
-        self.port, self.metrics_port = free_port(usual), free_port(usual + 1)
+        self.port, self.metrics_port = free_port(port), free_port(port and port + 1)
         self.services: list[LocalService] = []
+        self._environment = service_environment(num_workers)
+        self._checkpoints = ["--checkpoint-root", str(checkpoint_root or directory / "checkpoints")]
+        self._data = [part for root in data_roots for part in ("--data-root", str(root))]
 
     @property
     def target(self) -> str:
@@ -91,8 +103,12 @@ class LocalFleet:
         """Where each service's log is."""
         return self.directory / "logs"
 
+    def log(self, name: str) -> Path:
+        """What a service prints."""
+        return self.logs / f"{name}.log"
+
     def __enter__(self) -> Self:
-        self.logs.mkdir(parents=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,15 +120,29 @@ class LocalFleet:
         Raises:
             NotStarted: something ended, or took longer than `READY_S`.
         """
-        options = ["--host", HOST, "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
-        roots = ["--checkpoint-root", str(self.directory / "checkpoints")]
-        self._run("coordinator", "coordinator", [*options, "--state-dir", str(self.state), *roots])
-        self._wait(lambda: _answers(client), "the coordinator does not answer")
-        roots += [part for root in self._data_roots for part in ("--data-root", str(root))]
+        self.start_coordinator()
+        self._wait(lambda: answers(client), "the coordinator does not answer")
         for number in range(1, self.num_workers + 1):
-            name = f"worker-{number}"
-            self._run(name, "worker", ["--join", self.target, "--name", name, "--listen", HOST, *roots])
+            self.start_worker(f"worker-{number}")
         self._wait(lambda: _num_idle(client) == self.num_workers, "not all workers have joined")
+
+    def start_coordinator(self) -> None:
+        """Starts it on the state directory, without waiting for it to serve."""
+        options = ["--host", HOST, "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        options += ["--state-dir", str(self.state), *self._checkpoints]
+        self.run("coordinator", "coordinator", options)
+
+    def start_worker(self, name: str) -> None:
+        """Starts a worker; it dials until the coordinator answers."""
+        options = ["--join", self.target, "--name", name, "--listen", HOST, *self._checkpoints, *self._data]
+        self.run(name, "worker", options)
+
+    def run(self, name: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts a program as one of the services."""
+        log = self.log(name)
+        process = start_tethered(module, arguments, log=log, environment=self._environment)
+        self.services.append(LocalService(name=name, process=process, log=log))
+        return process
 
     def check(self) -> None:
         """Returns if everything still runs.
@@ -136,13 +166,6 @@ class LocalFleet:
             _signal(service, signal.SIGKILL)
             service.process.wait()
         self.services = []
-
-    def _run(self, name: str, module: str, arguments: Sequence[str]) -> None:
-        log = self.logs / f"{name}.log"
-        process = start_tethered(
-            module, arguments, log=log, environment=service_environment(self.num_workers)
-        )
-        self.services.append(LocalService(name=name, process=process, log=log))
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
         until = time.monotonic() + READY_S
@@ -176,7 +199,8 @@ def service_environment(num_workers: int) -> dict[str, str]:
     }
 
 
-def _answers(client: Client) -> bool:
+def answers(client: Client) -> bool:
+    """Whether its coordinator serves."""
     try:
         client.version()
     except NotReachable:

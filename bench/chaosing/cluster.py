@@ -1,17 +1,15 @@
 """A coordinator and workers as processes on this machine, with everything that can be done to them."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench.chaosing.blows import COORDINATOR
 from bench.chaosing.wires import ChaosWorker, Wires
 from bench.cluster import Cluster
 from bench.emulated.cluster import free_addresses
-from coordinator.records.store import LOCK_FILE, LogHeld, RunLog
+from coordinator.records.store import LogHeld, RunLog
 from skein.protocol.log.records import Record
 from skein.wire.channel import split_address
 
@@ -43,17 +41,7 @@ class ChaosCluster(Cluster):
         )
         path = self.directory / f"{name}.json"
         path.write_text(told.model_dump_json(), encoding="utf-8")
-        self.workers[name] = self._start(self.module, [str(path)], log=name)
-
-    def kill_actor(self) -> None:
-        """SIGKILL to the process that owns the state directory; its launcher lives. Nothing if there is none."""
-        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-            os.kill(int((self.directory / "state" / LOCK_FILE).read_text()), signal.SIGKILL)
-
-    def kill_host(self) -> None:
-        """SIGKILL to that process and to its launcher, whose end is the end of Ray."""
-        self.kill_actor()
-        self.kill_coordinator()
+        self.run(name, self.module, [str(path)])
 
     def read_log(self) -> tuple[Record, ...]:
         """Everything that was recorded; only when the coordinator is gone or going."""
@@ -73,8 +61,5 @@ def running_behind_wires(directory: Path, num_workers: int) -> Iterator[ChaosClu
     """A cluster whose workers all have joined; ended on the way out."""
     cluster = ChaosCluster(directory, num_workers)
     with cluster.wires, cluster:
-        cluster.start_coordinator()
-        for name in cluster.names:
-            cluster.start_worker(name)
-        cluster.wait_for_workers(num_workers)
+        cluster.start_all(cluster.names)
         yield cluster

@@ -44,7 +44,7 @@ class EmulatedCluster(Cluster):
         """
         self.start_coordinator()
         for name in self.names:
-            self._start_worker(name)
+            self.start_worker(name)
         relays = self._start_relay()
         cities = cities_of(len(self.names))
         with self.client() as client:
@@ -85,17 +85,17 @@ class EmulatedCluster(Cluster):
     def _start_relay(self) -> Relays:
         given, out = self.directory / "links.json", self.directory / "relays.json"
         given.write_text(self.links.model_dump_json(), encoding="utf-8")
-        self.workers["relay"] = self._start("bench.emulated.links", [str(given), str(out)], log="relay")
+        self.run("relay", "bench.emulated.links", [str(given), str(out)])
         until_s = time.monotonic() + START_S
         while not out.exists():
             assert time.monotonic() < until_s, self.log_of("relay")
             time.sleep(_POLL_S)
         return Relays.model_validate(json.loads(out.read_text(encoding="utf-8")))
 
-    def _start_worker(self, name: str) -> None:
-        process = self._start("bench.emulated.worker", [str(self._file_of(name))], log=name)
+    def start_worker(self, name: str) -> None:
+        """Start it; it waits for its file."""
+        process = self.run(name, "bench.emulated.worker", [str(self._file_of(name))])
         psutil.Process(process.pid).nice(NICE)
-        self.workers[name] = process
 
     def _file_of(self, name: str) -> Path:
         return self.directory / f"{name}.json"

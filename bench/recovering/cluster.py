@@ -1,7 +1,5 @@
 """A cluster whose workers and whose coordinator can be killed and brought back, and what its jobs tell of time."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +11,6 @@ from bench.emulated.fleet import write_whole
 from bench.recovering.fate import Orders
 from bench.recovering.worker import MODE_FILE, Mode
 from client.api import Client, Job
-from coordinator.records.store import LOCK_FILE
 from skein.errors import SkeinError
 from skein.protocol.log.records import Incident
 from skein.wire.views import IncidentEnded, JobEvent, StepFinished, WentBack
@@ -33,7 +30,7 @@ class RecoveryCluster(Cluster):
     def start_worker(self, name: str) -> None:
         """Start it, for the first time or again."""
         arguments = [self.target, name, str(self.directory)]
-        self.workers[name] = self._start("bench.recovering.worker", arguments, log=name)
+        self.run(name, "bench.recovering.worker", arguments)
 
     def order(self, name: str, orders: Orders) -> None:
         """Tell a worker where to end."""
@@ -50,25 +47,12 @@ class RecoveryCluster(Cluster):
         split = [line.partition(" ") for line in lines]
         return [(float(at), name) for at, _, name in split]
 
-    def kill_actor(self) -> None:
-        """SIGKILL to the coordinator's process; its launcher lives, and Ray starts it again."""
-        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-            os.kill(int((self.directory / "state" / LOCK_FILE).read_text()), signal.SIGKILL)
-
-    def kill_host(self) -> None:
-        """SIGKILL to the coordinator's process and to its launcher, with which Ray ends."""
-        self.kill_actor()
-        self.kill_coordinator()
-
 
 @contextmanager
 def recovering(folder: Path, num_workers: int) -> Iterator[tuple[RecoveryCluster, Client]]:
     """A cluster whose workers all have joined, and a client; ended on the way out."""
     with RecoveryCluster(folder, num_workers) as cluster:
-        cluster.start_coordinator()
-        for name in cluster.names:
-            cluster.start_worker(name)
-        cluster.wait_for_workers(num_workers)
+        cluster.start_all(cluster.names)
         with cluster.client() as client:
             yield cluster, client
 

@@ -147,7 +147,7 @@ def test_a_killed_member_costs_no_step(cluster: Cluster, text: Path, name: str) 
         cluster.kill_worker("w3")
         status = job.wait()
         steps = steps_of(job)
-    cluster.start_workers(["w3"])
+    cluster.start_worker("w3")
     cluster.wait_for_workers(4)
     assert status.state is JobState.FINISHED, status.reason
     assert status.generation >= 2
@@ -248,12 +248,12 @@ def test_after_the_end_of_all_processes_every_walker_goes_on_from_its_own_state(
     # All are waited for: which walkers are late depends on the machine.
     rule = DiLoCo(rule="diloco", local_steps=6, fragments=2, wire="fp32", quorum=1.0)
     with Cluster(tmp_path / "power-cut") as cluster:
-        cluster.start(names)
+        cluster.start_all(names)
         with cluster.client() as client:
             job = client.submit(saved_job("diloco", text, tmp_path / "ck", rule))
             wait_past_a_checkpoint(job)
         cluster.kill_everything()
-        cluster.start(names)
+        cluster.start_all(names)
         with cluster.client() as client:
             job = client.job(job.id)
             status = job.wait()

@@ -111,7 +111,7 @@ class CrashCluster(Cluster):
 
     def start_worker(self, name: str) -> None:
         arguments = ["--join", self.target, "--name", name, "--orders", str(self._orders_of(name))]
-        self.workers[name] = self._start("tests.e2e.dying_worker", arguments, log=name)
+        self.run(name, "tests.e2e.dying_worker", arguments)
 
     def order(self, name: str, orders: Orders) -> None:
         write_whole(self._orders_of(name), orders.model_dump_json())
@@ -137,10 +137,7 @@ class CrashCluster(Cluster):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashCluster]:
     with CrashCluster(tmp_path_factory.mktemp("crashes")) as cluster:
-        cluster.start_coordinator()
-        for name in NAMES:
-            cluster.start_worker(name)
-        cluster.wait_for_workers(len(NAMES))
+        cluster.start_all(NAMES)
         yield cluster
 
 

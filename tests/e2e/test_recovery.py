@@ -69,7 +69,7 @@ def test_a_killed_worker_costs_no_step_and_is_one_incident_for_all_who_look(
         [incident] = client.incidents(job.id)
         events = job.history()
         after = samples(cluster)
-    cluster.start_workers(["w3"])
+    cluster.start_worker("w3")
     cluster.wait_for_workers(4)
     assert status.state is JobState.FINISHED, status.reason
     assert status.generation >= 2
@@ -133,7 +133,7 @@ def test_a_drained_worker_leaves_cleanly_and_costs_no_step(
         assert cluster.stop_worker("w2") == 0
         status = job.wait()
         events = job.history()
-    cluster.start_workers(["w2"])
+    cluster.start_worker("w2")
     cluster.wait_for_workers(4)
     assert status.state is JobState.FINISHED, status.reason
     steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
@@ -162,7 +162,7 @@ def test_after_the_end_of_all_processes_the_curve_goes_on_from_the_newest_whole_
 ) -> None:
     names = ["w0", "w1", "w2", "w3"]
     with Cluster(tmp_path / "power-cut") as cluster:
-        cluster.start(names)
+        cluster.start_all(names)
         with cluster.client() as client:
             job = client.submit(text_job("power-cut", text, steps=NUM_STEPS, checkpoint_every=5))
             wait_for_step(job, 16)
@@ -171,7 +171,7 @@ def test_after_the_end_of_all_processes_the_curve_goes_on_from_the_newest_whole_
         for folder in (cluster.directory / "state" / "checkpoints" / job.id).iterdir():
             if int(folder.name[1:]) >= kept[-1]:
                 flip_a_byte(folder)
-        cluster.start(names)
+        cluster.start_all(names)
         with cluster.client() as client:
             job = client.job(job.id)
             status = job.wait()
