@@ -30,7 +30,6 @@ from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.telling.logs import LOG_FILE, LogFollower
 from skein.errors import SkeinError, UserError
 from skein.own import install_hint
-from skein.protocol.membership.membership import LEASE_S
 from skein.storage.outside import is_full
 from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
@@ -52,29 +51,19 @@ _TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorOptions:
-    """What an operator decides about one coordinator."""
+class CoordinatorOptions(ServingOptions):
+    """What an operator decides about one coordinator: how it serves, and what it runs on.
 
-    state_dir: Path
-    """Run log and checkpoints; whoever has it is the coordinator."""
-    host: str = "127.0.0.1"
+    `advertise` may be a host alone here.
+    """
+
     port: int = DEFAULT_PORT
-    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = DEFAULT_METRICS_PORT
-    """None: no metrics."""
     token_file: Path | None = None
     allow_insecure: bool = False
     """Listen beyond this machine without a token."""
-    lease_s: float = LEASE_S
-    """Silence after which a worker is lost; raise it if machines stall for longer and come back."""
     is_standby: bool = False
     """Do not lead while another coordinator on the same state directory does."""
-    advertise: str | None = None
-    """Host, or host:port, by which workers and clients reach it; None: the address that it listens on."""
-    takeover_s: float = 3.0
-    """Silence of the leader after which a standby leads; raise it where disks stall for longer."""
-    accepts_lost_log: bool = False
-    """Go on with a run log that has lost its end."""
     ray_address: str | None = None
     """Head of a cluster that is there already, host:port; None: one of our own."""
     num_cpus: int = 2
@@ -342,17 +331,11 @@ def _host(
     from coordinator.host.cluster import HostActor
 
     is_own = options.ray_address is None
-    serving = ServingOptions(
+    serving = replace(
+        options,
         state_dir=state_dir,
-        host=options.host,
-        port=options.port,
-        metrics_host=options.metrics_host,
-        metrics_port=options.metrics_port,
-        lease_s=options.lease_s,
         advertise=advertised(options),
         name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-        takeover_s=options.takeover_s,
-        accepts_lost_log=options.accepts_lost_log,
         places=places_of(options),
     )
     host = HostActor.bring_up(

@@ -54,6 +54,7 @@ WrapLog = Callable[[AppendLog], AppendLog]
 class ServingOptions:
     """Where one coordinator serves, and what it owns.
 
+    `state_dir`: run log and checkpoints; whoever has it is the coordinator.
     `advertise`: host:port by which others reach it; None: where it listens. `credentials`: what calls need.
     `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
