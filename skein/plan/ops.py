@@ -33,7 +33,7 @@ class Kept(StrEnum):
     GRAPH = "graph"
 
 
-class Lane(StrEnum):
+class ChunkOrder(StrEnum):
     """The two strict orders of a chunk: of the ops that take a slot, and of those that add to its gradient."""
 
     SLOTS = "slots"
@@ -83,11 +83,11 @@ class OpRow:
     urgency: int
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> ChunkOrder | None:
         """The order of its chunk that it keeps to; None: it begins as soon as what it waits for is there."""
         if self.is_accumulating:
-            return Lane.SUMS
-        return Lane.SLOTS if self.slots > 0 else None
+            return ChunkOrder.SUMS
+        return ChunkOrder.SLOTS if self.slots > 0 else None
 
     def is_shown_by(self, held: Collection[Kept]) -> bool:
         """Whether what is held at the op's chunk of its microbatch says that it is done there."""

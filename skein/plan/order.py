@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.ops import Lane, PathOp, path_ops
+from skein.plan.ops import ChunkOrder, PathOp, path_ops
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
@@ -105,7 +105,7 @@ def oldest_first(placed: PlacedOp) -> tuple[int, ...]:
 class _ChunkQueue:
     """The strict orders of one chunk, and how far it has come in each."""
 
-    def __init__(self, ops: Iterable[PlannedOp], free_slots: int, lanes: Collection[Lane]) -> None:
+    def __init__(self, ops: Iterable[PlannedOp], free_slots: int, lanes: Collection[ChunkOrder]) -> None:
         listed = list(ops)
         self._free_slots = free_slots
         self._lanes = {lane: deque(op for op in listed if op.kind.row.lane is lane) for lane in lanes}
@@ -154,7 +154,7 @@ class DryRun:
         ops: Mapping[ChunkRef, Iterable[PlannedOp]],
         *,
         urgency: Urgency,
-        lanes: Collection[Lane] = tuple(Lane),
+        lanes: Collection[ChunkOrder] = tuple(ChunkOrder),
     ) -> None:
         self._urgency = urgency
         self._ways = ways

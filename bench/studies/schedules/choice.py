@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import PipelineOpKind, PipelineSchedule, Shape
-from skein.plan.schedules.split import one_f_one_i
-from skein.plan.schedules.table import GENERATORS
-from skein.plan.schedules.whole import one_f_one_b
 from tests.support.scheduling.depth import depth_options, kept_weights
 from tests.support.scheduling.legality import violations
+from tests.support.scheduling.ops import PipelineOpKind, PipelineSchedule, Shape, one_f_one_b
 from tests.support.scheduling.pricing import Cut, Links
 from tests.support.scheduling.simulate import Simulation, simulate
+from tests.support.scheduling.split import one_f_one_i
+from tests.support.scheduling.table import GENERATORS
 
 _TIE = 1e-9
 """Makespans that differ by less than this part differ by rounding: they add the same times in another order."""

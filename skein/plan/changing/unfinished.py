@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from skein.plan.ops import Kept, Lane
+from skein.plan.ops import ChunkOrder, Kept
 from skein.plan.order import DryRun, PlacedOp, Ways, oldest_first, ways_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
@@ -100,7 +100,7 @@ def _walk(ways: Ways, slots: Mapping[ChunkRef, int], left: set[PlacedOp], kept: 
         elif placed.op.kind.row.slots > 0 and _contribution(placed) in kept:
             free[placed.chunk] -= placed.op.kind.row.slots
     lines = [_in_line(way, left) for way in ways]
-    return DryRun(lines, free, ops, urgency=oldest_first, lanes=[Lane.SLOTS])
+    return DryRun(lines, free, ops, urgency=oldest_first, lanes=[ChunkOrder.SLOTS])
 
 
 def _in_line(way: Sequence[PlacedOp], left: set[PlacedOp]) -> list[PlacedOp]:

@@ -6,6 +6,7 @@ generators of `skein.plan.schedules`. Where paths skip stages there are no chain
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,23 +14,15 @@ import numpy as np
 from skein.errors import UserError
 from skein.plan.clock.timing import warm_up_depths
 from skein.plan.ops import OpKind, op_numbers_at
+from skein.plan.plan import PlannedOp
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.schedules import ops as schedules
-from skein.plan.schedules.ops import Op, PipelinePlacement, Shape
-from skein.plan.schedules.table import GENERATORS, make_schedule
-from skein.plan.schedules.whole import one_f_one_b
+from skein.plan.schedules import NAMED_ORDERS, Shape, one_f_one_b
+from skein.types import MicrobatchId
 
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"
-_WHOLE = ("one_f_one_b", "gpipe", "interleaved", "looped_bfs")
-"""Generators whose ops the workers have: backwards are not split."""
 
-_KINDS = {
-    schedules.PipelineOpKind.FORWARD: OpKind.FORWARD,
-    schedules.PipelineOpKind.BACKWARD: OpKind.BACKWARD,
-}
-
-_Ways = Mapping[int, Sequence[Op]]
+_Ways = Mapping[int, Sequence[PlannedOp]]
 """Ops of each worker, in order."""
 
 
@@ -43,7 +36,7 @@ def named_orders(problem: Problem, worker_of: I64, path: I64) -> dict[str, Routi
     if first is not None:
         found[FIRST_COME] = first
     chains = _chains(problem, path)
-    for name in (DEEP, *_WHOLE) if chains else ():
+    for name in (DEEP, *NAMED_ORDERS) if chains else ():
         ways = _ways(problem, worker_of, chains, name)
         sequence = None if ways is None else _sequence(problem, ways)
         if sequence is not None:
@@ -66,7 +59,7 @@ def _ways(
     problem: Problem, worker_of: I64, chains: Mapping[tuple[int, ...], list[int]], name: str
 ) -> _Ways | None:
     """What each worker does in the order called `name`; None if some chain has not the shape for it."""
-    ways: dict[int, list[Op]] = {}
+    ways: dict[int, list[PlannedOp]] = {}
     for chain, microbatches in chains.items():
         workers = list(dict.fromkeys(int(worker_of[chunk]) for chunk in chain))
         if ways.keys() & set(workers):
@@ -77,33 +70,24 @@ def _ways(
         if ops_by_worker is None:
             return None
         for worker, ops in zip(workers, ops_by_worker, strict=True):
-            ways[worker] = [op._replace(microbatch=microbatches[op.microbatch]) for op in ops]
+            ways[worker] = [replace(op, microbatch=MicrobatchId(microbatches[op.microbatch])) for op in ops]
     return ways
 
 
 def _ops(
     problem: Problem, holders: Sequence[int], workers: Sequence[int], num_microbatches: int, name: str
-) -> Sequence[Sequence[Op]] | None:
+) -> Sequence[Sequence[PlannedOp]] | None:
     num_chunks, rest = divmod(len(holders), len(workers))
-    for placement in PipelinePlacement:
-        shape = Shape(
-            num_workers=len(workers),
-            num_microbatches=num_microbatches,
-            num_chunks=max(1, num_chunks),
-            placement=placement,
-        )
-        if rest or [workers[w] for w in shape.worker_by_stage] != list(holders):
-            continue
-        if name == DEEP:
-            if num_chunks != 1:
-                return None
-            return one_f_one_b(shape, _depths(problem, holders, num_microbatches)).ops_by_worker
-        if GENERATORS[name].does(shape.num_chunks, placement):
-            try:
-                return make_schedule(name, shape).ops_by_worker
-            except UserError:
-                return None
-    return None
+    shape = Shape(num_workers=len(workers), num_microbatches=num_microbatches, num_chunks=num_chunks)
+    is_chunked = name != DEEP and NAMED_ORDERS[name].is_chunked
+    if rest or [workers[w] for w in shape.worker_by_stage] != list(holders) or is_chunked != (num_chunks > 1):
+        return None
+    if name == DEEP:
+        return one_f_one_b(shape, _depths(problem, holders, num_microbatches))
+    try:
+        return NAMED_ORDERS[name].make(shape)
+    except UserError:
+        return None
 
 
 def _depths(problem: Problem, holders: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
@@ -145,12 +129,12 @@ def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
     return np.array(sequence, np.int64) if (done == len(at)).all() else None
 
 
-def _own_ops(problem: Problem, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
+def _own_ops(problem: Problem, ops: Sequence[PlannedOp]) -> Iterator[tuple[int, int]]:
     """(microbatch, number of the op) of what a generator lists. A line's last stage does all in its loss."""
     hops = problem.num_hops
     numbers = op_numbers_at(hops + 1)
     for op in ops:
         if op.stage < hops:
-            yield op.microbatch, numbers[_KINDS[op.kind], op.stage]
-        elif op.kind is schedules.PipelineOpKind.BACKWARD:
+            yield op.microbatch, numbers[op.kind, op.stage]
+        elif op.kind.row.is_accumulating:
             yield op.microbatch, numbers[OpKind.LOSS, hops]

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from skein.numeric.sums import exact_sum
-from skein.plan.ops import Direction, Kept, Lane, OpKind, only_using, taker_of
+from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using, taker_of
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -96,14 +96,14 @@ class _Chunk:
             self.keep(kept, microbatch, place)
 
     def _plan(self, listed: Iterable[_Listed]) -> None:
-        self._lanes: dict[Lane | None, list[_Listed]] = {lane: [] for lane in (*Lane, None)}
+        self._lanes: dict[ChunkOrder | None, list[_Listed]] = {lane: [] for lane in (*ChunkOrder, None)}
         for listed_op in listed:
             self._lanes[listed_op.op.kind.row.lane].append(listed_op)
         self.planned = {listed_op.op for lane in self._lanes.values() for listed_op in lane}
 
     @property
     def is_done(self) -> bool:
-        return not self._lanes[Lane.SUMS]
+        return not self._lanes[ChunkOrder.SUMS]
 
     def due(self) -> Iterator[_Listed]:
         """What may run now: at most the next op of each order, and whatever keeps to none."""
@@ -136,7 +136,7 @@ class _Chunk:
 
     def accumulated(self, microbatch: MicrobatchId) -> None:
         """An op that adds to the gradient has ended."""
-        self._lanes[Lane.SUMS].pop(0)
+        self._lanes[ChunkOrder.SUMS].pop(0)
         self.ledger.append(microbatch)
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
-from skein.plan.schedules.table import GENERATORS, make_schedule
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from tests.support.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
 from tests.support.scheduling.simulate import Simulation, simulate
+from tests.support.scheduling.table import GENERATORS, make_schedule
 
 UNIT_BYTES = 60
 """Activations of one worker's share: divisible by any number of chunks that a test uses."""

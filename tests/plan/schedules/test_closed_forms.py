@@ -2,10 +2,9 @@
 
 import pytest
 
-from skein.plan.schedules.ops import PipelineSchedule
-from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, share, uniform
 from tests.support.scheduling.depth import latency_aware_depths
+from tests.support.scheduling.ops import PipelineSchedule, one_f_one_b
 from tests.support.scheduling.pricing import Cut
 from tests.support.scheduling.simulate import Simulation, simulate
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from skein.errors import UserError
-from skein.plan.schedules.ops import PipelineOpKind, PipelinePlacement, Shape
-from skein.plan.schedules.table import GENERATORS, make_schedule
-from skein.plan.schedules.whole import one_f_one_b
 from tests.plan.schedules.builders import cut_for, links, shapes
 from tests.support.scheduling.depth import cut_depths
 from tests.support.scheduling.legality import peaks, violations
+from tests.support.scheduling.ops import PipelineOpKind, PipelinePlacement, Shape, one_f_one_b
 from tests.support.scheduling.simulate import simulate
+from tests.support.scheduling.table import GENERATORS, make_schedule
 
 EACH = pytest.mark.parametrize("name", GENERATORS)
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
-from skein.plan.schedules.table import make_schedule
 from tests.plan.schedules.builders import backward, cut_for, forward, links
 from tests.support.scheduling.legality import deadlock, peaks, violations
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from tests.support.scheduling.pricing import StageCost
 from tests.support.scheduling.simulate import simulate
+from tests.support.scheduling.table import make_schedule
 
 PLAIN = make_schedule("one_f_one_b", Shape(num_workers=2, num_microbatches=3))
 SPLIT = make_schedule("zb_h1", Shape(num_workers=2, num_microbatches=3))

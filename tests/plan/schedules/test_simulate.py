@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape
-from skein.plan.schedules.table import make_schedule
 from tests.plan.schedules.builders import backward, forward, priced
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
 from tests.support.scheduling.pricing import Links, Sharing, StageCost
 from tests.support.scheduling.simulate import simulate
+from tests.support.scheduling.table import make_schedule
 
 
 def source(op: Op, schedule: PipelineSchedule) -> Op | None:

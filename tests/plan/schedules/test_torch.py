@@ -3,9 +3,9 @@
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, Shape
-from skein.plan.schedules.table import GENERATORS, make_schedule
 from tests.support.extent import part
+from tests.support.scheduling.ops import Op, PipelineOpKind, Shape
+from tests.support.scheduling.table import GENERATORS, make_schedule
 
 NAME_THERE = {
     "gpipe": "GPipe",

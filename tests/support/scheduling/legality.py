@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule
 from skein.units import format_bytes
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.pricing import StageCost
 
 _SHOWN = 5

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from skein.plan.schedules.ops import PipelineOpKind, PipelinePlacement, Shape
 from skein.topology.links import F64
+from tests.support.scheduling.ops import PipelineOpKind, PipelinePlacement, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.legality import Peak, deadlock, peaks
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.pricing import Links, Sharing, StageCost
 
 

@@ -5,8 +5,8 @@ In the formulas p is the number of workers, r the position of one and m the micr
 
 from collections.abc import Iterator
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
-from skein.plan.schedules.split import weight
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
+from tests.support.scheduling.split import weight
 
 _INTERVAL = 6
 """Slots from one microbatch to the next: two stages of F, I and W, one slot each."""

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skein.errors import UserError
-from skein.plan.schedules import split, vshape, whole
-from skein.plan.schedules.ops import PipelinePlacement, PipelineSchedule, Shape
+from skein.plan.schedules import NAMED_ORDERS, Named
+from tests.support.scheduling import split, vshape
+from tests.support.scheduling.ops import PipelinePlacement, PipelineSchedule, Shape, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,16 @@ class Generator:
         return self.placement is placement and self.num_chunks in (None, num_chunks)
 
 
+def _planned(named: Named) -> Generator:
+    return Generator(
+        make=lambda shape: whole(shape, named.make(shape)), num_chunks=None if named.is_chunked else 1
+    )
+
+
 GENERATORS: Mapping[str, Generator] = {
-    "one_f_one_b": Generator(make=whole.one_f_one_b),
-    "gpipe": Generator(make=whole.gpipe),
+    **{name: _planned(named) for name, named in NAMED_ORDERS.items()},
     "zb_h1": Generator(make=split.zb_h1),
     "zb_h2": Generator(make=split.zb_h2),
-    "interleaved": Generator(make=whole.interleaved, num_chunks=None),
-    "looped_bfs": Generator(make=whole.looped_bfs, num_chunks=None),
     "interleaved_zb": Generator(make=split.interleaved_zb, num_chunks=None),
     "v_min": Generator(make=vshape.v_min, num_chunks=2, placement=PipelinePlacement.V),
     "v_half": Generator(make=vshape.v_half, num_chunks=2, placement=PipelinePlacement.V),

@@ -6,8 +6,8 @@ In the formulas p is the number of workers, r the position of one, v its chunks 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from skein.plan.schedules.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
-from skein.plan.schedules.whole import group_size, grouped, textbook_depths
+from skein.plan.schedules import group_size, grouped, textbook_depths
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 
 
 def zb_h1(shape: Shape) -> PipelineSchedule:
@@ -66,8 +66,9 @@ def _delayed(stage: int, depth: int, num_kept: int, num_microbatches: int) -> It
 
 
 def _interleaved(shape: Shape, worker: int, warm: int) -> Iterator[Op]:
-    forwards = list(grouped(shape, worker, kind=PipelineOpKind.FORWARD))
-    return _alternating(forwards, grouped(shape, worker, kind=PipelineOpKind.BACKWARD_INPUT), warm, worker)
+    forwards = [Op(PipelineOpKind.FORWARD, *visit) for visit in grouped(shape, worker, is_home=False)]
+    inputs = (Op(PipelineOpKind.BACKWARD_INPUT, *visit) for visit in grouped(shape, worker, is_home=True))
+    return _alternating(forwards, inputs, warm, worker)
 
 
 def _alternating(forwards: Sequence[Op], inputs: Iterable[Op], warm: int, num_kept: int) -> Iterator[Op]:

@@ -1,9 +1,12 @@
-"""One representation of an op schedule, and where its stages lie."""
+"""Op schedules whose backwards may be split, where their stages lie, and the planner's own orders in the same form."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from skein.plan import schedules
+from skein.plan.ops import OpKind
 
 
 class PipelineOpKind(StrEnum):
@@ -38,21 +41,14 @@ class PipelinePlacement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(schedules.Shape):
     """p workers, v chunks on each, m microbatches per step.
 
     >>> Shape(num_workers=3, num_chunks=2, num_microbatches=1, placement=PipelinePlacement.V).worker_by_stage
     (0, 1, 2, 2, 1, 0)
     """
 
-    num_workers: int
-    num_microbatches: int
-    num_chunks: int = 1
     placement: PipelinePlacement = PipelinePlacement.LOOP
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_workers * self.num_chunks
 
     @property
     def worker_by_stage(self) -> tuple[int, ...]:
@@ -61,7 +57,6 @@ class Shape:
         return tuple(worker for i in range(self.num_chunks) for worker in (back if i % 2 else there))
 
     def stage(self, worker: int, chunk: int) -> int:
-        """The stage that is `worker`'s chunk number `chunk`."""
         turned = self.placement is PipelinePlacement.V and chunk % 2 == 1
         return chunk * self.num_workers + (self.num_workers - 1 - worker if turned else worker)
 
@@ -90,3 +85,19 @@ def schedule_of(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> Pipeline
         num_microbatches=shape.num_microbatches,
         ops_by_worker=tuple(tuple(ops) for ops in ops_by_worker),
     )
+
+
+def whole(shape: Shape, orders: schedules.Orders) -> PipelineSchedule:
+    """An order of the planner's, whose backwards are whole."""
+    return schedule_of(
+        shape,
+        ([Op(_KINDS[op.kind], op.stage, op.microbatch) for op in ops] for ops in orders),
+    )
+
+
+def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> PipelineSchedule:
+    """1F1B to these depths, or the textbook's."""
+    return whole(shape, schedules.one_f_one_b(shape, depths))
+
+
+_KINDS = {OpKind.FORWARD: PipelineOpKind.FORWARD, OpKind.BACKWARD: PipelineOpKind.BACKWARD}
