@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.plan.ops import Direction
+from skein.plan.ops import Direction, Kept
 from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
 from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk, is_release, key_of, operand_keys
@@ -162,7 +162,7 @@ class SimExecutor:
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
         self._is_resumed = False
-        self._graphs: set[tuple[MicrobatchId, StageIndex]] = set()
+        self._kept: set[tuple[Kept, MicrobatchId, StageIndex]] = set()
 
     def build(
         self,
@@ -186,7 +186,7 @@ class SimExecutor:
         }
         self._is_resumed = assign.resumption is not None
         kept = () if assign.resumption is None else assign.resumption.chunks
-        self._graphs &= {(microbatch, chunk.stage) for chunk in kept for microbatch in chunk.forwards}
+        self._kept &= {(*held, chunk.stage) for chunk in kept for held in chunk.held}
         if assign.resumption is None:
             self.log.clear()
         else:
@@ -271,7 +271,7 @@ class SimExecutor:
         """An op fails halfway: what it adds to is of no use any more."""
         self.desk.ended(op, generation, None)
         if isinstance(op, ComputeOp):
-            self._graphs.discard((op.microbatch, op.chunk.stage))
+            self._kept -= {(kept, op.microbatch, op.chunk.stage) for kept in Kept}
             if op.kind.row.is_accumulating and op.chunk.stage in self.chunks:
                 self.chunks[op.chunk.stage].accumulated[SPOILT] = 1
         return OpFailed(is_fatal=False, reason=reason)
@@ -306,12 +306,12 @@ class SimExecutor:
         row, place = op.kind.row, (op.microbatch, op.chunk.stage)
         if row.takes is Direction.FORWARD:
             self._given_up.clear()
-        if row.uses and place not in self._graphs:
+        if row.uses and (row.uses, *place) not in self._kept:
             raise Violated(f"{self.worker} has no activation for {op}")
         if row.uses:
-            self._graphs.discard(place)
+            self._kept.discard((row.uses, *place))
         if row.leaves and op.phase.keeps_graph:
-            self._graphs.add(place)
+            self._kept.add((row.leaves, *place))
         if op.accumulates:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)
@@ -399,7 +399,7 @@ class SimExecutor:
 
     def _clear(self, version: Step) -> None:
         self._joined = {key: kept for key, kept in self._joined.items() if kept.step >= version}
-        self._graphs.clear()
+        self._kept.clear()
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
             chunk.begun_at = version
