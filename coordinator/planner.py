@@ -20,14 +20,14 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skein.plan.plan import Infeasible
+from skein.plan.route.portfolio import Portfolio
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.placing.portfolio import (
     FoundPlan,
     answered,
-    best_of,
     plan_here,
+    portfolio_of,
     search,
-    seeds_of,
     wants_search,
 )
 
@@ -134,22 +134,23 @@ class RayPlanner:
 
     async def _portfolio(self, asked: MakePlan) -> PlanMade | None:
         """The best of several seeds within the time there is; None if none of them found anything."""
-        best: dict[int, FoundPlan] = {}
-        seeds = seeds_of(asked.job, _num_cpus())
-        searches = [self._follow(asked, number, seed, best) for number, seed in enumerate(seeds)]
+        portfolio = portfolio_of(asked.job, _num_cpus())
+        turns = enumerate(portfolio.turns())
+        searches = [self._follow(asked, number, turn.seed, portfolio) for number, turn in turns]
         try:
             async with asyncio.timeout(asked.job.plan.budget_s + self._limit_s):
                 await asyncio.gather(*searches)
         except TimeoutError:
             _log.warning("job=%s some searches did not end in time", asked.job.name)
-        return best_of(best)
+        return None if portfolio.best is None else portfolio.best.made
 
-    async def _follow(self, asked: MakePlan, number: int, seed: int, best: dict[int, FoundPlan]) -> None:
-        """Keep what search number `number` finds, for as long as it lives."""
+    async def _follow(self, asked: MakePlan, number: int, seed: int, portfolio: Portfolio[FoundPlan]) -> None:
+        """Take what search number `number` finds, for as long as it lives."""
         stream = _search_task.remote(asked, seed)
         try:
             async for coming in stream:
-                best[number] = await coming
+                found = await coming
+                portfolio.take(number, (found.cost_s,), found)
         except RayError as error:
             _log.warning("job=%s search %d was lost: %s", asked.job.name, number, _last_line(error))
         finally:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from client.cli import DONE, INTERRUPTED
-from client.planning.errand import SEARCH, NoPlan, Objective
 from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
-from client.planning.messages import PlanFound
-from client.planning.portfolio import PortfolioStanding
+from client.planning.members import PortfolioStanding
+from client.planning.messages import SEARCH, NoPlan, Objective, PlanFound
 from skein.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from client.planning.errand import NoPlan, Objective
 from client.planning.files.instance import activation_bytes_of, locations_of, problem_of, remarks
+from client.planning.messages import NoPlan, Objective
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.errors import UserError

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from client.planning.errand import Errand, Objective, Role
-from client.planning.portfolio import Portfolio, PortfolioStanding
+from client.planning.members import MemberProcesses, PortfolioStanding
+from client.planning.messages import Errand, Objective, PlanFound
 from skein.errors import UserError
 from skein.own import install_hint
+from skein.plan.route.portfolio import Portfolio
 
 if TYPE_CHECKING:
     from client.planning.case import KnownProblem
@@ -47,6 +48,10 @@ class Order:
     budget_s: float
     num_rounds: int | None
     began_s: float
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.seed + number for number in range(self.num_processes))
 
     @property
     def until_s(self) -> float:
@@ -83,19 +88,19 @@ def hunt(
     """
     _require_planner()
     is_interrupted = False
-    with _terminable(), Portfolio(text) as portfolio:
-        for number in range(order.num_processes):
-            portfolio.send(_errand(order, Role.PLAN, order.seed + number))
+    portfolio: Portfolio[PlanFound] = Portfolio(seeds=order.seeds, wants_bound=True)
+    with _terminable(), MemberProcesses(text, portfolio) as members:
+        _send(members, order)
         # Members read the case at the same time; a mistake in it is told here, once.
         from client.planning.case import case_of
 
         case = case_of(text, origin=origin, objective=order.objective)
-        standing = portfolio.standing
+        standing = members.standing
         try:
-            for has_changed in portfolio.news(order.until_s):
+            for has_changed in members.news(order.until_s):
                 if standing.best is not None and standing.first_plan_s is None:
                     standing.first_plan_s = time.monotonic() - order.began_s
-                    portfolio.send(_errand(order, Role.BOUND, order.seed, cutoff_s=standing.best.step_s))
+                _send(members, order)
                 on_news(case, standing, has_changed)
         except KeyboardInterrupt:
             is_interrupted = True
@@ -109,16 +114,21 @@ def _require_planner() -> None:
             raise UserError("plan", library, f"is not installed: {install_hint('planner')}")
 
 
-def _errand(order: Order, role: Role, seed: int, cutoff_s: float | None = None) -> Errand:
-    left_s = order.began_s + order.budget_s - _REPORT_S - time.monotonic()
-    return Errand(
-        role=role,
-        objective=order.objective,
-        seed=seed,
-        budget_s=max(0.0, left_s),
-        num_rounds=order.num_rounds,
-        cutoff_s=cutoff_s,
-    )
+def _send(members: MemberProcesses, order: Order) -> None:
+    """Whoever is wanted now."""
+    best = members.standing.best
+    for turn in members.standing.portfolio.turns():
+        left_s = order.began_s + order.budget_s - _REPORT_S - time.monotonic()
+        members.send(
+            Errand(
+                role=turn.role,
+                objective=order.objective,
+                seed=turn.seed,
+                budget_s=max(0.0, left_s),
+                num_rounds=order.num_rounds,
+                cutoff_s=None if best is None else best.step_s,
+            )
+        )
 
 
 def read_text(path: Path) -> str:

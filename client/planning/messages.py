@@ -1,15 +1,56 @@
-"""What a member of a portfolio tells the process that started it: one JSON object per line.
+"""What a member of a portfolio is asked, and what it tells the process that started it: one JSON object per line.
 
-Only our own processes read these lines. Floats survive: JSON has their shortest exact form.
+Only our own processes read these lines. Floats survive: JSON has their shortest exact form. Imports nothing heavy:
+members start while this process is still loading.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias, cast
+
+from skein.errors import SkeinError
+from skein.plan.route.portfolio import Cost, Role
 
 if TYPE_CHECKING:
     from skein.plan.route.bounds.bound import Bound
     from skein.plan.route.problem import Routing
+
+
+SEARCH = "search"
+"""What plan files and reports say of how a plan was found."""
+
+
+class Objective(StrEnum):
+    """What is made short: the step with its aggregation, or the time until the last backward ends."""
+
+    STEP = "step"
+    MAKESPAN = "makespan"
+
+
+class NoPlan(SkeinError):
+    """There is none, or none was found in time; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """What a member is asked.
+
+    Args:
+        role: what to do.
+        objective: None: as the case implies.
+        seed: of all draws.
+        budget_s: seconds from the member's start.
+        num_rounds: search so many rounds of fixed size instead, whatever time they take.
+        cutoff_s: for `BOUND`: a known plan's seconds; None if there is none yet.
+    """
+
+    role: Role
+    objective: Objective | None
+    seed: int = 0
+    budget_s: float = 10.0
+    num_rounds: int | None = None
+    cutoff_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +63,11 @@ class PlanFound:
     worker_of: tuple[int, ...]
     path: tuple[tuple[int, ...], ...]
     sequence: tuple[int, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Plans are ranked by their mean under jitter."""
+        return self.jittered_s, self.step_s
 
     @property
     def routing(self) -> "Routing":
@@ -72,8 +118,9 @@ class MemberEnded:
 
 
 Message: TypeAlias = PlanFound | MethodRefused | Compiling | Progressed | Bounded | MemberEnded
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (PlanFound, MethodRefused, Compiling, Progressed, Bounded, MemberEnded)
+_KINDS: dict[str, type[Message | Errand]] = {
+    kind.__name__: kind
+    for kind in (Errand, PlanFound, MethodRefused, Compiling, Progressed, Bounded, MemberEnded)
 }
 
 
@@ -94,7 +141,18 @@ def bound_message(bound: "Bound") -> Bounded:
     return Bounded(seconds=bound.seconds, binding=bound.binding, parts=bound.parts)
 
 
-def line_of(message: Message) -> str:
+def errand_of(line: str) -> Errand:
+    """The errand in a line of `line_of`."""
+    given = _given(line)
+    assert isinstance(given, Errand)
+    return replace(
+        given,
+        role=Role(given.role),
+        objective=None if given.objective is None else Objective(given.objective),
+    )
+
+
+def line_of(message: Message | Errand) -> str:
     """The message as one line, without its end."""
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     return json.dumps({"kind": type(message).__name__, **values})
@@ -102,10 +160,15 @@ def line_of(message: Message) -> str:
 
 def message_of(line: str) -> Message:
     """The message in a line of `line_of`."""
+    given = _given(line)
+    assert not isinstance(given, Errand)
+    return given
+
+
+def _given(line: str) -> Message | Errand:
     document = cast("dict[str, object]", json.loads(line))
     kind = _KINDS[str(document.pop("kind"))]
-    values = {name: _frozen(value) for name, value in document.items()}
-    return kind(**values)  # type: ignore[arg-type]
+    return kind(**{name: _frozen(value) for name, value in document.items()})  # type: ignore[arg-type]
 
 
 def _frozen(value: object) -> object:

@@ -15,10 +15,9 @@ from client.planning.account import (
     transfer_counts,
 )
 from client.planning.case import KnownProblem, without_reduction
-from client.planning.errand import SEARCH, Objective
 from client.planning.estimates import Estimate
-from client.planning.messages import Bounded, PlanFound
-from client.planning.portfolio import PortfolioStanding
+from client.planning.members import PortfolioStanding
+from client.planning.messages import SEARCH, Bounded, Objective, PlanFound
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
 from skein.topology.doubts import LinkDoubt

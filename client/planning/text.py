@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from client.planning.errand import Objective
+from client.planning.messages import Objective
 from client.planning.report import Report, StepParts, SubsetRow
 from skein.units import format_bytes
 

@@ -32,6 +32,7 @@ from skein.plan.route.kernels.arrays import op_numbers
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.plan_routing import routing_of
 from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.rounds import slices
 from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
@@ -214,10 +215,10 @@ def _improved(
 
 
 def _run(search: Search, num_moves: int, may_go_on: Callable[[], bool]) -> None:
-    for run in search.rounds(num_moves):
+    for slice_ in slices(num_moves, search.problem.num_ops):
         if not may_go_on():
             break
-        run()
+        search.run(slice_)
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:

@@ -10,17 +10,17 @@ import pytest
 
 from client.cli import run
 from client.planning.case import case_of
-from client.planning.errand import Errand, Role
 from client.planning.files.fleetfile import parse_fleet_file
 from client.planning.member import member_messages
-from client.planning.messages import PlanFound
-from client.planning.portfolio import PortfolioStanding
+from client.planning.members import PortfolioStanding
+from client.planning.messages import Errand, PlanFound
 from client.planning.report import Report, SearchEffort, report
 from client.planning.text import report_lines
 from skein.errors import UserError
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
+from skein.plan.route.portfolio import Portfolio, Role
 from tests.support.instances import instance, matrix
 from tests.support.plan_files import routing_in
 from tests.support.routing_rules import violations
@@ -64,7 +64,7 @@ def reported(text: str) -> Report:
     errand = Errand(role=Role.PLAN, objective=None, num_rounds=2)
     best = [message for message in member_messages(text, errand) if isinstance(message, PlanFound)][-1]
     effort = SearchEffort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
-    return report(case, PortfolioStanding(best=best), best, effort)
+    return report(case, PortfolioStanding(portfolio=Portfolio(seeds=(0,))), best, effort)
 
 
 # --- the command ---

@@ -11,23 +11,27 @@ import psutil
 import pytest
 
 from client.planning.case import case_of
-from client.planning.errand import Errand, Objective, Role, errand_argument, errand_of
 from client.planning.first import first_plan
 from client.planning.hunt import Order, hunt
-from client.planning.member import member_messages, rounds_in_time
+from client.planning.member import member_messages
+from client.planning.members import MemberProcesses, PortfolioStanding
 from client.planning.messages import (
     Bounded,
     Compiling,
+    Errand,
     MemberEnded,
     Message,
     MethodRefused,
+    Objective,
     PlanFound,
     Progressed,
+    errand_of,
     line_of,
     message_of,
 )
-from client.planning.portfolio import Portfolio, PortfolioStanding
 from skein.plan.route.evaluate import jittered_mean_s, timeline
+from skein.plan.route.portfolio import Portfolio, Role
+from skein.plan.route.rounds import slices_in_time
 from skein.plan.route.search import Found, Search
 from tests.support.instances import instance
 from tests.support.routing_rules import violations
@@ -136,9 +140,9 @@ def test_rounds_fill_the_time_without_passing_it(budget_s: float, moves_per_s: f
     pace = Pace(moves_per_s)
     problem = case_of(TEXT, origin="x").problem
     kinds = []
-    for num_moves, round_ in rounds_in_time(problem, pace, budget_s, lambda: pace.now_s):
-        pace.spend(num_moves)
-        kinds.append(round_.warmth)
+    for slice_ in slices_in_time(problem.num_ops, pace, budget_s, lambda: pace.now_s):
+        pace.spend(slice_.num_moves)
+        kinds.append(slice_.warmth)
     # The first round, which measures the pace, is not sized to the budget.
     assert 0.7 * budget_s <= pace.now_s <= max(budget_s, 2_000 / moves_per_s)
     assert kinds[:5] == [None] * 5
@@ -148,9 +152,9 @@ def test_rounds_fill_the_time_without_passing_it(budget_s: float, moves_per_s: f
 def test_a_machine_that_slows_down_halfway_ends_soon_after_its_time() -> None:
     pace = Pace(1e5)
     problem = case_of(TEXT, origin="x").problem
-    for num_moves, _ in rounds_in_time(problem, pace, 10.0, lambda: pace.now_s):
+    for slice_ in slices_in_time(problem.num_ops, pace, 10.0, lambda: pace.now_s):
         pace.moves_per_s = 1e5 if pace.now_s < 5.0 else 5e4
-        pace.spend(num_moves)
+        pace.spend(slice_.num_moves)
     assert 8.0 < pace.now_s < 13.0
 
 
@@ -182,71 +186,75 @@ def test_a_message_survives_its_line(message: Message) -> None:
 
 def test_an_errand_survives_its_argument() -> None:
     errand = Errand(role=Role.BOUND, objective=Objective.STEP, seed=3, num_rounds=2, cutoff_s=1.5)
-    assert errand_of(errand_argument(errand)) == errand
+    assert errand_of(line_of(errand)) == errand
 
 
 # --- ranking ---
 
 
+def standing() -> PortfolioStanding:
+    return PortfolioStanding(portfolio=Portfolio(seeds=(1, 2, 3, 4), wants_bound=True))
+
+
 def test_the_plan_that_bears_jitter_best_leads_and_ties_go_to_the_lower_seed() -> None:
-    standing = PortfolioStanding()
+    told = standing()
     steps = [
-        (plan(seed=2, step_s=8.0, jittered_s=12.0), True),
-        (plan(seed=3, step_s=9.0, jittered_s=11.0), True),
-        (plan(seed=1, step_s=9.0, jittered_s=11.0), True),
-        (plan(seed=5, step_s=9.0, jittered_s=11.0), False),
+        (1, plan(seed=2, step_s=8.0, jittered_s=12.0), True),
+        (2, plan(seed=3, step_s=9.0, jittered_s=11.0), True),
+        (0, plan(seed=1, step_s=9.0, jittered_s=11.0), True),
+        (3, plan(seed=4, step_s=9.0, jittered_s=11.0), False),
     ]
-    assert [standing.take(0, found) for found, _ in steps] == [new for _, new in steps]
-    assert standing.best is not None
-    assert standing.best.seed == 1
+    assert [told.take(number, found) for number, found, _ in steps] == [new for *_, new in steps]
+    assert told.best is not None
+    assert told.best.seed == 1
 
 
 def test_a_search_that_compiles_is_waited_for_until_it_gets_somewhere() -> None:
-    standing, held_up = PortfolioStanding(), []
+    told, held_up = standing(), []
     for message in (plan(), Compiling(), Progressed(num_moves=1)):
-        standing.take(0, message)
-        held_up.append(standing.is_held_up)
+        told.take(0, message)
+        held_up.append(told.is_held_up)
     assert held_up == [False, True, False]
 
 
 def test_a_bound_is_never_replaced_by_a_lower_one() -> None:
-    standing = PortfolioStanding()
+    told = standing()
     for seconds in (3.0, 5.0, 4.0):
-        standing.take(0, Bounded(seconds=seconds, binding="x", parts=()))
-    assert standing.bound is not None
-    assert standing.bound.seconds == 5.0
+        told.take(0, Bounded(seconds=seconds, binding="x", parts=()))
+    assert told.bound is not None
+    assert told.bound.seconds == 5.0
 
 
 # --- processes ---
 
 
 @pytest.fixture
-def portfolio() -> Iterator[Portfolio]:
-    with Portfolio(TEXT) as entered:
+def members() -> Iterator[MemberProcesses]:
+    with MemberProcesses(TEXT, Portfolio(seeds=(0,))) as entered:
         yield entered
 
 
-def test_a_member_that_breaks_costs_no_plan_and_is_told(portfolio: Portfolio) -> None:
+def test_a_member_that_breaks_costs_no_plan_and_is_told(members: MemberProcesses) -> None:
     good = Errand(role=Role.PLAN, objective=None, num_rounds=0)
     broken = Errand(role=Role.PLAN, objective=cast("Objective", "nonsense"), seed=7)
-    portfolio.send(broken)
-    portfolio.send(good)
-    for _ in portfolio.news(time.monotonic() + END_S):
+    members.send(broken)
+    members.send(good)
+    for _ in members.news(time.monotonic() + END_S):
         pass
-    assert portfolio.standing.best is not None
-    [loss] = portfolio.standing.losses
+    assert members.standing.best is not None
+    [loss] = members.standing.losses
     assert loss == "plan (seed 7) broke: ValueError: 'nonsense' is not a valid Objective"
 
 
 def test_leaving_ends_whoever_is_still_at_work() -> None:
-    with Portfolio(TEXT) as portfolio:
-        portfolio.send(Errand(role=Role.PLAN, objective=None, budget_s=1e6))
-        news = portfolio.news(time.monotonic() + END_S)
-        while portfolio.standing.best is None:
+    with MemberProcesses(TEXT, Portfolio(seeds=(0,))) as members:
+        members.send(Errand(role=Role.PLAN, objective=None, budget_s=1e6))
+        news = members.news(time.monotonic() + END_S)
+        while members.standing.best is None:
             next(news)
         children = psutil.Process().children(recursive=True)
         assert children
-    assert portfolio.standing.cpu_s_by_member[0] > 0
+    assert members.standing.cpu_s_by_member[0] > 0
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 

@@ -12,6 +12,7 @@ from coordinator.planner import RayPlanner
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.check import violations
 from skein.plan.plan import Plan
+from skein.plan.route.portfolio import Portfolio
 from skein.protocol.coordinator.coordinator_io import MakePlan
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan
 from skein.topology.fleet import Fleet
@@ -64,11 +65,11 @@ def _words(process: psutil.Process) -> list[str]:
 class Watched(RayPlanner):
     """Lets a test see what searches have found so far."""
 
-    found: dict[int, FoundPlan]
+    portfolio: Portfolio[FoundPlan]
 
-    async def _follow(self, asked: MakePlan, number: int, seed: int, best: dict[int, FoundPlan]) -> None:
-        self.found = best
-        await super()._follow(asked, number, seed, best)
+    async def _follow(self, asked: MakePlan, number: int, seed: int, portfolio: Portfolio[FoundPlan]) -> None:
+        self.portfolio = portfolio
+        await super()._follow(asked, number, seed, portfolio)
 
 
 async def until_compiled(planner: RayPlanner) -> None:
@@ -83,14 +84,14 @@ async def test_killed_searches_cost_only_what_they_had_yet_to_find(num_killed: i
     planner = Watched()
     planner.warm_up()
     await until_compiled(planner)
-    planner.found = {}
+    planner.portfolio = Portfolio(seeds=())
     question = asked(budget_s=6.0)
     asking = asyncio.create_task(planner(question))
     until_s = time.monotonic() + LIMIT_S
-    while len(planner.found) < 2:
+    while planner.portfolio.best is None or len(searching()) < 2:
         assert time.monotonic() < until_s
         await asyncio.sleep(POLL_S)
-    had = min(found.cost_s for found in planner.found.values())
+    had = planner.portfolio.best.cost_s
     victims = searching()[:num_killed]
     assert len(victims) == num_killed
     for victim in victims:

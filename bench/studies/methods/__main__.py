@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.studies.methods.table import METHODS
 from client.planning.case import case_of
-from client.planning.errand import Objective
+from client.planning.messages import Objective
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.problem import Problem

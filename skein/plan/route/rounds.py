@@ -1,10 +1,19 @@
 """How a search spends its moves: rough plans from several starts first, then the best one warmed up less and less."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-MOVES_PER_OP = 2_500
+_MOVES_PER_OP = 2_500
 """Beyond this one annealing gains less than a second one does."""
+_COUNTED_PER_OP = 200
+"""Moves of a slice where slices are counted."""
+_TRY_MOVES = 2_000
+"""Of the slice that measures how fast this machine is."""
+_CAUTION = 0.85
+"""Of the time left: the machine may be slower than it was, and a slice that does not end is lost."""
+_LEAST_S = 0.15
 _STARTS = (0.06, 0.14, 0.14, 0.14)
 _WARMTHS = (0.016, 0.012, 0.008, 0.004)
 
@@ -34,5 +43,52 @@ def rounds(num_moves: float, num_ops: int) -> tuple[AnnealingRound, ...]:
         *(AnnealingRound(share=share, warmth=None) for share in _STARTS),
         *(AnnealingRound(share=(1 - sum(_STARTS)) / len(_WARMTHS), warmth=warmth) for warmth in _WARMTHS),
     )
-    times = max(1, math.ceil(max(x.share for x in once) * num_moves / (MOVES_PER_OP * num_ops)))
+    times = max(1, math.ceil(max(x.share for x in once) * num_moves / (_MOVES_PER_OP * num_ops)))
     return tuple(AnnealingRound(share=x.share / times, warmth=x.warmth) for _ in range(times) for x in once)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSlice:
+    """One annealing of so many moves; `warmth` as of its round."""
+
+    num_moves: int
+    warmth: float | None
+
+
+def slices(num_moves: int, num_ops: int) -> tuple[MoveSlice, ...]:
+    """How to spend so many moves on so many ops."""
+    return tuple(
+        MoveSlice(num_moves=max(1, int(x.share * num_moves)), warmth=x.warmth)
+        for x in rounds(num_moves, num_ops)
+    )
+
+
+def counted_slices(count: int, num_ops: int) -> Iterator[MoveSlice]:
+    """So many slices of equal size."""
+    once = rounds(1, num_ops)
+    for number in range(count):
+        yield MoveSlice(num_moves=_COUNTED_PER_OP * num_ops, warmth=once[number % len(once)].warmth)
+
+
+class Counting(Protocol):
+    """A search, as far as its pace goes."""
+
+    num_moves: int
+
+
+def slices_in_time(
+    num_ops: int, search: Counting, until_s: float, now: Callable[[], float]
+) -> Iterator[MoveSlice]:
+    """Slices for as long as there is time, sized by how fast the ones before were."""
+    most = _MOVES_PER_OP * num_ops
+    began_s, before = now(), search.num_moves
+    yield MoveSlice(num_moves=_TRY_MOVES, warmth=None)
+    moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
+    todo = list(rounds(moves_per_s * (until_s - now()), num_ops))
+    while (left_s := until_s - now()) > _LEAST_S:
+        share = todo[0].share / sum(x.share for x in todo)
+        began_s, before = now(), search.num_moves
+        num_moves = min(most, max(1, int(_CAUTION * share * left_s * moves_per_s)))
+        yield MoveSlice(num_moves=num_moves, warmth=todo[0].warmth)
+        moves_per_s = (search.num_moves - before) / max(1e-6, now() - began_s)
+        todo = todo[1:] or todo[-1:]

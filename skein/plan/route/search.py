@@ -4,9 +4,7 @@ What one annealing reaches differs by a few percent from the next, so several sh
 is long enough; `Search.improve` runs one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, s
 from skein.plan.route.kernels.cost import NEVER, fit, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.route.rounds import AnnealingRound, rounds
+from skein.plan.route.rounds import MoveSlice
 from skein.plan.route.start import first_paths
 from skein.rng import key, stream
 
@@ -50,14 +48,10 @@ class Search:
     Args:
         problem: what to plan.
         seed: of all draws.
-        is_placed: whether workers stay where the first routing has them.
         start: a routing to be considered, and from which placement is taken when `improve` is told to stay near it.
     """
 
-    def __init__(
-        self, problem: Problem, *, seed: int, start: Routing | None = None, is_placed: bool = False
-    ) -> None:
-        self._is_placed = is_placed
+    def __init__(self, problem: Problem, *, seed: int, start: Routing | None = None) -> None:
         self.problem = problem
         self.best: Found | None = None
         self.num_moves = 0
@@ -109,19 +103,14 @@ class Search:
         routed = ordered(self.problem, here.holder[: self.problem.num_chunks], here.path)
         if routed is None:
             return self.best
-        fine = self._cooling(num_moves, routed_scale(self, routed) / 35, scale_s / 1500)
+        fine = self._cooling(num_moves, timeline(self.problem, routed).step_s / 35, scale_s / 1500)
         return self._annealed(routed, fine, random)
 
-    def rounds(self, num_moves: int) -> list[Callable[[], Found | Infeasible]]:
-        """What to call in turn to spend `num_moves`."""
-        shares = rounds(num_moves, self.problem.num_ops)
-        return [partial(self.run, x, max(1, int(x.share * num_moves))) for x in shares]
-
-    def run(self, round_: AnnealingRound, num_moves: int) -> Found | Infeasible:
-        """One round of `num_moves`; gives the best routing so far."""
-        if round_.warmth is None:
-            return self.improve(num_moves)
-        return self.polish(num_moves, warmth=round_.warmth)
+    def run(self, slice_: MoveSlice) -> Found | Infeasible:
+        """One slice; gives the best routing so far."""
+        if slice_.warmth is None:
+            return self.improve(slice_.num_moves)
+        return self.polish(slice_.num_moves, warmth=slice_.warmth)
 
     def polish(self, num_moves: int, *, warmth: float = 0.004) -> Found | Infeasible:
         """One annealing of the best routing, from a temperature of `warmth` times its step."""
@@ -203,11 +192,6 @@ class Search:
             last_s=last_s,
             evenness=1.5,
             order_share=0.2,
-            seat_share=0.0 if self._is_placed else 0.1,
+            seat_share=0.1,
             path_shares=_PATH_SHARES,
         )
-
-
-def routed_scale(search: Search, routing_: Routing) -> float:
-    """Seconds of a routing's step, which temperatures are measured in."""
-    return timeline(search.problem, routing_).step_s

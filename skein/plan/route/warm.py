@@ -10,6 +10,7 @@ import numpy as np
 
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import Problem, Reduction
+from skein.plan.route.rounds import slices
 from skein.plan.route.search import Search
 from skein.types import Layout
 
@@ -50,8 +51,8 @@ def warm_up() -> None:
         search = Search(tiny_problem(layout), seed=seed)
         begun = search.begin()
         assert not isinstance(begun, Infeasible), begun.reason
-        for run in search.rounds(_NUM_MOVES):
-            run()
+        for slice_ in slices(_NUM_MOVES, search.problem.num_ops):
+            search.run(slice_)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from skein.plan.replan.before import LOST, Before
 from skein.plan.replan.routing import Moving
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import F64, I64, Problem, Reduction, Routing
+from skein.plan.route.rounds import slices
 from skein.plan.route.search import Search
 from skein.plan.route.start import first_paths
 from skein.types import Layout
@@ -72,8 +73,8 @@ def routed(of: Problem) -> Routing:
 def searched(of: Problem) -> Routing:
     """A routing that is hard to better."""
     search = Search(of, seed=0)
-    for run in search.rounds(40_000):
-        run()
+    for slice_ in slices(40_000, search.problem.num_ops):
+        search.run(slice_)
     assert search.best is not None
     return search.best.routing
 

@@ -10,6 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.rounds import slices
 from skein.plan.route.search import Search
 from skein.types import Layout
 from tests.plan.route.problems import ops_of
@@ -124,8 +125,8 @@ def test_a_search_finds_the_optimum_of_every_tiny_problem() -> None:
     assert len(problems) >= len(SEEDS) / 2
     for problem, best in problems:
         search = Search(problem, seed=0)
-        for run in search.rounds(1_500_000):
-            run()
+        for slice_ in slices(1_500_000, search.problem.num_ops):
+            search.run(slice_)
             assert search.best is not None
             if search.best.step_s <= best.makespan_s * (1 + SUMS):
                 break

@@ -1,17 +1,12 @@
 """How requests for plans are answered: at once, or by searches of several seeds side by side, of which the best counts.
 
 Rules of this file
-- Whoever has processes only ships: which seeds there are, how each slices its budget and which find counts is told
-  here.
-- Each search hands out whatever is better than what it had, as soon as it has it; so a process that dies, or a budget
-  that ends, costs what would have been found later and nothing else.
-- Of what is found the least predicted step counts (with what moving costs, spread over the steps to come), of equal
-  ones the first seed's. Seeds differ in nothing else, and their effort is counted in moves; so equal requests on an
-  equal cluster have equal answers while all searches live.
+- Of what is found the least predicted step counts (with what moving costs, spread over the steps to come). Seeds
+  differ in nothing else, and their effort is counted in moves; so equal requests on an equal cluster have equal answers
+  while all searches live (`skein.plan.route.portfolio`).
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
@@ -19,6 +14,7 @@ from skein.plan.balanced import balanced_step_s, make_balanced_plan
 from skein.plan.changing.moving import between_s
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
+from skein.plan.route.portfolio import Portfolio, improvements
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.rng import key
 from skein.topology.fleet import Fleet
@@ -69,27 +65,28 @@ def search(asked: MakePlan, seed: int, *, now: Callable[[], float]) -> Iterator[
     from skein.plan.searched import make_searched_plan
     from skein.plan.searched import searched_step_s as reckoned_by_search_s
 
-    previous, least_s = asked.previous, math.inf
+    previous = asked.previous
     current_s = None if previous is None else reckoned_by_search_s(asked.job, asked.fleet, previous)
-    for share in _SLICES:
-        budget_s = share * asked.job.plan.budget_s
+
+    def within(budget_s: float) -> FoundPlan | Infeasible:
         until_s = now() + budget_s
         plan = make_searched_plan(
             _with_budget(asked.job, budget_s),
             asked.fleet,
             previous,
             seed,
-            may_go_on=lambda until_s=until_s: now() < until_s,  # type: ignore[misc]
+            may_go_on=lambda: now() < until_s,
             steps_left=asked.steps_left,
         )
         plan = _held(plan, asked)
         if isinstance(plan, Infeasible):
-            return
+            return plan
         move_s = between_s(asked.job, asked.fleet, previous, plan)
         cost_s = plan.predicted_step_s + move_s / max(1, asked.steps_left)
-        if cost_s < least_s:
-            least_s = cost_s
-            yield FoundPlan(made=answered(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
+        return FoundPlan(made=answered(asked, plan, current_s=current_s, move_s=move_s), cost_s=cost_s)
+
+    budgets_s = [share * asked.job.plan.budget_s for share in _SLICES]
+    yield from improvements(within, budgets_s, lambda found: (found.cost_s,))
 
 
 def _with_budget(job: JobSpec, budget_s: float) -> JobSpec:
@@ -101,14 +98,7 @@ def wants_search(job: JobSpec) -> bool:
     return job.plan.method != "balanced" and job.plan.budget_s > 0
 
 
-def seeds_of(job: JobSpec, num_cpus: float) -> tuple[int, ...]:
+def portfolio_of(job: JobSpec, num_cpus: float) -> Portfolio[FoundPlan]:
     """One search for each CPU, up to what is of use; the first has the job's own seed."""
     others = range(1, max(1, min(_MAX_SEEDS, int(num_cpus))))
-    return job.seed, *(key(job.seed, "portfolio", number) for number in others)
-
-
-def best_of(found: Mapping[int, FoundPlan]) -> PlanMade | None:
-    """The answer that counts, of what searches have found by their number; None if none found anything."""
-    if not found:
-        return None
-    return found[min(found, key=lambda number: (found[number].cost_s, number))].made
+    return Portfolio(seeds=(job.seed, *(key(job.seed, "portfolio", number) for number in others)))

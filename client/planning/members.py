@@ -16,17 +16,19 @@ from pathlib import Path
 
 import psutil
 
-from client.planning.errand import Errand, errand_argument
 from client.planning.messages import (
     Bounded,
     Compiling,
+    Errand,
     MemberEnded,
     Message,
     MethodRefused,
     PlanFound,
     Progressed,
+    line_of,
     message_of,
 )
+from skein.plan.route.portfolio import Portfolio
 from skein.wire.process.tether import tethered_arguments
 
 COMPILE_S = 300.0
@@ -41,7 +43,7 @@ _INPUT = "instance"
 class PortfolioStanding:
     """All that members have told so far."""
 
-    best: PlanFound | None = None
+    portfolio: Portfolio[PlanFound]
     first_plan_s: float | None = None
     bound: Bounded | None = None
     is_compiling: bool = False
@@ -49,6 +51,10 @@ class PortfolioStanding:
     num_moves_by_member: dict[int, int] = field(default_factory=dict)
     cpu_s_by_member: dict[int, float] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> PlanFound | None:
+        return self.portfolio.best
 
     @property
     def is_held_up(self) -> bool:
@@ -63,9 +69,7 @@ class PortfolioStanding:
         """Be as far as `message` says; whether the best plan or the bound is another now."""
         match message:
             case PlanFound():
-                if self.best is None or _order(message) < _order(self.best):
-                    self.best = message
-                    return True
+                return self.portfolio.take(member, message.cost, message)
             case Compiling():
                 self.is_compiling = True
             case MethodRefused(reason=reason):
@@ -81,11 +85,6 @@ class PortfolioStanding:
         return False
 
 
-def _order(plan: PlanFound) -> tuple[float, float, int]:
-    """Plans are ranked by their mean under jitter; ties go to the lower seed, whoever told first."""
-    return plan.jittered_s, plan.step_s, plan.seed
-
-
 @dataclass(slots=True)
 class _Member:
     """One process and the end of its pipe."""
@@ -97,18 +96,18 @@ class _Member:
     has_ended: bool = False
 
 
-class Portfolio:
-    """Members at work on the case in `text`, from entering to leaving."""
+class MemberProcesses:
+    """Processes at work on the case in `text`, from entering to leaving, as `portfolio` wants them."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, portfolio: Portfolio[PlanFound]) -> None:
         self._text = text
         self._members: list[_Member] = []
         self._told: queue.SimpleQueue[tuple[_Member, str | None]] = queue.SimpleQueue()
         self._files = contextlib.ExitStack()
         self._folder: Path | None = None
-        self.standing = PortfolioStanding()
+        self.standing = PortfolioStanding(portfolio=portfolio)
 
-    def __enter__(self) -> "Portfolio":
+    def __enter__(self) -> "MemberProcesses":
         self._folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="skein-plan-")))
         (self._folder / _INPUT).write_text(self._text, encoding="utf-8")
         return self
@@ -133,7 +132,7 @@ class Portfolio:
         log = self._folder / f"{len(self._members)}.log"
         with (self._folder / _INPUT).open("rb") as given, log.open("wb") as errors:
             process = subprocess.Popen(
-                tethered_arguments("client.planning.member", [errand_argument(errand)]),
+                tethered_arguments("client.planning.member", [line_of(errand)]),
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=errors,
