@@ -26,6 +26,7 @@ from skein.protocol.log.records import (
     Incident,
     JobEnded,
     JobHeld,
+    JobRecord,
     JobResumed,
     JobSubmitted,
     PlanAdopted,
@@ -211,25 +212,7 @@ class History:
                 if not isinstance(record, PlanAdopted):
                     self.jobs[record.job].last_wall_s = record.wall_s
 
-    def _of_job(
-        self,
-        job: JobHistory,
-        record: GenerationOpened
-        | PlanAdopted
-        | StepCommitted
-        | Evaluated
-        | CheckpointCommitted
-        | CheckpointChecked
-        | RolledBack
-        | Diverged
-        | Averaged
-        | Incident
-        | DataCounted
-        | HaltAsked
-        | JobHeld
-        | JobResumed
-        | JobEnded,
-    ) -> None:
+    def _of_job(self, job: JobHistory, record: JobRecord) -> None:
         match record:
             case GenerationOpened():
                 assert record.generation > self.generation, f"{record} after {self.generation}"

@@ -332,10 +332,8 @@ class JobEnded:
     wall_s: float
 
 
-Record = (
-    EpochOpened
-    | JobSubmitted
-    | GenerationOpened
+JobRecord = (
+    GenerationOpened
     | PlanAdopted
     | StepCommitted
     | Evaluated
@@ -350,5 +348,7 @@ Record = (
     | JobHeld
     | JobResumed
     | JobEnded
-    | Drained
 )
+"""What is recorded of a job that exists."""
+
+Record = EpochOpened | JobSubmitted | JobRecord | Drained
