@@ -20,7 +20,7 @@ from skein.protocol.coordinator.runs.improving import replanning, revision
 from skein.protocol.coordinator.runs.phase import RunPhase
 from skein.protocol.coordinator.runs.placing import placement
 from skein.protocol.coordinator.runs.steps import evaluation, stepping
-from skein.protocol.coordinator.runs.watching import measuring, watchdog
+from skein.protocol.coordinator.runs.watching import measuring, vigil
 from skein.protocol.coordinator.runs.workers import members, strikes
 from skein.protocol.log import history, records
 from skein.protocol.membership import membership
@@ -124,7 +124,7 @@ PARTS = (
     Section(title="Members", module=members),
     Section(title="Gathering", module=gathering),
     Section(title="Strikes", module=strikes),
-    Section(title="Watchdog", module=watchdog),
+    Section(title="Vigil", module=vigil),
     Section(title="Placement", module=placement),
     Section(title="Stepping", module=stepping),
     Section(title="Measuring", module=measuring),

@@ -16,7 +16,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.coordinator.runs.gathering import GATHER_S, RETURN_S
 from skein.protocol.coordinator.runs.watching.detection import WARMING_S
-from skein.protocol.coordinator.runs.watching.watchdog import STALL_S
+from skein.protocol.coordinator.runs.watching.vigil import STALL_S
 from skein.protocol.log.records import (
     GenerationOpened,
     Incident,

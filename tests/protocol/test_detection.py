@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 
 from skein.plan.plan import ChunkTime, Plan
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.incidents import Incidents
+from skein.protocol.coordinator.runs.phase import StepPhase
 from skein.protocol.coordinator.runs.watching.detection import (
     LEAST_HISTORY,
     MAX_HISTORY,
@@ -20,9 +23,16 @@ from skein.protocol.coordinator.runs.watching.detection import (
     Stragglers,
     Visit,
 )
-from skein.protocol.coordinator.runs.watching.watchdog import STALL_S, STALL_STEPS, STUCK_STALLS, Watchdog
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.runs.watching.vigil import STALL_S, STALL_STEPS, STUCK_STALLS, Vigil
+from skein.protocol.coordinator.runs.workers.blame import Blame
+from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.membership.membership import Membership
 from skein.protocol.messages.reports import Beat
 from skein.types import ChunkRef, StageSpec, WorkerId
+from tests.support.desk import Desk
+from tests.support.hands import record
+from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, stage_spec
 
 BEAT_S = 0.5
@@ -265,17 +275,22 @@ def test_no_report_says_nothing() -> None:
 # --- nothing moves ---
 
 
-def test_the_watchdog_waits_for_what_the_plan_says_and_twice_as_long_each_time_it_was_in_vain() -> None:
-    watchdog = Watchdog(now=0.0)
+def test_the_vigil_waits_for_what_the_plan_says_and_twice_as_long_each_time_it_was_in_vain() -> None:
+    desk = Desk()
+    desk.submit(small_job())
+    [job] = desk.machine.history.jobs.values()
+    outbox = Outbox(desk.machine.history)
+    vigil = Vigil(Members(job, Membership(), outbox), Measured(job.spec), now=0.0)
+    incidents, blame = Incidents(job, outbox), Blame(job, outbox)
     slow = replace(plan_of(1.0), predicted_step_s=STALL_S)
-    assert watchdog.barks_at(None) == STALL_S
-    assert watchdog.barks_at(slow) == STALL_STEPS * STALL_S
-    assert watchdog.gives_up_at(None) == STUCK_STALLS * STALL_S
-    watchdog.barked()
-    watchdog.moved(now=100.0)
-    assert watchdog.barks_at(None) == 100.0 + 2 * STALL_S
+    assert vigil.barks_at(None) == STALL_S
+    assert vigil.barks_at(slow) == STALL_STEPS * STALL_S
+    assert vigil.gives_up_at(None) == STUCK_STALLS * STALL_S
+    vigil.barked(StepPhase(), incidents, blame, now=90.0)
+    vigil.moved(now=100.0)
+    assert vigil.barks_at(None) == 100.0 + 2 * STALL_S
     for _ in range(100):
-        watchdog.barked()
-    assert watchdog.barks_at(None) <= 100.0 + 2**10 * STALL_S
-    watchdog.committed(now=200.0)
-    assert watchdog.barks_at(None) == 200.0 + STALL_S
+        vigil.barked(StepPhase(), incidents, blame, now=100.0)
+    assert vigil.barks_at(None) <= 100.0 + 2**10 * STALL_S
+    vigil.committed(record(), plan_of(1.0), now=200.0)
+    assert vigil.barks_at(None) == 200.0 + STALL_S

@@ -191,7 +191,7 @@ class Round:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When late walkers are given up; else a round waits for reports alone, and the watchdog ends it."""
+        """When late walkers are given up; else a round waits for reports alone, and the vigil ends it."""
         if self._patience is None or self._numbers is not None:
             return None
         begun_at, num_units = self._patience.begun_at, len(self._step_groups.units)

@@ -1,4 +1,4 @@
-"""Notices that somebody, or everybody, gets nowhere although all of them live."""
+"""Notices that somebody, or everybody, gets nowhere although all of them live: the last resort, behind leases."""
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.incidents import Incidents
@@ -6,7 +6,6 @@ from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.phase import BuildPhase, RunPhase
 from skein.protocol.coordinator.runs.watching.detection import OpWatch
 from skein.protocol.coordinator.runs.watching.measuring import Measured
-from skein.protocol.coordinator.runs.watching.watchdog import Watchdog
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.records import IncidentKind
@@ -15,12 +14,24 @@ from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import Beat
 from skein.types import WorkerId
 
+STALL_S = 60.0
+"""No op has ended anywhere for so long in a running step: something is stuck, and a new generation unsticks it.
+
+Steps that are predicted to take longer have `STALL_STEPS` of their own time. It costs what was on its way, so each time
+that it was in vain doubles the wait: a tensor that takes longer than anybody knew arrives in the end.
+"""
+STALL_STEPS = 4.0
+STUCK_STALLS = 2.0
+"""Who does not even acknowledge a new generation for so many times as long is the stuck one, and is turned away."""
+_MAX_DOUBLINGS = 6
+
 
 class Vigil(RunPart):
-    """The watch over single ops, and the one over all of them together."""
+    """The watch over single ops, and over when something moved last: an op ended, a step was committed, and so on."""
 
     def __init__(self, members: Members, measured: Measured, *, now: float) -> None:
-        self.watchdog = Watchdog(now=now)
+        self._moved_at = now
+        self._num_barks = 0
         self._ops = OpWatch(measured.chunk_time)
         self._members = members
 
@@ -30,15 +41,15 @@ class Vigil(RunPart):
 
     def moved(self, *, now: float) -> None:
         """Something did."""
-        self.watchdog.moved(now=now)
+        self._moved_at = now
 
     def barks_at(self, plan: Plan | None) -> float:
         """When nothing has moved for too long under this plan."""
-        return self.watchdog.barks_at(plan)
+        return self._moved_at + _stall_s(plan) * 2.0**self._num_barks
 
     def gives_up_at(self, plan: Plan | None) -> float:
         """When whoever has not acknowledged a generation by then is turned away."""
-        return self.watchdog.gives_up_at(plan)
+        return self._moved_at + STUCK_STALLS * _stall_s(plan)
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened."""
@@ -53,24 +64,29 @@ class Vigil(RunPart):
         self._ops.planned(adoption.plan)
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
-        """A step is."""
-        self.watchdog.committed(now=now)
+        """A step is: all is well."""
+        self._moved_at = now
+        self._num_barks = 0
         self._ops.committed()
 
     def barked(self, phase: RunPhase, incidents: Incidents, blame: Blame, *, now: float) -> str:
         """Nothing has moved for too long; gives the reason to begin anew, without whoever builds while others have."""
-        still_s = self.watchdog.still_for(now=now)
+        still_s = now - self._moved_at
         late = self._members.late() if isinstance(phase, BuildPhase) else ()
         reason = phase.standstill(still_s)
         incidents.noticed(IncidentKind.STALLED, late, reason, silent_s=still_s, now=now)
         blame.exclude(late, reason, now=now)
-        self.watchdog.barked()
+        self._num_barks = min(self._num_barks + 1, _MAX_DOUBLINGS)
         return reason
 
     def stuck(self, plan: Plan | None, *, is_fencing: bool, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, each with the reason: an op never ends, or they do not acknowledge."""
         found = {stuck.worker: stuck.reason for stuck in self._ops.stuck()}
-        if is_fencing and now >= self.watchdog.gives_up_at(plan):
+        if is_fencing and now >= self.gives_up_at(plan):
             reason = "it does not answer, though it beats: start it again"
             found = dict.fromkeys(self._members.unacknowledged(), reason) | found
         return tuple(sorted(found.items()))
+
+
+def _stall_s(plan: Plan | None) -> float:
+    return max(STALL_S, STALL_STEPS * (0.0 if plan is None else plan.predicted_step_s))
