@@ -69,26 +69,15 @@ from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition, is_signed
 from skein.protocol.messages.reports import (
-    Ack,
     Beat,
-    CheckpointUnread,
-    CheckpointUnwritten,
-    CheckpointWritten,
-    ChunksReady,
-    DataOpened,
-    EvaluationDone,
     Hello,
     Leaving,
     LinksMeasured,
     PeersSeen,
-    Prefetched,
     Report,
     SpeedMeasured,
-    StageDone,
     Suspected,
-    TimesMeasured,
     Trouble,
-    Vote,
 )
 from skein.topology.fleet import Link
 from skein.types import Incarnation, JobId, WorkerId
@@ -276,53 +265,26 @@ class Coordinator:
         if (reason := self._implausible(worker, report)) is not None:
             self._refused(ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
             return
-        if run is not None and self.membership.live[worker].progressed_at == now:
-            run.progressed(now=now)
         match report:
-            case Beat():
-                if run is not None:
-                    run.beat(worker, report)
-                    self._turn_away_stuck(now=now)
-                if self._remeasuring.is_due(worker, self._pace(), now=now):
-                    self._measure(worker, now=now)
             case SpeedMeasured():
                 self._speed_measured(worker, report, now=now)
             case LinksMeasured():
                 self._measured(report)
             case PeersSeen():
                 self.absence.looked(report, now=now)
-                if run is not None:
-                    run.tick(now=now)
             case Leaving():
                 self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
             case Suspected():
                 doubted = Doubted(worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}")
                 self._changed(self.membership.handle(doubted, now=now), now=now)
-                if run is not None:
-                    run.report(worker, report, now=now)
-            case Prefetched():
-                if run is not None:
-                    run.prefetched(worker, report)
-            case DataOpened():
-                if run is not None:
-                    run.data_opened(worker, report, now=now)
-            case CheckpointWritten() | CheckpointUnwritten():
-                if run is not None:
-                    run.saved(worker, report, now=now)
-            case (
-                Ack()
-                | ChunksReady()
-                | StageDone()
-                | Vote()
-                | EvaluationDone()
-                | TimesMeasured()
-                | Trouble()
-                | CheckpointUnread()
-            ):
-                if run is not None:
-                    run.report(worker, report, now=now)
             case _:
-                assert_never(report)
+                pass
+        if run is not None:
+            run.report(worker, report, now=now)
+        if isinstance(report, Beat):
+            self._turn_away_stuck(now=now)
+            if self._remeasuring.is_due(worker, self._pace(), now=now):
+                self._measure(worker, now=now)
 
     def _implausible(self, worker: WorkerId, report: Report) -> str | None:
         """What is wrong with a report that nobody can have seen; an older generation's may be of another job."""

@@ -40,17 +40,23 @@ from skein.protocol.messages.reports import (
     ChunksReady,
     DataOpened,
     EvaluationDone,
+    Hello,
+    Leaving,
+    LinksMeasured,
+    PeersSeen,
     Prefetched,
+    Report,
+    SpeedMeasured,
     StageDone,
     Suspected,
     TimesMeasured,
     Trouble,
     Vote,
 )
-from skein.protocol.rounds.round import GraceOver, LedgerHeard, Round
+from skein.protocol.rounds.round import GraceOver, LedgerHeard
 from skein.types import JobState, WorkerId
 
-RunReport = (
+OfGeneration = (
     Ack
     | ChunksReady
     | CheckpointUnread
@@ -61,7 +67,6 @@ RunReport = (
     | Suspected
     | Trouble
 )
-"""What belongs to one generation."""
 
 
 class Run:
@@ -111,11 +116,34 @@ class Run:
         parts.asking.joined(entry, now=now)
         parts.gathering.joined(worker, is_member=parts.members.is_this(entry), now=now)
 
-    def report(self, worker: WorkerId, report: RunReport, *, now: float) -> None:
+    def report(self, worker: WorkerId, report: Report, *, now: float) -> None:
         """A worker reported; what belongs to another generation is dropped."""
+        parts, entry = self._parts, self._parts.live.get(worker)
+        if entry is not None and entry.progressed_at == now:
+            parts.vigil.moved(now=now)
+        match report:
+            case Beat():
+                parts.vigil.beat(worker, report)
+            case Prefetched():
+                parts.improving.prefetched(worker, report)
+            case DataOpened():
+                parts.improving.opened(worker, report)
+                if worker not in parts.members.placed:  # who has a place keeps that
+                    parts.misfits.opened(worker, report, now=now)
+            case CheckpointWritten() | CheckpointUnwritten():
+                parts.vigil.moved(now=now)
+                parts.savings.heard(worker, report, now=now)
+                self._show_savings()
+            case PeersSeen():
+                self.tick(now=now)
+            case Hello() | LinksMeasured() | SpeedMeasured() | Leaving():
+                pass  # Of no run.
+            case _:
+                if report.generation == parts.out.history.generation and worker in parts.members:
+                    self._of_generation(worker, report, now=now)
+
+    def _of_generation(self, worker: WorkerId, report: OfGeneration, *, now: float) -> None:
         parts = self._parts
-        if report.generation != parts.out.history.generation or worker not in parts.members:
-            return
         match report:
             case Ack():
                 self._fence.acknowledged(worker, report, now=now)
@@ -163,12 +191,6 @@ class Run:
             self._fence.open(found.reason, now=now)
         self.tick(now=now)
 
-    def saved(self, worker: WorkerId, report: CheckpointWritten | CheckpointUnwritten, *, now: float) -> None:
-        """A stage of a checkpoint is durable or could not be written, under whatever generation it was begun."""
-        self._parts.vigil.moved(now=now)
-        self._parts.savings.heard(worker, report, now=now)
-        self._show_savings()
-
     def manifest_written(self, event: ManifestWritten, *, now: float) -> None:
         """A checkpoint exists, or could not be completed."""
         self._parts.vigil.moved(now=now)
@@ -191,26 +213,6 @@ class Run:
     def _show_savings(self) -> None:
         if self._course.is_saving and self._parts.savings.waits_for:
             self._course.explain(f"waits to save {self._parts.savings.waits_for}")
-
-    # --- what goes on beside steps ---
-
-    def progressed(self, *, now: float) -> None:
-        """Some worker's op ended."""
-        self._parts.vigil.moved(now=now)
-
-    def beat(self, worker: WorkerId, beat: Beat) -> None:
-        """A worker lives, and says how long its running op has been at it."""
-        self._parts.vigil.beat(worker, beat)
-
-    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
-        """A copy of a stage is whole, or cannot be had."""
-        self._parts.improving.prefetched(worker, report)
-
-    def data_opened(self, worker: WorkerId, report: DataOpened, *, now: float) -> None:
-        """A worker has the job's data open, or cannot have them."""
-        self._parts.improving.opened(worker, report)
-        if worker not in self._parts.members.placed:  # who has a place keeps that
-            self._parts.misfits.opened(worker, report, now=now)
 
     # --- time ---
 
@@ -275,11 +277,6 @@ class Run:
     def has_ended(self) -> bool:
         """Whether the run is over."""
         return self._course.has_ended
-
-    @property
-    def round(self) -> Round | None:
-        """The step in progress."""
-        return self._parts.stepping.round
 
     @property
     def plan(self) -> Plan | None:
