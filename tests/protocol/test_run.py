@@ -50,7 +50,8 @@ from skein.protocol.messages.reports import (
     Suspected,
     Vote,
 )
-from skein.types import Generation, JobId, JobState, StageIndex, Step, WorkerId, parse_group
+from skein.protocol.messages.tensors import Phase
+from skein.types import Generation, JobId, JobState, MicrobatchId, StageIndex, Step, WorkerId, parse_group
 from tests.support.desk import GRACE_S, Desk, checkpoint
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, stage_spec
@@ -271,6 +272,24 @@ def test_a_step_is_committed_before_it_is_announced() -> None:
     ]
     assert order == ["Append", "Send", "Send"]
     assert all(commit.goes_on for commit in desk.told(Commit).values())
+
+
+def test_a_score_of_another_kind_ends_no_evaluation() -> None:
+    desk = stepping()
+    for _ in range(3):
+        desk.step(PLAN)
+    for way in range(len(PLAN.evaluation_paths)):
+        probe = EvaluationDone(
+            generation=desk.generation,
+            version=Step(3),
+            microbatches=(MicrobatchId(way),),
+            loss_sum=1.0,
+            num_tokens=1,
+            phase=Phase.PROBE,
+        )
+        assert desk.report("w1a", probe) == []
+    desk.evaluate(PLAN, 2)
+    assert desk.recorded(Evaluated)
 
 
 def test_the_last_step_is_followed_by_evaluation_checkpoint_and_end() -> None:

@@ -67,7 +67,7 @@ from skein.protocol.membership.membership import (
 )
 from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
-from skein.protocol.messages.positions import LogPosition, is_signed
+from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.reports import (
     Beat,
     Hello,
@@ -115,7 +115,7 @@ class Coordinator:
 
     def sign_with(self, log_key: bytes) -> None:
         """Before the first event: the key that positions of the run log are signed with."""
-        self._outbox.log_key = log_key
+        self._outbox.sign_with(log_key)
 
     def replay(self, records: Iterable[Record]) -> None:
         """Take the run log, before the first event. The last record opens this coordinator's own epoch."""
@@ -354,7 +354,7 @@ class Coordinator:
         if here is None or here.origin_s != known.origin_s or self.history.has_decided:
             self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
             return
-        if not is_signed(known, self._outbox.log_key):
+        if not self._outbox.has_signed(known):
             # Whoever has the token could say so; what is true and cannot be proved is for people to look at.
             unproved = f"{knows}, as it says without a signature of this run log, which has no such entry"
             self._refuse_other_log(worker, incarnation, unproved)
@@ -364,7 +364,7 @@ class Coordinator:
             "which goes on without what was lost"
         )
         self._outbox.log(f"worker={worker} ends this coordinator: {reason}")
-        self._outbox.commands.append(Halt(reason=reason))
+        self._outbox.do(Halt(reason=reason))
 
     def _ending(self) -> str:
         """Where the log ended before this coordinator opened it."""

@@ -9,7 +9,7 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Beginning, Directive, Member, stamped
-from skein.protocol.messages.positions import LogPosition, signed
+from skein.protocol.messages.positions import LogPosition, is_signed, signed
 from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Fleet
 from skein.types import Condition, Generation, Incarnation, JobId, Step, WorkerId
@@ -235,14 +235,21 @@ class Outbox:
     key: bytes = field(default=b"", repr=False)
     """Random, of this coordinator's process: secrets of its generations are made of it, and none is ever stored."""
 
-    log_key: bytes = field(default=b"", repr=False)
-    """Random, and kept beside the run log: positions of that are signed with it."""
+    _log_key: bytes = field(default=b"", init=False, repr=False)
 
     @property
     def position(self) -> LogPosition | None:
         """How far the log is, signed; None before its first epoch."""
         position = self.history.position
-        return None if position is None else signed(position, self.log_key)
+        return None if position is None else signed(position, self._log_key)
+
+    def sign_with(self, log_key: bytes) -> None:
+        """Random, and kept beside the run log: positions of that are signed with it."""
+        self._log_key = log_key
+
+    def has_signed(self, position: LogPosition) -> bool:
+        """Whether a coordinator of this run log has told of that position."""
+        return is_signed(position, self._log_key)
 
     def next_request(self) -> int:
         """A number for a MakePlan that no other has."""
@@ -269,6 +276,10 @@ class Outbox:
         """No two are the same, whatever is in a name."""
         about = repr((self.history.epoch, generation, member.worker, member.incarnation, purpose))
         return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
+
+    def do(self, *commands: CoordinatorCommand) -> None:
+        """Have these carried out after what was commanded before."""
+        self.commands += commands
 
     def record(self, record: Record) -> None:
         """Apply a record to the hard state and have it appended."""

@@ -10,12 +10,14 @@ from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.ending import Rewind
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
+from skein.protocol.coordinator.runs.phase import EvaluatePhase
 from skein.protocol.coordinator.runs.placing.planning import one_for_each_print
 from skein.protocol.coordinator.runs.steps.counting import count_data
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind, StepCommitted
 from skein.protocol.messages.directives import Commit, Start, StepRecord
 from skein.protocol.messages.reports import ChunksReady, EvaluationDone, Vote
+from skein.protocol.messages.tensors import Phase
 from skein.protocol.rounds.round import Outvoted, RoundEvent, StepDecided, VoteHeard
 from skein.types import WorkerId
 
@@ -92,7 +94,7 @@ class Boundary:
         if isinstance(stop, Rewind):
             self._fence.failed(IncidentKind.DIVERGED, None, stop.reason, now=now)
         elif is_due and (stop is None or stop.evaluates):
-            self._course.evaluate()
+            self._course.evaluate(Phase.EVALUATE)
             parts.evaluation.begin()
         elif stop is not None and not (stop.saves and parts.savings.is_behind()):
             self._stopping.stop(stop, now=now)
@@ -108,10 +110,13 @@ class Boundary:
             self._start_step(now=now)
 
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
-        """A head has scored its part of the samples."""
-        if self._parts.evaluation.is_complete(worker, report, now=now):
+        """A head has scored its part of the samples; what nobody waits for is dropped."""
+        phase = self._course.phase
+        if not isinstance(phase, EvaluatePhase) or report.phase is not phase.purpose:
+            return
+        if phase.purpose.validates and self._parts.evaluation.is_complete(worker, report, now=now):
             self.go_on(now=now)
-        elif self._parts.leading.is_complete(worker, report, self._plan()):
+        elif phase.purpose.scores_walkers and self._parts.leading.is_complete(worker, report, self._plan()):
             self._start_step(now=now)
 
     # --- a step ---
@@ -121,7 +126,7 @@ class Boundary:
         parts = self._parts
         parts.vigil.moved(now=now)
         if self._is_probe_due():
-            self._course.evaluate()
+            self._course.evaluate(Phase.PROBE)
             parts.leading.begin(self._plan())
             return
         self._save_if_due(now=now)

@@ -12,6 +12,7 @@ from skein.protocol.coordinator.runs.phase import (
     StepPhase,
 )
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
+from skein.protocol.messages.tensors import Phase
 from skein.types import WorkerId
 
 
@@ -54,11 +55,6 @@ class RunCourse:
         return isinstance(self.phase, BuildPhase)
 
     @property
-    def is_evaluating(self) -> bool:
-        """Whether samples are scored."""
-        return isinstance(self.phase, EvaluatePhase)
-
-    @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is waited for."""
         return isinstance(self.phase, SavePhase)
@@ -67,9 +63,9 @@ class RunCourse:
         """A step is computed from now on, by the plan that is in place."""
         self.enter(StepPhase(may_go_on=self.phase.may_go_on))
 
-    def evaluate(self) -> None:
+    def evaluate(self, purpose: Phase) -> None:
         """No step is in progress, and samples are scored."""
-        self.enter(EvaluatePhase(may_go_on=self.phase.may_go_on))
+        self.enter(EvaluatePhase(purpose=purpose, may_go_on=self.phase.may_go_on))
         self._parts.stepping.over()
 
     def depends_on(self, worker: WorkerId) -> bool:

@@ -145,6 +145,12 @@ class Fence:
         plan = parts.placement.go_on(resumed)
         parts.adopted(Adoption(plan=plan, resumed=resumed), now=now)
 
+    def look_again(self, *, now: float) -> None:
+        """The time of a plan that is held back, if one is, may have come."""
+        phase = self._course.phase
+        if isinstance(phase, FencePhase) and phase.held_back is not None:
+            self.build(phase.held_back, now=now)
+
     def build(self, plan: Plan, *, now: float) -> None:
         """Put a plan in place, if nothing has to be asked, found or mended first."""
         parts = self._parts
@@ -152,6 +158,8 @@ class Fence:
             self._course.explain(first.reason)
             if first.opens_generation:
                 self.open(first.reason, now=now)
+            else:
+                self._course.enter(FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
             return
         lacking = parts.storage.lacks(parts.holdings.sources(plan), now=now)
         if lacking.must_wait:

@@ -7,6 +7,8 @@ make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint th
 from dataclasses import dataclass
 from typing import ClassVar
 
+from skein.plan.plan import Plan
+from skein.protocol.messages.tensors import Phase
 from skein.types import JobState
 
 
@@ -44,7 +46,12 @@ class GatherPhase(_Phase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencePhase(_Phase):
-    """A generation is open; acknowledgements and a plan come in."""
+    """A generation is open; acknowledgements and a plan come in.
+
+    A plan that would give steps up is `held_back` for a while.
+    """
+
+    held_back: Plan | None = None
 
     name = "fencing"
     state = JobState.PLANNING
@@ -71,7 +78,9 @@ class StepPhase(_Phase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatePhase(_Phase):
-    """Validation samples are scored."""
+    """Samples are scored, for the loss on validation data or to see who leads."""
+
+    purpose: Phase
 
     name = "evaluating"
     is_computing = True

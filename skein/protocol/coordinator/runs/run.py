@@ -15,6 +15,7 @@ from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.phase import (
+    FencePhase,
     RunPhase,
     SavePhase,
     StepPhase,
@@ -154,8 +155,7 @@ class Run:
             case Vote():
                 self._boundary.voted(worker, report, now=now)
             case EvaluationDone():
-                if self._course.is_evaluating and self.plan is not None:
-                    self._boundary.evaluated(worker, report, now=now)
+                self._boundary.evaluated(worker, report, now=now)
             case TimesMeasured():
                 if self.plan is not None:
                     parts.measured.take(worker, report, self.plan)
@@ -223,8 +223,8 @@ class Run:
             return
         if course.is_gathering:
             self._gather(now=now)
-        elif course.is_fencing and parts.asking.held_back is not None:
-            self._fence.build(parts.asking.held_back, now=now)
+        elif isinstance(self.phase, FencePhase):
+            self._fence.look_again(now=now)
         elif isinstance(self.phase, StepPhase) and now >= parts.stepping.grace_ends_at():
             self._boundary.drive(GraceOver(), now=now)
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
@@ -250,9 +250,12 @@ class Run:
         if course.is_gathering:
             gathers_at = max(course.gathers_at(), parts.asking.deadline() or 0.0)
             return gathers_at if course.is_to_fence() or self.job.halt else parts.gathering.pardons_at
-        if course.is_fencing:
+        if isinstance(self.phase, FencePhase):
             gives_up_at = parts.vigil.gives_up_at(self.plan)
-            return parts.asking.deadline() if parts.members.is_fenced else gives_up_at
+            is_held_back = self.phase.held_back is not None
+            return (
+                parts.asking.deadline(is_held_back=is_held_back) if parts.members.is_fenced else gives_up_at
+            )
         if not course.is_watched():
             return parts.savings.again_at if course.is_saving else None
         return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))

@@ -196,7 +196,7 @@ class Savings(RunPart):
         checkpoint = self.written(report, wall_s=now)
         if checkpoint is not None:
             self._finishing.append(checkpoint)
-            self._out.commands.append(WriteManifest(checkpoint=checkpoint))
+            self._out.do(WriteManifest(checkpoint=checkpoint))
 
     def finished(self, event: ManifestWritten, *, now: float) -> None:
         """The coordinator has completed a checkpoint, or could not."""
@@ -260,7 +260,7 @@ class Savings(RunPart):
         )
         self._out.log(f"checkpoint={checkpoint.version}", job=job.job)
         keep = tuple(kept.version for kept in job.checkpoints)
-        self._out.commands.append(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))
+        self._out.do(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))
 
 
 def _own_parts(plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:

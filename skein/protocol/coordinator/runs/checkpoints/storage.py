@@ -160,7 +160,7 @@ class Storage(RunPart):
         may_begin = not has_own or (self._is_waiting and not self._is_lost)
         if begins is not None and may_begin and self._looks_elsewhere:
             found = [x for x in self._out.history.jobs[begins.job].checkpoints if x.version == begins.version]
-            self._out.commands += [VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found]
+            self._out.do(*(VerifyCheckpoint(checkpoint=checkpoint) for checkpoint in found))
             self._looks_elsewhere = False
         if self._is_waiting:
             job, newest = self._job, self._job.newest_checkpoint
@@ -172,4 +172,4 @@ class Storage(RunPart):
         for checkpoint in checkpoints:
             if checkpoint.version not in self._asked:
                 self._asked.add(checkpoint.version)
-                self._out.commands.append(VerifyCheckpoint(checkpoint=checkpoint))
+                self._out.do(VerifyCheckpoint(checkpoint=checkpoint))

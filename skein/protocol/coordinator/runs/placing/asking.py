@@ -57,8 +57,6 @@ class Asking:
         *,
         now: float,
     ) -> None:
-        self.held_back: Plan | None = None
-        """It would give steps up."""
         self.outcome = ""
         """What became of those who were waited for, for the record of a roll-back."""
         self._job = job
@@ -100,15 +98,15 @@ class Asking:
             )
 
     def opened(self, *, now: float) -> None:
-        """A generation was opened: nothing is held back, and who may hold what nobody here does is looked at."""
-        self.held_back, self._is_ending = None, False
+        """A generation was opened: who may hold what nobody here does is looked at."""
+        self._is_ending = False
         silent = self._silent()
         if self._job.version and silent and self._is_short():
             self._look(silent, now=now)
 
     def over(self) -> None:
         """Nothing has to be given up."""
-        self.held_back, self._is_ending = None, False
+        self._is_ending = False
         self._since = None
         self._told = ()
 
@@ -148,10 +146,9 @@ class Asking:
         cost = f"they may have {counted(num_steps, 'step')} that no checkpoint has"
         return self._hold(awaited, ends_at, cost, now=now)
 
-    def deadline(self) -> float | None:
+    def deadline(self, *, is_held_back: bool = False) -> float | None:
         """When a plan that is held back, or the end of the run, is to be looked at again."""
-        is_waiting = self.held_back is not None or self._is_ending
-        return min(self._until, self._looks_at) if is_waiting else None
+        return min(self._until, self._looks_at) if is_held_back or self._is_ending else None
 
     # --- whom to wait for, and how long ---
 
@@ -162,7 +159,6 @@ class Asking:
         if not self._could_be_had(plan, sources, awaited):
             self._tell_outcome(ends_at.keys() - awaited.keys(), now - since)
             return None
-        self.held_back = plan
         cost = f"going back would cost {counted(num_steps, 'step')}"
         if not num_steps:
             cost = "a stage would be made of its neighbours"

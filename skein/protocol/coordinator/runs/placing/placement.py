@@ -136,7 +136,7 @@ class Placement(RunPart):
             previous=previous,
             steps_left=self._job.total_steps - self._job.version,
         )
-        self._out.commands.append(asked)
+        self._out.do(asked)
 
     def is_answer(self, made: PlanMade) -> bool:
         """Whether this is what was asked last, and is waited for still."""
@@ -306,13 +306,11 @@ class Placement(RunPart):
 
     def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
         """A worker has its chunks: whether all have."""
-        if worker not in self._members.placed:
+        if not self._members.built(worker, report):
             return False
-        self._members.ready[worker] = report
-        if self._members.is_ready:
-            assert self.plan is not None
-            self._holdings.built(self.plan)
-        return self._members.is_ready
+        assert self.plan is not None
+        self._holdings.built(self.plan)
+        return True
 
     def odd_readers(self) -> tuple[WorkerId, ...]:
         """Origins that read other data than the rest."""

@@ -75,7 +75,7 @@ class Leading(RunPart):
     def is_complete(self, worker: WorkerId, report: EvaluationDone, plan: Plan) -> bool:
         """Take a walker's score from the worker of its head; whether all are here."""
         num_walkers = len(plan.evaluation_paths)
-        if not report.phase.scores_walkers or report.version != self._job.version or not report.microbatches:
+        if report.version != self._job.version or not report.microbatches:
             return False
         walker = report.microbatches[0] % num_walkers
         if plan.evaluation_paths[walker].hops[-1].worker != worker:

@@ -119,10 +119,11 @@ class Members(RunPart):
         for worker in self.placed:
             self.send(told[worker], worker)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether every worker of the plan has its chunks."""
-        return len(self.ready) == len(self.placed)
+    def built(self, worker: WorkerId, report: ChunksReady) -> bool:
+        """A worker has its chunks; whether every worker of the plan has them now."""
+        if worker in self.placed:
+            self.ready[worker] = report
+        return worker in self.placed and len(self.ready) == len(self.placed)
 
     def late(self) -> tuple[WorkerId, ...]:
         """Workers of the plan that have not built yet what they are to, while others have."""
