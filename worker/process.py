@@ -29,7 +29,7 @@ from worker.bundle import WireTensor
 from worker.chunks.build import Builder
 from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Compute
-from worker.compute.payload import Payload, payload_bytes
+from worker.compute.payload import Payload, weight_bytes
 from worker.data.opening import Datasets
 from worker.driver import WorkerDriver
 from worker.executor import Executor
@@ -110,7 +110,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         machine = Worker(await _identity(setting, executor, port))
         log = setting.boundary_log()
         stack.callback(log.close)
-        desk = Desk[Payload](machine.identity.worker, log, weigh=payload_bytes, release=())
+        desk = Desk[Payload](machine.identity.worker, log, weigh=weight_bytes, release=())
         memory_bytes = machine.identity.profile.memory_bytes
         inbox = WorkerInbox(machine, desk=desk, metrics=metrics, memory_bytes=memory_bytes)
         # A half of its own for what is kept of this worker's chunks, and one for what is fetched.

@@ -53,7 +53,7 @@ from worker.boundary import BoundaryLog
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done, Holding
-from worker.compute.payload import Payload, payload_bytes
+from worker.compute.payload import Payload, weight_bytes
 from worker.data.dataset import open_dataset
 
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ class Bench:
     def __init__(self, worker: WorkerId, job: JobSpec, arrangement: Arrangement) -> None:
         self.worker = worker
         self.compute = Compute(CPU)
-        self.desk = Desk[Payload](worker, BoundaryLog(), weigh=payload_bytes, release=())
+        self.desk = Desk[Payload](worker, BoundaryLog(), weigh=weight_bytes, release=())
         mine = {ref.stage for ref in arrangement.chunks if ref.worker == worker}
         origins = [
             MicrobatchId(m) for m, path in enumerate(arrangement.paths) if path.hops[0].worker == worker

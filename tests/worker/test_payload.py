@@ -27,7 +27,7 @@ from skein.types import (
 )
 from tests.support.hands import record
 from worker.boundary import BoundaryLog
-from worker.compute.payload import Payload, pack, payload_bytes, unpack
+from worker.compute.payload import Payload, pack, unpack, weight_bytes
 
 HERE = ChunkRef(stage=StageIndex(0), worker=WorkerId("w0"))
 PATH = Path(hops=(HERE, ChunkRef(stage=StageIndex(1), worker=WorkerId("w1"))))
@@ -59,7 +59,7 @@ def envelope(header: TensorHeader, generation: int = 1) -> Envelope:
 
 
 def desk(log: BoundaryLog | None = None) -> Desk[Payload]:
-    return Desk(HERE.worker, log or BoundaryLog(), weigh=payload_bytes, release=())
+    return Desk(HERE.worker, log or BoundaryLog(), weigh=weight_bytes, release=())
 
 
 def filed(*headers: TensorHeader, generation: int = 1) -> Desk[Payload]:
@@ -103,7 +103,7 @@ def test_what_crosses_a_boundary_in_training_is_logged_until_its_step_commits() 
     for _ in range(2):
         sent = store.for_sending(envelope(hop()))
         assert sent is not None
-        assert payload_bytes(sent) == 24
+        assert weight_bytes(sent) == 24
     ran(store, APPLY)
     assert store.for_sending(envelope(hop())) is None
 

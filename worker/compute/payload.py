@@ -38,7 +38,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), out=torch.frombuffer(allocate(num_bytes), dtype=first.dtype))
 
 
-def payload_bytes(payload: Payload) -> int:
+def weight_bytes(payload: Payload) -> int:
     """How many bytes a payload takes."""
     if isinstance(payload, Mapping):
         return sum(tensor.nbytes for tensor in payload.values())

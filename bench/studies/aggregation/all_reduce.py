@@ -50,7 +50,7 @@ from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import FetchStateRequest
 from worker.boundary import BoundaryLog
 from worker.bundle import Bundle, WireTensor
-from worker.compute.payload import Payload, concatenated, pack, payload_bytes, unpack
+from worker.compute.payload import Payload, concatenated, pack, unpack, weight_bytes
 from worker.service import PeerService
 from worker.transport.memory import keep_message_buffers
 from worker.transport.peers import Peers
@@ -102,7 +102,7 @@ class Station:
 
     def __init__(self, place: int, tasks: asyncio.TaskGroup) -> None:
         self.name = worker_at(place)
-        self._store = Desk[Payload](self.name, BoundaryLog(), weigh=payload_bytes, release=())
+        self._store = Desk[Payload](self.name, BoundaryLog(), weigh=weight_bytes, release=())
         self._torch = ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, 1))
         self._exchange: Exchange | None = None
         self._early: list[ShardTensor] = []
