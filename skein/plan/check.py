@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from skein.config.job import JobSpec
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
-from skein.plan.load import stage_loads, tied_bytes
+from skein.plan.load import stage_loads, stages_by_group, tied_bytes
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
 from skein.topology.fleet import Fleet
-from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, Own, StageIndex, StageSpec, Tied, WorkerId
+from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 from skein.units import format_bytes
 
 
@@ -191,21 +191,19 @@ def _alternates(plan: Plan) -> Iterator[str]:
 
 
 def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
-    expected: dict[GroupId, list[StageIndex]] = {Own(stage.index): [stage.index] for stage in plan.stages}
-    if tied_bytes(job, plan.stages):
-        expected[Tied()] = [plan.stages[0].index, plan.stages[-1].index]
+    expected = stages_by_group(plan.stages, has_shared=bool(tied_bytes(job, plan.stages)))
     groups = [str(group.group) for group in plan.groups]
     if sorted(groups) != sorted(map(str, expected)):
         yield f"groups {groups}, expected {list(map(str, expected))}"
     for group in plan.groups:
-        yield from _group(group, plan, expected.get(group.group, []))
+        yield from _group(group, plan, expected.get(group.group, ()))
         yield from _pattern(group, job)
     short = too_few(plan, job)
     if short is not None:
         yield short
 
 
-def _group(group: Group, plan: Plan, stages: list[StageIndex]) -> Iterator[str]:
+def _group(group: Group, plan: Plan, stages: Sequence[StageIndex]) -> Iterator[str]:
     members = [x.chunk for stage in stages for x in plan.chunks if x.chunk.stage == stage]
     if sorted(group.members) != sorted(members):
         yield f"group {group.group} has other members than the chunks of its stages"

@@ -10,12 +10,12 @@ from skein.config.job import JobSpec
 from skein.plan.agreeing.exchange import Row
 from skein.plan.agreeing.rounds import rows_of
 from skein.plan.clock.timing import pattern_of
-from skein.plan.load import StageLoad, num_shards
+from skein.plan.load import StageLoad, num_shards, stages_by_group
 from skein.plan.place import Pool
 from skein.plan.plan import Alternates, Group
 from skein.topology.consensus import choose
 from skein.topology.links import LinkMatrices
-from skein.types import ChunkRef, GroupId, Own, StageSpec, Tied, WorkerId
+from skein.types import ChunkRef, GroupId, Own, StageSpec, WorkerId
 
 _MAX_ALTERNATES = 8
 """Of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
@@ -42,7 +42,7 @@ def groups_of(
     shared_bytes: int,
     pool: Pool,
 ) -> Iterator[tuple[Group, int]]:
-    """One group per stage, and one for the tensors that the first and the last share, each with its bytes."""
+    """A plan's groups, each with its bytes."""
 
     def group(name: GroupId, members: tuple[ChunkRef, ...], num_bytes: int) -> Group:
         workers = tuple(dict.fromkeys(member.worker for member in members))
@@ -51,14 +51,11 @@ def groups_of(
         weights = _measured_weights(job, workers, num_bytes, pool)
         return Group(group=name, members=members, num_shards=shards, pattern=pattern, weights=weights)
 
-    for stage, load in zip(stages, loads, strict=True):
-        members = tuple(chunk for chunk in chunks if chunk.stage == stage.index)
-        yield group(Own(stage.index), members, load.own_bytes), load.own_bytes
-    if shared_bytes:
-        ends = tuple(
-            chunk for stage in (stages[0], stages[-1]) for chunk in chunks if chunk.stage == stage.index
-        )
-        yield group(Tied(), ends, shared_bytes), shared_bytes
+    own_bytes = {load.stage.index: load.own_bytes for load in loads}
+    for name, its in stages_by_group(stages, has_shared=bool(shared_bytes)).items():
+        num_bytes = own_bytes[its[0]] if isinstance(name, Own) else shared_bytes
+        members = tuple(chunk for stage in its for chunk in chunks if chunk.stage == stage)
+        yield group(name, members, num_bytes), num_bytes
 
 
 def _measured_weights(

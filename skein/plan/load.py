@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.types import StageSpec
+from skein.types import GroupId, Own, StageIndex, StageSpec, Tied
 
 _COPIES = 5
 """Of each parameter: itself, the gradient, the reduced gradient (an attempt leaves the gradient alone), two moments."""
@@ -50,6 +50,16 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
     """What each of `stages` asks, in their order."""
     layers = job.layers
     return tuple(_load(job, layers, stage) for stage in stages)
+
+
+def stages_by_group(
+    stages: Sequence[StageSpec], *, has_shared: bool
+) -> dict[GroupId, tuple[StageIndex, ...]]:
+    """One group per stage, and one for the tensors that the first and the last share."""
+    found: dict[GroupId, tuple[StageIndex, ...]] = {Own(stage.index): (stage.index,) for stage in stages}
+    if has_shared:
+        found[Tied()] = (stages[0].index, stages[-1].index)
+    return found
 
 
 def tied_bytes(job: JobSpec, stages: Sequence[StageSpec]) -> int:

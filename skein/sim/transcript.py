@@ -31,7 +31,7 @@ from skein.protocol.worker.worker_io import SendReport, WorkerCommand, WorkerEve
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import LIMIT_S, FleetShape, make_world, run_to_end
 from skein.sim.world import World
-from skein.types import ChunkRef, Exchanged, Local, Own, SiteId, StageSpec, Tied, WorkerId
+from skein.types import ChunkRef, GroupId, SiteId, StageSpec, WorkerId
 
 _WIDTH = 150
 _MANY = 4
@@ -107,7 +107,7 @@ def brief(value: object) -> str:
             return ">".join(brief(hop) for hop in value.hops)
         case Plan():
             return f"Plan({brief(str(value.reason))})"
-        case Own() | Tied() | Local() | Exchanged():
+        case _ if isinstance(value, GroupId):
             return str(value)
         case Member() | GenerationMember():
             return value.worker
