@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from coordinator.records.logfile import sync_directory
 from skein.config.job import JobSpec
 from skein.errors import RemoteError, SkeinError, UserError
 from skein.protocol.log.records import CheckpointCommitted, checkpoint_folder
+from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.folders import Folder, RootedFolder
 from skein.storage.outside import PIECE_BYTES, Synced, call_moved, require_room, room_explained
 from skein.storage.places import ANYWHERE, FIELD, Places
@@ -33,6 +35,8 @@ from skein.types import JobId, Step
 MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 40
+MAX_HEADER_BYTES = 100 << 20
+"""Of a safetensors file; the library's own limit."""
 RESERVED_BYTES = 256 << 20
 """What uploads leave free on the disk, so that the run log goes on."""
 
@@ -242,6 +246,9 @@ def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
         DamagedError: a file is not what was written.
     """
     folder = checkpoint_folder(checkpoint.version)
+    for stage in checkpoint.stages:
+        if not stage.files:
+            raise DamagedError(f"{folder}: no file of stage {stage.stage} was told of")
     listed = [file for stage in checkpoint.stages for file in stage.files]
     for file in listed:
         path = f"{folder}/{_checked(_NAME, file.name)}"
@@ -258,6 +265,31 @@ def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
                 call_moved()
         if digest.hexdigest() != file.sha256:
             raise DamagedError(f"{folder}/{file.name} is not what was written: its SHA-256 is another")
+        with files.open(f"{folder}/{file.name}") as opened:
+            _verify_names(opened, file, folder)
+
+
+def _verify_names(opened: BinaryIO, file: CheckpointFile, folder: str) -> None:
+    """Tensors are found by the names that the file's writer told: those must be the names inside.
+
+    Raises:
+        DamagedError: they are others, or the file is no safetensors file.
+    """
+    try:
+        (header_bytes,) = struct.unpack("<Q", opened.read(8))
+        if header_bytes > min(MAX_HEADER_BYTES, file.num_bytes):
+            raise ValueError("the header is too long")
+        header = json.loads(opened.read(header_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("the header is no table of names")
+    except (ValueError, RecursionError, struct.error) as error:
+        raise DamagedError(f"{folder}/{file.name} is no safetensors file: {error}") from error
+    inside = header.keys() - {"__metadata__"}
+    if inside != set(file.tensors):
+        other = min(inside.symmetric_difference(file.tensors))
+        raise DamagedError(
+            f"{folder}/{file.name} holds other tensors than its writer told, {other[:128]!r} for one"
+        )
 
 
 def _delete_checkpoint(files: Folder, folder: str) -> None:

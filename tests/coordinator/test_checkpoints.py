@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.numpy import save
 
 from coordinator.checkpoints import MANIFEST, CheckpointStore, DamagedError
 from skein.config.location import SCHEMES
@@ -24,7 +27,7 @@ from tests.coordinator.builders import checkpointed, job_spec
 from worker.chunks.checkpoint import UrlArchive, file_names
 
 JOB = JobId("digits-1")
-DATA = bytes(range(256)) * 40
+DATA = save({"embed": np.arange(240, dtype=np.uint8), "head": np.arange(10_000, dtype=np.uint16)})
 NAME = "stage-000.model.safetensors"
 PLACES = replace(ANYWHERE, schemes=(*SCHEMES, "memory", "locked"))
 STAGE, GENERATION = StageIndex(3), Generation(7)
@@ -142,6 +145,27 @@ def test_what_is_damaged_after_writing_is_found_and_named(url: str, damage: str)
         store.verify(whole)
 
 
+@pytest.mark.parametrize("told", [(), ("embed",), ("embed", "head", "norm")])
+def test_files_whose_tensors_are_not_those_that_were_told_make_no_checkpoint(
+    url: str, told: tuple[str, ...]
+) -> None:
+    write(url, 10)
+    store = CheckpointStore(Path("unused"), places=PLACES)
+    with pytest.raises(UserError, match="holds other tensors than its writer told"):
+        store.write_manifest(checkpointed(JOB, 10, replace(file_of(), tensors=told), url=url), job_spec())
+    assert MANIFEST not in names(url, 10)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"12345", b"\xff" * 64, struct.pack("<Q", 9) + b"[" * 9, struct.pack("<Q", 1) + b"7"]
+)
+def test_files_that_are_no_safetensors_make_no_checkpoint(url: str, data: bytes) -> None:
+    write(url, 10, data)
+    store = CheckpointStore(Path("unused"), places=PLACES)
+    with pytest.raises(UserError, match="no safetensors file"):
+        store.write_manifest(checkpointed(JOB, 10, file_of(data), url=url), job_spec())
+
+
 def test_files_that_are_not_what_was_sent_make_no_checkpoint(url: str) -> None:
     write(url, 10, DATA[:-1] + b"!")
     store = CheckpointStore(Path("unused"), places=PLACES)
@@ -175,7 +199,7 @@ def test_the_manifest_says_what_there_is(store: CheckpointStore, url: str) -> No
 
 def test_without_its_files_a_checkpoint_gets_no_manifest(store: CheckpointStore, url: str) -> None:
     write(url, 10)
-    for data, reason in ((DATA + b"x", "instead of 10241"), (b"", "instead of 0")):
+    for data, reason in ((DATA + b"x", f"instead of {len(DATA) + 1}"), (b"", "instead of 0")):
         with pytest.raises(UserError, match=reason):
             store.write_manifest(checkpointed(JOB, 10, file_of(data), url=url), job_spec())
     with pytest.raises(UserError, match="is not there"):
@@ -261,7 +285,7 @@ def test_a_place_that_cannot_be_written_is_named(store: CheckpointStore, tmp_pat
     url = str(tmp_path / "file" / "below")
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"checkpoint\.url"):
-        store.write_manifest(checkpointed(JOB, 1, url=url), job_spec())
+        store.write_manifest(replace(checkpointed(JOB, 1, url=url), stages=()), job_spec())
 
 
 class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
@@ -276,4 +300,4 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # no stubs
 def test_a_store_with_errors_of_its_own_is_named_too(store: CheckpointStore) -> None:
     fsspec.register_implementation("locked", Locked, clobber=True)
     with pytest.raises(UserError, match="no credentials"):
-        store.write_manifest(checkpointed(JOB, 1, url="locked://bucket"), job_spec())
+        store.write_manifest(replace(checkpointed(JOB, 1, url="locked://bucket"), stages=()), job_spec())

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 from grpc import StatusCode, aio
+from safetensors.numpy import save
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.service import checkpoint as checkpoint_service
@@ -23,7 +25,7 @@ from skein.wire.views import CheckpointView
 from tests.coordinator.builders import WAIT_S, checkpointed, committed, eventually, submitted
 from tests.coordinator.serving import connected, coordinator, write_log
 
-DATA = bytes(range(256)) * 10
+DATA = save({"w": np.arange(2560, dtype=np.uint16)})
 FILE = CheckpointFile(
     name="stage-000.model.safetensors",
     num_bytes=len(DATA),

@@ -35,6 +35,12 @@ def test_a_stage_that_no_cut_has_is_not_planned_with() -> None:
     assert judge(shape, disturbed(shape, seed=20009728, num_faults=8)).state in ENDS
 
 
+def test_a_file_that_holds_other_tensors_than_were_told_completes_no_checkpoint() -> None:
+    """A liar saved a stage, and told of no tensors in its file: once it had died, nobody could read the stage."""
+    shape = shape_of("line 4x2 skip 1/4")
+    assert judge(shape, disturbed(shape, seed=6903, num_faults=8)).state in ENDS
+
+
 def test_most_jobs_with_liars_are_finished_all_the_same() -> None:
     """A liar is made up for; but before the first step a job ends of fatal trouble or other data, with that reason."""
     states = []

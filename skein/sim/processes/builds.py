@@ -223,7 +223,7 @@ class Builds:
     def _durable(self, worker: SimWorker, saved: CheckpointWritten, written: tuple[StageSpec, str]) -> None:
         reason = self.store.refusal()
         if not reason:
-            self.store.files[saved.files[0].name] = written
+            self.store.files[saved.files[0].name] = (saved.files[0], *written)
             self._give(worker, saved)
             return
         failed = CheckpointUnwritten(
@@ -246,7 +246,9 @@ class Builds:
         files = [file for part in saved for file in part.files]
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
         found = {name: self.store.files[name] for name in mine if name in self.store.files}
-        here = {n: x for n, (held, x) in found.items() if held.first < stage.stop and stage.first < held.stop}
+        here = {
+            n: x for n, (_, held, x) in found.items() if held.first < stage.stop and stage.first < held.stop
+        }
         worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))
 

@@ -3,15 +3,16 @@
 from functools import partial
 
 from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.messages.directives import CheckpointFile
 from skein.sim.clock import Clock
 from skein.types import Condition, StageSpec
 
 
 class Store:
-    """Files by name, each with the stage and the lineage that it holds."""
+    """Files by name: what their writers know of them, with the stage and the lineage inside."""
 
     def __init__(self, clock: Clock) -> None:
-        self.files: dict[str, tuple[StageSpec, str]] = {}
+        self.files: dict[str, tuple[CheckpointFile, StageSpec, str]] = {}
         self._clock = clock
         self._damaged: set[str] = set()
         self._full_until = 0.0
@@ -49,10 +50,16 @@ class Store:
 
     def trouble(self, checkpoint: CheckpointCommitted) -> str:
         """Why a checkpoint cannot be read now; "": it can."""
-        damaged = sorted(self._damaged.intersection(_names(checkpoint)))
         if self.hangs:
             return "the store does not answer"
-        return f"{damaged[0]} is not what was written" if damaged else ""
+        for part in checkpoint.stages:
+            if not part.files or not all(map(self._is_whole, part.files)):
+                return f"stage {part.stage} is not what was written"
+        return ""
+
+    def _is_whole(self, told: CheckpointFile) -> bool:
+        """A file is told of by its writer, who may be wrong about its name, size or tensors."""
+        return told.name in self.files and told == self.files[told.name][0] and told.name not in self._damaged
 
     def look(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
         """What whoever reads all of a checkpoint finds."""
