@@ -1,7 +1,8 @@
 """The orders that the field has names for, as starting points: each is simulated for the problem at hand.
 
 Pipelines in which every microbatch visits all stages fall into chains; the ops of a chain are put in order by the
-generators of `skein.plan.schedules`. Where paths skip stages there are no chains, and first come, first served remains.
+generators of `skein.plan.route.schedules`. Where paths skip stages there are no chains, and first come, first served
+remains.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from skein.plan.ops import OpKind, op_numbers_at
 from skein.plan.plan import PlannedOp
 from skein.plan.route.evaluate import ordered
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.schedules import NAMED_ORDERS, Shape, one_f_one_b
+from skein.plan.route.schedules import NAMED_ORDERS, Shape, one_f_one_b
 from skein.types import MicrobatchId
 
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from skein.plan import schedules
 from skein.plan.ops import OpKind
+from skein.plan.route import schedules
 
 
 class PipelineOpKind(StrEnum):

@@ -6,7 +6,7 @@ In the formulas p is the number of workers, r the position of one, v its chunks 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from skein.plan.schedules import group_size, grouped, textbook_depths
+from skein.plan.route.schedules import group_size, grouped, textbook_depths
 from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 
 

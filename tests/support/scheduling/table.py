@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skein.errors import UserError
-from skein.plan.schedules import NAMED_ORDERS, Named
+from skein.plan.route.schedules import NAMED_ORDERS, Named
 from tests.support.scheduling import split, vshape
 from tests.support.scheduling.ops import PipelinePlacement, PipelineSchedule, Shape, whole
 
