@@ -60,7 +60,8 @@ coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
 
 matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case, loops watched
 	SKEIN_MATRIX=entire $(UNITS) -o asyncio_debug=true $(PYTEST_ARGS)
-	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_crash_points.py tests/e2e/test_parity.py $(PYTEST_ARGS)
+	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_crash_points.py tests/e2e/test_parity.py \
+		tests/e2e/test_aggregation.py tests/e2e/test_command.py $(PYTEST_ARGS)
 
 scale: setup ## a thousand simulated workers
 	$(BIN)/skein bench scale

@@ -12,6 +12,7 @@ from client.api import Client
 from client.local import LocalFleet, NotStarted, free_port
 from skein.wire.process.tether import tethered_arguments
 from tests.client.scripted import GOOD, Script, serving
+from tests.support.extent import part
 
 SKEIN = (sys.executable, "-P", "-m", "client.cli")
 END_S = 20.0
@@ -26,8 +27,6 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
     ("arguments", "code", "error"),
     [
         (["jobs", "--coordinator", "127.0.0.1:9"], 1, "127.0.0.1:9: nothing listens there: start it, or check "),
-        (["submit", "/nowhere.yaml"], 2, "job file: '/nowhere.yaml': No such file or directory; give a job file, "),
-        (["sumbit"], 2, "no such command: sumbit; did you mean submit? (see skein --help)"),
         (["worker", "up", "--join", "nowhere"], 2, "join: 'nowhere': give host:port, for example"),
         (["coordinator", "up", "--prt", "1"], 2, "error: No such option '--prt'"),
         (["coordinator", "up", "--port", "0"], 2, "port: 0: give a port between 1 and 65535"),
@@ -67,14 +66,17 @@ def test_help_of_the_services_is_their_own(service: str) -> None:
     assert "--token-file" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("sim",), ("bench", "plan"), ("bench", "wire"), ("bench", "recovery")])
+PROGRAMS = [("sim",), ("bench", "wire"), ("bench", "plan"), ("bench", "recovery")]
+
+
+@pytest.mark.parametrize("arguments", part(PROGRAMS, every=2))
 def test_help_of_programs_is_that_of_the_command(arguments: tuple[str, ...]) -> None:
     done = skein(*arguments, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: skein {' '.join(arguments)} ")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", part(["bash", "zsh", "fish"], every=3))
 def test_a_shell_is_given_what_completes_commands(shell: str) -> None:
     done = skein("completion", shell)
     assert done.returncode == 0

@@ -23,6 +23,7 @@ from skein.protocol.log.records import checkpoint_folder, walker_prefix
 from skein.types import Exchanged, JobState, Local, Step
 from skein.wire.views import CheckpointFinished, StepFinished, WentBack
 from tests.e2e.jobs import text_job, write_text
+from tests.support.extent import ENTIRE
 
 NUM_STEPS, NUM_WORKERS = 24, 4
 PATIENCE_S, POLL_S = 300.0, 0.2
@@ -118,7 +119,7 @@ def steps_of(job: Job) -> list[tuple[int, float]]:
     ]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", RULES if ENTIRE else TOLD_BY_RULE | {"diloco": set()})
 def test_a_rule_learns_makes_every_step_once_and_sends_what_was_estimated(
     cluster: Cluster, text: Path, name: str
 ) -> None:

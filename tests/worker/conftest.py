@@ -8,6 +8,12 @@ import pytest
 from tests.worker.lab import Lab, write_text
 
 
+@pytest.fixture(autouse=True)
+def settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of gRPC leave a call that never ends: where a worker ends within a test, nobody waits for it."""
+    monkeypatch.setattr("worker.process._SETTLE_S", 0.01)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return write_text(tmp_path)

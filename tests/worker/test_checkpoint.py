@@ -16,6 +16,7 @@ from skein.protocol.messages.directives import CheckpointFile
 from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, Precision, StageIndex, Step
+from tests.support.extent import part
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.chunks.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
 from worker.compute.state import STEP, saved_names
@@ -92,8 +93,10 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("stages", "replicas", "layout"), CUTS)
+@pytest.mark.parametrize(
+    ("stages", "replicas", "layout", "is_tied"),
+    part([(*cut, is_tied) for cut in CUTS for is_tied in (True, False)], every=3),
+)
 def test_any_cut_goes_on_from_a_checkpoint_of_two_stages(
     text: Path, tmp_path: Path, labs: list[Lab], stages: int, replicas: int, layout: Layout, is_tied: bool
 ) -> None:

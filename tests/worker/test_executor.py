@@ -31,6 +31,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from tests.support.extent import part
 from tests.support.skipping import run_skipping
 from tests.worker.lab import CPU, Lab, digits_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
@@ -141,7 +142,7 @@ class PlainTorch:
         return total / num_tokens
 
 
-@pytest.mark.parametrize(("stages", "replicas", "layout", "is_tied"), CASES)
+@pytest.mark.parametrize(("stages", "replicas", "layout", "is_tied"), part(CASES, every=3))
 def test_steps_equal_those_of_plain_torch(
     text: Path, labs: list[Lab], stages: int, replicas: int, layout: Layout, is_tied: bool
 ) -> None:

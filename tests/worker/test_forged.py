@@ -50,7 +50,7 @@ from worker.bundle import WireTensor
 from worker.transport.checksum import checksum
 from worker.transport.parts import announce
 
-NUM_FORGED = 40
+NUM_FORGED = 16
 
 
 def member_of(here: Cluster, worker: str) -> Member:

@@ -167,13 +167,13 @@ async def test_a_worker_that_joins_brings_its_chunk_along(
     job = job.model_copy(update={"budget": BudgetSpec(steps=10_000), "optimizer": constant})
     async with cluster(Disk()) as here, here.workers("w0", "w1", "w2"):
         here.submit(job)
-        await here.first(StepCommitted, 2)
+        await here.first(StepCommitted)
         with caplog.at_level(logging.INFO):
             async with here.workers("w3"):
                 number = 1
                 while "w3" not in (await here.first(PlanAdopted, number)).plan.workers:
                     number += 1
-                num_steps = len(here.all(StepCommitted)) + 3
+                num_steps = len(here.all(StepCommitted)) + 2
                 await here.first(StepCommitted, num_steps)
                 found = here.steps[:num_steps]
     assert any("copy=followed here" in message for message in caplog.messages)

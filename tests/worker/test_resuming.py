@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path as FilePath
 
 import pytest
@@ -18,6 +19,7 @@ from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.keeping.desk import operand_keys
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, TensorKey, hop_key
 from skein.types import ChunkRef, Layout, Precision, Step, WorkerId
+from tests.support.extent import part
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import plan_of
 from tests.support.resent import op_of
@@ -148,6 +150,8 @@ def compute_op(placed: PlacedOp, plan: Plan) -> ForwardOp | LossOp | BackwardOp:
 
 
 Built = Callable[..., Stoppable]
+CASES = part([*product(Layout, (Precision.FP64, Precision.FP32))], every=3)
+"""Each layout and each precision once, or all."""
 
 
 @pytest.fixture
@@ -195,8 +199,7 @@ def assert_near(found: Sums, wanted: Sums, precision: Precision, about: str) -> 
             assert difference <= margin * expected.abs().max().item(), f"{about}: stage {stage} {name}"
 
 
-@pytest.mark.parametrize("precision", [Precision.FP64, Precision.FP32])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_a_step_that_is_stopped_after_any_op_and_goes_on_has_the_same_sums_to_the_bit(
     built: Built, layout: Layout, precision: Precision
 ) -> None:
@@ -212,8 +215,7 @@ def test_a_step_that_is_stopped_after_any_op_and_goes_on_has_the_same_sums_to_th
         assert stoppable.losses == losses
 
 
-@pytest.mark.parametrize("precision", [Precision.FP64, Precision.FP32])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_whoever_dies_after_any_op_the_sums_of_each_stage_stay_equal_to_rounding(
     built: Built, layout: Layout, precision: Precision
 ) -> None:
@@ -232,7 +234,8 @@ def test_whoever_dies_after_any_op_the_sums_of_each_stage_stay_equal_to_rounding
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"), [(Layout.LINE, 0), (Layout.LINE, 1), (Layout.LOOP, 0), (Layout.LOOP, 2)]
+    ("layout", "stage"),
+    part([(Layout.LOOP, 0), (Layout.LINE, 0), (Layout.LINE, 1), (Layout.LOOP, 2)], every=2),
 )
 def test_a_chunk_whose_ledger_is_dropped_starts_at_zero_and_ends_at_the_same_bits(
     built: Built, layout: Layout, stage: int
@@ -262,7 +265,7 @@ def test_a_chunk_whose_ledger_is_dropped_starts_at_zero_and_ends_at_the_same_bit
 def test_a_step_that_is_stopped_again_and_again_has_the_same_sums(built: Built) -> None:
     stoppable = built(replicas=2, layout=Layout.LOOP)
     wanted, losses = undisturbed(stoppable)
-    for seed in range(10):
+    for seed in part(range(10), every=2):
         luck = random.Random(seed)
         stoppable.begin(luck)
         stoppable.run(luck.randint(1, num_ops(stoppable.plan)))

@@ -68,6 +68,7 @@ async def test_a_finished_model_waits_for_room(tmp_path: Path, monkeypatch: pyte
         really(folder, num_bytes)
 
     monkeypatch.setattr("skein.storage.folders.require_room", require_room)
+    monkeypatch.setattr("worker.chunks.saving._PAUSES_S", (0.02, 0.02, 0.02))
     monkeypatch.setattr("skein.protocol.coordinator.runs.checkpoints.savings.AGAIN_S", 0.02)
     job = at_url(job_of(write_text(tmp_path)), f"file://{tmp_path}/saved")
     async with cluster(Disk()) as here, here.workers("w0", "w1"):

@@ -20,6 +20,7 @@ from skein.model.families.qwen3 import Qwen3Model
 from skein.model.layers import AnyModel, StageCost, layers_of, stage_cost
 from skein.model.parameters import num_parameters
 from skein.types import Precision, StageIndex, StageSpec
+from tests.support import extent
 from tests.worker.model.builders import MODELS, NUM_TOKENS, cuts, part, samples, whole
 from worker.model.stage import Stage
 
@@ -122,8 +123,10 @@ def test_flops_are_those_of_torchs_own_products_where_attention_has_no_kernel(na
     assert forward.get_total_flops() == NUM_SAMPLES * expected.forward_flops
 
 
-@pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize(("name", "first", "stop"), RANGES)
+@pytest.mark.parametrize(
+    ("name", "first", "stop", "precision"),
+    extent.part([(*stage, precision) for stage in RANGES for precision in Precision], every=4),
+)
 def test_activation_bytes_of_any_stage_are_those_that_autograd_keeps(
     name: str, first: int, stop: int, precision: Precision
 ) -> None:
