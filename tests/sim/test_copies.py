@@ -6,6 +6,7 @@ import pytest
 
 from skein.protocol.log.records import JobSubmitted, StepCommitted
 from skein.protocol.messages.directives import Directive, Follow, Member, Prefetch, Snapshot
+from skein.protocol.worker.keeping.snapshots import NUM_SNAPSHOTS
 from skein.protocol.worker.worker_io import (
     CopyKind,
     DirectiveArrived,
@@ -13,7 +14,6 @@ from skein.protocol.worker.worker_io import (
     PrefetchFailed,
     WorkerEvent,
 )
-from skein.sim.processes.copies import NUM_SNAPSHOTS
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FLOPS_PER_S, make_world
 from skein.types import Epoch, StageSpec, Step, WorkerId

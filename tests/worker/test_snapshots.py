@@ -10,12 +10,13 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.aggregate.rules import rule_of
 from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.worker.keeping.snapshots import changes
 from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Layout, Precision, StageIndex, Step, WorkerId, parse_group
 from tests.worker.lab import Lab, tiny_job
 from worker.bundle import to_torch
 from worker.compute import snapshots
-from worker.compute.snapshots import Snapshots, bring_forward, changes
+from worker.compute.snapshots import Snapshots, bring_forward
 from worker.compute.state import STEP
 
 JOB = JobId("j1")

@@ -19,11 +19,12 @@ from skein.errors import LocalError, RemoteError
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
 from skein.protocol.messages.directives import Member, Prefetch, StepRecord
+from skein.protocol.worker.keeping.snapshots import changes
 from skein.protocol.worker.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
 from skein.types import GroupId, JobId, StageIndex, Step, parse_group
 from skein.units import format_bytes
 from worker.bundle import WireTensor, to_torch
-from worker.compute.snapshots import bring_forward, changes
+from worker.compute.snapshots import bring_forward
 from worker.compute.state import state_sizes
 from worker.executor import one_line
 from worker.transport.fetching.fetch import AbsentError

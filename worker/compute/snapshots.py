@@ -16,7 +16,8 @@ from skein.errors import LocalError
 from skein.model.layers import AnyModel, tied_names
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
-from skein.protocol.messages.directives import ChunkVersion, Decision, StepRecord
+from skein.protocol.messages.directives import ChunkVersion, StepRecord
+from skein.protocol.worker.keeping.snapshots import SnapshotTerm, changes, outlived
 from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, GroupId, JobId, Own, StageIndex, StageSpec, Step, Tied
 from worker.bundle import WireTensor, to_wire
@@ -25,30 +26,16 @@ from worker.compute.state import copied, named_tensors, walker_from
 
 PIECE_BYTES = 64 << 20
 """Copied at once: raise it if snapshots of large chunks take too many ops to be complete."""
-NUM_SNAPSHOTS = 2
-"""Of one stage, with results and without: a job that goes back needs the older until the newer is elsewhere too, and
-who follows from the older is not thrown out by who begins at the newer."""
 
 
-MAX_RESULTS_AFTER = 20
-"""Results that are still kept after the generation has changed in which they were asked for: whoever follows has its
-chunk by then, or asks anew."""
-
-
-@dataclass(slots=True)
-class _Snapshot:
-    """One stage at one version; `results` are what steps from there on applied, by group."""
+@dataclass(slots=True, kw_only=True)
+class _Snapshot(SnapshotTerm):
+    """`results` are what steps from its version on applied, by group."""
 
     job: JobId
-    stage: StageSpec
-    version: Step
-    generation: Generation
-    keeps_results: bool
     left: list[tuple[str, Tensor]]
     tensors: dict[str, WireTensor] = field(default_factory=dict)
     results: dict[Step, dict[str, WireTensor]] = field(default_factory=dict)
-    num_after: int = 0
-    """Steps since the generation changed."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +79,7 @@ class Snapshots:
         """Begin a snapshot, and complete it if it is small; `copy_some` does the rest."""
         for known in self._of_stage(chunk.stage):
             if known.version == op.version:
-                known.keeps_results |= op.keeps_results
-                known.generation = max(known.generation, op.generation)
+                known.asked_again(op)
                 return
         snapshot = _Snapshot(
             job=job,
@@ -106,7 +92,7 @@ class Snapshots:
         if self._has_room(snapshot.num_bytes, replaces=chunk.stage):
             snapshot.copy(PIECE_BYTES)
             self._kept = (*self._kept, snapshot)
-            self._thin_out(chunk.stage)
+            self._drop(outlived(self._kept, chunk.stage))
 
     def copy_some(self) -> bool:
         """Copy another piece of what is not complete; whether anything is left after that."""
@@ -123,9 +109,8 @@ class Snapshots:
     def applied(self, chunk: Chunk, record: StepRecord, result_by_group: Mapping[GroupId, Tensor]) -> None:
         """`chunk` has been updated: keep what was applied, where somebody may catch up with it."""
         for known in self._of_stage(chunk.stage):
-            known.num_after += known.generation < self._generation
-            if known.num_after > MAX_RESULTS_AFTER:
-                self._drop_results(known)
+            known.stepped(self._generation)
+            self._let_go(known)
         keeping = [x for x in self._kept if x.stage == chunk.stage and x.keeps_results]
         if not keeping or not changes(record, chunk.stage.index):
             return
@@ -145,15 +130,14 @@ class Snapshots:
         is_lent = flat.data_ptr() == chunk.accumulator(group).data_ptr()
         return flat.to("cpu", copy=is_lent or flat.device.type != "cpu")
 
-    def _thin_out(self, stage: StageSpec) -> None:
-        """Let go of what is too old."""
-        for keeps_results in (False, True):
-            alike = [x for x in self._of_stage(stage) if x.keeps_results is keeps_results]
-            self._drop(alike[:-NUM_SNAPSHOTS])
-
     def _drop_results(self, snapshot: _Snapshot) -> None:
         snapshot.keeps_results = False
-        snapshot.results.clear()
+        self._let_go(snapshot)
+
+    def _let_go(self, snapshot: _Snapshot) -> None:
+        """Of results that are not kept any more."""
+        if not snapshot.keeps_results:
+            snapshot.results.clear()
 
     def _has_room(
         self, num_bytes: int, *, spares: _Snapshot | None = None, replaces: StageSpec | None = None
@@ -192,10 +176,10 @@ class Snapshots:
         """A new generation: results are kept till the one after that in which they were asked for is over."""
         self._generation = generation
         for snapshot in self._kept:
-            if generation > snapshot.generation + 1:
-                self._drop_results(snapshot)
+            snapshot.adopted(generation)
+            self._let_go(snapshot)
         for stage in {snapshot.stage for snapshot in self._kept}:
-            self._thin_out(stage)
+            self._drop(outlived(self._kept, stage))
 
     def drop_above(self, version: Step) -> None:
         """The job has gone back to `version`: nothing that came after it counts."""
@@ -213,15 +197,6 @@ class Snapshots:
 
 
 # --- bringing a copy up to date ---
-
-
-def changes(record: StepRecord, stage: StageIndex) -> bool:
-    """Whether a step changes `stage`: if not, its version grows and nothing else, and there is no result to fetch.
-
-    What is tied is held at the ends of every path, so a stage's groups have equal weights.
-    """
-    own = Own(stage)
-    return record.decision is Decision.APPLY and any(x.group == own and x.weight for x in record.results)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from skein.protocol.messages.directives import ChunkVersion, Decision, Prefetch, StepRecord
+from skein.protocol.messages.directives import ChunkVersion, Prefetch, StepRecord
+from skein.protocol.worker.keeping.snapshots import SnapshotTerm, changes, outlived
 from skein.protocol.worker.ops import SnapshotOp
 from skein.protocol.worker.worker_io import (
     CopyKind,
@@ -26,7 +27,7 @@ from skein.sim.compute.executor import StageTimes
 from skein.sim.judging.invariants import Violated, lineage_after
 from skein.sim.lines.network import Network
 from skein.sim.processes.worker import SimWorker
-from skein.types import Generation, Incarnation, JobId, Own, StageSpec, Step, WorkerId
+from skein.types import Incarnation, JobId, StageSpec, Step, WorkerId
 
 MIXED = "mixed"
 """Lineage of a copy with pieces of several histories."""
@@ -37,8 +38,6 @@ NUM_STREAMS = 2
 RETRY_S = 0.2
 NUM_RETRIES = 50
 """Fruitless looks for a donor before a copy is given up."""
-NUM_SNAPSHOTS = 2
-"""Of one stage, with results and without; the oldest goes first."""
 
 Give = Callable[[SimWorker, WorkerEvent], None]
 Place = tuple[StageSpec, Step]
@@ -70,13 +69,11 @@ class _Copy:
         return CopyKind.BACKUP if self.prefetch.is_backup else CopyKind.FOLLOWED
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """A chunk's lineage at a version; what steps apply from there on is kept for a generation or two."""
+@dataclass(slots=True, kw_only=True)
+class _Snapshot(SnapshotTerm):
+    """A chunk's lineage at a version."""
 
     lineage: str
-    keeps_results: bool
-    generation: Generation
 
 
 @dataclass(slots=True)
@@ -98,11 +95,9 @@ class _Shelf:
 
     def thin_out(self, stage: StageSpec) -> None:
         """Let go of what is too old."""
-        for keeps_results in (False, True):
-            here = sorted(version for x, version in self.snapshots if x == stage)
-            alike = [v for v in here if self.snapshots[stage, v].keeps_results is keeps_results]
-            for version in alike[:-NUM_SNAPSHOTS]:
-                del self.snapshots[stage, version]
+        here = sorted(self.snapshots.values(), key=lambda x: x.version)
+        for snapshot in outlived(here, stage):
+            del self.snapshots[stage, snapshot.version]
         keeping = [v for (x, v), snapshot in self.snapshots.items() if x == stage and snapshot.keeps_results]
         self.results = {
             (x, step) for x, step in self.results if x != stage or (keeping and step >= min(keeping))
@@ -157,11 +152,14 @@ class SimCopies:
         chunk, shelf = worker.executor.held(op.stage), self._shelf(worker)
         if chunk.version != op.version:
             raise Violated(f"{worker.machine.identity.worker} takes {op} of a chunk at {chunk.version}")
-        known = shelf.snapshots.setdefault(
-            (chunk.stage, op.version), _Snapshot(chunk.lineage, op.keeps_results, op.generation)
+        taken = _Snapshot(
+            stage=chunk.stage,
+            version=op.version,
+            generation=op.generation,
+            keeps_results=op.keeps_results,
+            lineage=chunk.lineage,
         )
-        known.keeps_results |= op.keeps_results
-        known.generation = max(known.generation, op.generation)
+        shelf.snapshots.setdefault((chunk.stage, op.version), taken).asked_again(op)
         shelf.thin_out(chunk.stage)
         self._tell_snapshots(worker, worker.machine.job)
 
@@ -169,11 +167,10 @@ class SimCopies:
         """The chunks have been updated: keep what was applied to those that somebody may catch up with."""
         shelf = self._shelf(worker)
         for chunk in worker.executor.chunks.values():
-            keeping = [
-                x for (stage, _), x in shelf.snapshots.items() if stage == chunk.stage and x.keeps_results
-            ]
-            for snapshot in keeping:
-                snapshot.keeps_results = worker.machine.generation <= snapshot.generation + 1
+            for snapshot in shelf.snapshots.values():
+                if snapshot.stage == chunk.stage:
+                    snapshot.stepped(worker.machine.generation)
+                    snapshot.adopted(worker.machine.generation)
             shelf.results.add((chunk.stage, record.step))
             shelf.thin_out(chunk.stage)
 
@@ -198,9 +195,11 @@ class SimCopies:
         missing = list(copy.records)[: version - copy.version]
         is_known = len(missing) == version - copy.version
         is_there = all(
-            self._giver(worker, copy, record) is not None for record in missing if _counts(record, stage)
+            self._giver(worker, copy, record) is not None
+            for record in missing
+            if changes(record, stage.index)
         )
-        return sum(_counts(record, stage) for record in missing) if is_known and is_there else None
+        return sum(changes(record, stage.index) for record in missing) if is_known and is_there else None
 
     def caught_up(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a followed copy brought to `version`; None as for `lag`."""
@@ -335,7 +334,7 @@ class SimCopies:
         if copy.is_dropped or copy.is_applying or not copy.is_whole or not copy.records:
             return
         stage, record = copy.prefetch.stage, copy.records[0]
-        if not _counts(record, stage):
+        if not changes(record, stage.index):
             self._apply(worker, copy)
             return
         giver = self._giver(worker, copy, record)
@@ -385,9 +384,3 @@ class SimCopies:
             shelf.snapshots = {place: x for place, x in shelf.snapshots.items() if place[1] <= above}
             shelf.results = {place for place in shelf.results if place[1] < above}
             self._tell_snapshots(worker, worker.machine.job)
-
-
-def _counts(record: StepRecord, stage: StageSpec) -> bool:
-    """Whether the step changes the stage: then its result is needed."""
-    own = Own(stage.index)
-    return record.decision is Decision.APPLY and any(x.group == own and x.weight for x in record.results)
