@@ -10,8 +10,6 @@ import psutil
 import pytest
 
 from coordinator.launch.guard import writers
-from coordinator.launch.subprocesses import WorkerProcesses, worker_command
-from skein.errors import UserError
 
 WAIT_S = 120.0
 """Far above what a process takes to start or to end; reached only when something hangs."""
@@ -86,38 +84,3 @@ def test_the_guard_ends_who_writes_into_the_folder_and_nobody_else(
     assert ours.wait(timeout=WAIT_S) == -signal.SIGKILL
     assert (neighbour.poll(), reader.poll()) == (None, None)
     assert not folder.exists()
-
-
-def test_workers_are_started_as_one_would_by_hand() -> None:
-    assert worker_command("lab:7411", ["--site", "attic"])[1:] == [
-        "-P",
-        "-m",
-        "worker",
-        "--join",
-        "lab:7411",
-        "--site",
-        "attic",
-    ]
-
-
-@pytest.mark.parametrize("number", [0, -1, 257])
-def test_no_workers_and_too_many_are_refused(number: int) -> None:
-    with pytest.raises(UserError, match="from 1 to 256"):
-        WorkerProcesses("lab:7411", number)
-
-
-def test_a_launch_that_cannot_work_ends_with_all_its_workers() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "coordinator.launch",
-        "--workers",
-        "2",
-        "--join",
-        "127.0.0.1:1",
-        "--port",
-        "-1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 1
-    assert "has ended, so all end" in done.stderr
