@@ -52,10 +52,9 @@ class Store:
         """Why a checkpoint cannot be read now; "": it can."""
         if self.hangs:
             return "the store does not answer"
-        for part in checkpoint.stages:
-            if not part.files or not all(map(self._is_whole, part.files)):
-                return f"stage {part.stage} is not what was written"
-        return ""
+        told = {file.name: self._is_whole(file) for part in checkpoint.stages for file in part.files}
+        told |= {f"stage {part.stage}": False for part in checkpoint.stages if not part.files}
+        return next((f"{name} is not what was written" for name in sorted(told) if not told[name]), "")
 
     def _is_whole(self, told: CheckpointFile) -> bool:
         """A file is told of by its writer, who may be wrong about its name, size or tensors."""
