@@ -37,13 +37,13 @@ class _Spilled:
 
 
 class Disk(Protocol):
-    """Where entries go that memory has no room for."""
+    """Place for entries that memory has no room for."""
 
     def write(self, offset: int, bundle: Bundle) -> None:
         """Put all bytes at `offset`; raises OSError if that fails."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """As many bytes; raises OSError if they are not there."""
+        """Exactly `num_bytes` bytes at `offset`; raises OSError if they are not there."""
 
     def truncate(self) -> None:
         """Forget everything."""
@@ -114,7 +114,7 @@ class BoundaryLog:
         return tuple(forgotten)
 
     def get(self, key: HopKey) -> Bundle | None:
-        """What is kept under a key."""
+        """Bundle kept under a key; None if it is not kept."""
         if key in self._writing:
             return self._writing[key][0]
         if key in self._in_memory:

@@ -27,7 +27,7 @@ class WireTensor:
     dtype: DType
     shape: tuple[int, ...]
     data: memoryview | bytes
-    """Of single bytes, as many as dtype and shape say."""
+    """Memory of single bytes, as many as dtype and shape say."""
 
     @property
     def meta(self) -> TensorMeta:
@@ -49,11 +49,11 @@ def bundle_bytes(bundle: Bundle) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this worker takes from peers, so that none of them can exhaust it.
+    """Bounds on what this worker takes from peers, so that none of them can exhaust it.
 
     Raise `max_bundle_bytes` if one boundary tensor or gradient shard is larger, `max_state_bytes` if one chunk's
     parameters and optimizer state are. `max_pending_bytes` bounds the memory of tensors that are still arriving. One
-    peer may have half of the streams, transfers and probes; what is silent for `silent_s` loses its place.
+    peer may have half of the streams, transfers and probes; a call that is silent for `silent_s` loses its place.
     """
 
     max_bundle_bytes: int = 4 << 30
@@ -70,14 +70,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFault:
-    """Why something is not taken."""
+    """Reason for which tensors are refused, as a code and in words."""
 
     reason: Refusal
     text: str
 
 
 def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> BundleFault | None:
-    """What is wrong with an announcement of `tensors` in `num_bytes` bytes; None: it may be allocated."""
+    """Fault in an announcement of `tensors` in `num_bytes` bytes; None: their memory may be allocated."""
     metas = tuple(tensors)
     if len(metas) > limits.max_tensors:
         return BundleFault(
@@ -140,7 +140,7 @@ def to_wire(name: str, tensor: torch.Tensor) -> WireTensor:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """What `to_torch` makes of tensors of a type."""
+    """Dtype of the tensors that `to_torch` makes of wire tensors of `dtype`."""
     found: torch.dtype = _TORCH_BY_DTYPE[dtype]
     return found
 

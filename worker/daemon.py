@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 DONE, FAILED, USAGE = 0, 1, 2
 _SWITCH_S = 0.0005
-"""How long the event loop waits for the interpreter while torch's thread runs Python between two operations."""
+"""Seconds that the event loop waits for the interpreter while torch's thread runs Python between two operations."""
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What an operator may say about a worker.
+    """Options by which an operator describes a worker.
 
     Args:
         join: the coordinator, host:port; or it and its standbys, with commas between.
@@ -170,10 +170,10 @@ def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
 
 
 def _setting(options: WorkerOptions, log_lines: LogTail) -> "WorkerSetting":
-    """What the options mean here.
+    """Setting of a worker that follows from the options here.
 
     Raises:
-        UserError: something is wrong with them by themselves.
+        UserError: the options are wrong by themselves.
     """
     coordinators = split_addresses("join", options.join)
     for field, name in (("name", options.name), ("site", options.site)):
@@ -231,7 +231,7 @@ def _advertised(options: WorkerOptions, coordinator: str, port: int) -> str:
 
 
 def _own_host(coordinator: str) -> str:
-    """This machine's address as seen from where the coordinator is."""
+    """Address of this machine on the way to the coordinator; its host name if none is found."""
     host, port = split_address("join", coordinator)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

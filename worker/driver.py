@@ -307,7 +307,7 @@ class WorkerDriver:
             self._is_measuring = False
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
-        """One after the other: two probes at once would measure each other."""
+        """Measure links to one peer after the other: two probes at once would measure each other."""
         links: list[Link] = []
         for peer in peers:
             try:

@@ -47,7 +47,7 @@ def waited_s(thread: int, processes: Path = Path("/proc")) -> float:
 
 
 class Executor:
-    """One daemon thread that owns `compute`, and a queue to it. It outlives any op that raises.
+    """Daemon thread that owns `compute`, and a queue to it. It outlives any op that raises.
 
     Args:
         compute: runs ops.
@@ -58,7 +58,7 @@ class Executor:
         self.compute = compute
         self._waited_s = waited_s
         self._waited_before_s: float | None = None
-        """What the thread had waited when the running op began; None if none runs."""
+        """Seconds that the thread had waited for a processor when the running op began; None if none runs."""
         self._waited_last_s = 0.0
         """Seconds of the op that has ended, until the next one is asked for."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

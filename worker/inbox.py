@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 _MAX_NAME = 64
 """Characters of a name in a line."""
 _ANYBODY = WorkerId("")
-"""Who asks for state gives no name."""
+"""Name for any peer that asks for state: its request gives none."""
 
 
 class WorkerInbox:
-    """Where everything that happens becomes an event; what peers send is filed on the way.
+    """Inbox that turns everything that happens into events; what peers send is filed on the way.
 
     Args:
         memory_bytes: of payloads that came early, above which senders are asked to wait.
@@ -79,7 +79,7 @@ class WorkerInbox:
     # --- peers ---
 
     def accepts(self, envelope: Envelope) -> Refusal | None:
-        """Why a peer's tensor is not taken; one line for each name that is forged, in the log of the job as well."""
+        """Reason to refuse a peer's tensor, or None; one line per forged name, in the log of the job as well."""
         is_full = self.desk.num_bytes > self._memory_bytes
         refusal = self._gate.refusal_of(envelope, is_full=is_full)
         if refusal is Refusal.FORGED and self._gate.is_news(envelope.sender):

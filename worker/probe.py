@@ -16,11 +16,11 @@ _SMALL_CPU_SIZE, _FEW_THREADS = 256, 4
 """A product of few threads shall end within one slice of the operating system's scheduler."""
 _NUM_RUNS = 5
 _MEMORY_SHARE = 0.8
-"""Of what is free now; the rest is for the framework, fragmentation and others."""
+"""Share of the memory that is free now; the rest is for the framework, fragmentation and others."""
 
 
 def measure_device(device: torch.device, *, seconds: float = 0.5) -> Profile:
-    """What `device` can do now: fp32 matrix products with the threads that torch uses, in several short runs.
+    """Profile of `device` now: fp32 matrix products with the threads that torch uses, in several short runs.
 
     Of each run the median product counts, which is neither one that was interrupted nor one that a coarse clock makes
     look short; of the runs their median, with how far they lie apart. Blocks for a little longer than `seconds`.
@@ -65,7 +65,7 @@ def _rates(device: torch.device, seconds: float) -> list[float]:
 
 
 def _median_s(product_s: Callable[[], float], seconds: float) -> float:
-    """Of as many products as `seconds` hold, one at least."""
+    """Median seconds of as many products as `seconds` hold, one at least."""
     until_s, found = time.perf_counter() + seconds, [product_s()]
     while time.perf_counter() < until_s:
         found.append(product_s())

@@ -51,7 +51,7 @@ _FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetting:
-    """Who a worker is and where; all that is needed to be one.
+    """Identity and address of a worker; all that is needed to be one.
 
     `address_of` gives the address that peers use from the port that was bound; `measure` runs on the torch thread, for
     it is that thread's speed that counts. `way_to` gives the address to dial for the one that a peer advertises, where
@@ -141,7 +141,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What is there before the driver is."""
+    """Parts of a worker that exist before the driver does."""
 
     setting: WorkerSetting
     machine: Worker

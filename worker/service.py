@@ -1,4 +1,4 @@
-"""What peers may ask of this worker. Everything they send is checked before it costs memory."""
+"""Calls that peers may make to this worker. Everything they send is checked before it costs memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -27,7 +27,7 @@ from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
 
 StateOf = Callable[[FetchStateRequest], Awaitable[Mapping[str, WireTensor] | None]]
-"""What is asked for, perhaps with more names; None if it is not here. Awaited, for only the executor copies a chunk."""
+"""State for a request, perhaps with more names; None: it is not here. Awaited, as only the executor copies a chunk."""
 
 GIVES_WAY = 4.0
 """State waits for tensors of the running step up to so many times as long as it travels: raise it if joins slow steps
@@ -113,11 +113,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._is_closing = True
 
     def give_way(self, is_training: Callable[[], bool]) -> None:
-        """From here on state waits while `is_training` says that tensors of a step are on their way from here."""
+        """Let state wait from here on while `is_training` says that tensors of a step are on their way from here."""
         self._is_training = is_training
 
     def forget(self, generation: Generation) -> None:
-        """Nothing of generations older than `generation` is accepted any more; forget what came of them."""
+        """Accept nothing of generations older than `generation` any more, and forget what came of them."""
         self._intake.forget(generation)
 
     async def Deliver(

@@ -54,7 +54,7 @@ from worker.model.weights import load_huggingface, load_parameters
 T = TypeVar("T")
 
 _MOVED_S = 1.0
-"""How often it is told that a file is on its way."""
+"""Seconds between two signs of life while a file is on its way."""
 
 
 class Donors(Protocol):
@@ -111,7 +111,7 @@ class CoordinatorArchive:
 
 
 def archive_of(url: str | None, files: Files, job: JobId, version: Step, places: Places) -> Archive:
-    """Where the files of a checkpoint lie: under `url`, or without one at the coordinator."""
+    """Archive with the files of a checkpoint: under `url`, or without one at the coordinator."""
     if url is not None:
         return UrlArchive(url, job, version, places=places)
     return CoordinatorArchive(files, job, version, asyncio.get_running_loop())
@@ -119,7 +119,7 @@ def archive_of(url: str | None, files: Files, job: JobId, version: Step, places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """What chunks need of a walker in a checkpoint; `place`: of how many walkers it is, and which is wanted."""
+    """State that chunks need of a walker in a checkpoint; `place`: how many walkers there are, and which is wanted."""
 
     tensors: Mapping[str, Tensor]
     version: Step
@@ -184,7 +184,7 @@ class Builder:
         self.places = places
         self._checked_url: str | None = None
         self.is_installing = False
-        """From here on a build succeeds, and is no longer to be cancelled."""
+        """Whether the build has come to where it succeeds, and is no longer to be cancelled."""
 
     def forget(self) -> None:
         """The job is over: close its data."""
@@ -388,7 +388,7 @@ class Builder:
         return held
 
     async def _saved(self, assign: Assign, job: JobSpec) -> dict[int, _Saved]:
-        """What all chunks that come from the checkpoint need of it, by walker; of each, every file is read once."""
+        """State that all chunks from the checkpoint need of it, by walker; of each walker, every file is read once."""
         wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
         if not wanted:
             return {}

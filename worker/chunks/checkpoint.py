@@ -40,7 +40,7 @@ _PASSING = (
     errno.EHOSTUNREACH,
     errno.ENETUNREACH,
 )
-"""What a place suffers from for a while; anything else is in the URL, or in who may write there."""
+"""Errors that a place suffers from for a while; any other lies in the URL, or in who may write there."""
 
 
 def file_names(stage: StageIndex, generation: Generation, walker: int = 0) -> tuple[str, str]:
@@ -58,7 +58,7 @@ def file_names(stage: StageIndex, generation: Generation, walker: int = 0) -> tu
 
 
 class Archive(Protocol):
-    """Where the files of one checkpoint lie. Methods block; they are called off the event loop."""
+    """Place of the files of one checkpoint. Methods block; they are called off the event loop."""
 
     def put(self, path: Path, name: str) -> None:
         """Keep a copy of the file at `path` as `name`, all of it or nothing.

@@ -60,7 +60,7 @@ class ChunkCopies:
         self._followed: dict[StageSpec, FetchedCopy] = {}
 
     def start(self, group: asyncio.TaskGroup, givers: Givers, datasets: Datasets | None = None) -> None:
-        """From here on copies are fetched from `givers`, in `group`, and `datasets` opens data that will be wanted."""
+        """Have copies fetched from `givers` from here on, in `group`; `datasets` opens data that will be wanted."""
         self._from = (group, givers)
         if datasets is not None:
             self._datasets = datasets
@@ -107,7 +107,7 @@ class ChunkCopies:
     # --- what peers get ---
 
     async def give(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:
-        """What a peer asks for, from a snapshot, a backup or a chunk; None if it is not here."""
+        """Tensors that a peer asks for, from a snapshot, a backup or a chunk; None if they are not here."""
         job, stage, version = request.job, request.stage, request.version
         if request.kind is StateKind.RESULT:
             return self._snapshots.result_of(job, stage, version)
@@ -131,7 +131,7 @@ class ChunkCopies:
     # --- what chunks are built from ---
 
     def kept(self, job: JobId, stage: StageIndex, version: Step) -> Mapping[str, Tensor] | None:
-        """This worker's own copy of a stage at a version; None if it has none."""
+        """Copy of a stage at a version that this worker has itself; None if it has none."""
         found = self._kept(job, stage, version)
         return None if found is None else {name: to_torch(tensor) for name, tensor in found.items()}
 

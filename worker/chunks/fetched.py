@@ -54,7 +54,7 @@ class Givers(Protocol):
 
 
 class FetchedCopy:
-    """One copy: fetched whole, then as up to date as the records that it is given. Work on it goes on in `group`.
+    """Copy fetched whole, then brought up to date by the records that it is given. Work on it goes on in `group`.
 
     Args:
         post: told of each version that is reached, and of a fetch that failed.
@@ -93,7 +93,7 @@ class FetchedCopy:
 
     @property
     def tensors(self) -> Mapping[str, WireTensor]:
-        """What was fetched, for peers: only of a copy that never follows is it as it was."""
+        """Tensors as they were fetched, for peers; only in a copy that never follows do they stay so."""
         return self._gathering.tensors
 
     # --- from the machine ---
@@ -213,10 +213,10 @@ class FetchedCopy:
     async def _results(
         self, record: StepRecord, members: Sequence[Member], *, patience_s: float
     ) -> Mapping[GroupId, Tensor]:
-        """What a step applied to the stage, from the first of `members` that has it as it was voted.
+        """Results that a step applied to the stage, from the first of `members` that has them as they were voted.
 
         Raises:
-            RemoteError: nobody has it in time.
+            RemoteError: no member has them in time.
         """
         loop = asyncio.get_running_loop()
         gives_up_at = loop.time() + patience_s
@@ -263,12 +263,12 @@ class FetchedCopy:
 
 
 def kind_of(prefetch: Prefetch) -> CopyKind:
-    """What the copy is for."""
+    """Purpose of the copy."""
     return CopyKind.BACKUP if prefetch.is_backup else CopyKind.FOLLOWED
 
 
 def failure_of(prefetch: Prefetch, reason: str) -> PrefetchFailed:
-    """What the machine hears of a copy that cannot be had."""
+    """Event that tells the machine of a copy that cannot be had."""
     return PrefetchFailed(
         job=prefetch.job,
         stage=prefetch.stage,

@@ -26,7 +26,7 @@ _PAUSES_S = (0.5, 2.0, 8.0)
 _TOLD_AT_ONCE = (NoRoomError, FullError, SilentError)
 """A full or silent place is not tried again here: whoever needs the checkpoint asks again, later."""
 _MOVED_S = 1.0
-"""How often it is told that bytes move."""
+"""Seconds between two `BytesMoved` events, at least."""
 
 
 class MovingBytes:
@@ -43,7 +43,7 @@ class MovingBytes:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """As long as this is entered."""
+        """Post `BytesMoved` as bytes move, while this context is entered."""
         telling = asyncio.get_running_loop().create_task(self._tell())
         try:
             yield

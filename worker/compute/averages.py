@@ -25,10 +25,10 @@ class Side:
 
 
 def names_wanted(job: JobSpec, stage: StageSpec, neighbour: StageSpec) -> frozenset[str]:
-    """Which tensors of `neighbour` the average for `stage` needs.
+    """Names of the tensors of `neighbour` that the average for `stage` needs.
 
     Raises:
-        LocalError: the two are not alike.
+        LocalError: the two stages are not alike.
     """
     names = counterparts(job.model, stage, neighbour)
     if names is None:

@@ -61,7 +61,7 @@ class BatchReader:
             raise UnfitError("data", self._job.name, hint) from error
 
     def probe_microbatches(self) -> tuple[MicrobatchId, ...]:
-        """Those of the first walker; every walker's have the same samples."""
+        """Probe microbatches of the first walker; every walker's have the same samples."""
         num_blocks = -(-self._num_probe_samples // self._job.batch.microbatch_samples)
         return tuple(MicrobatchId(block * self._num_walkers) for block in range(num_blocks))
 

@@ -1,4 +1,4 @@
-"""One stage as this worker holds it: its walker's tensors, accumulators and version.
+"""Chunk: a stage as this worker holds it, with its walker's tensors, accumulators and version.
 
 Accumulators are the `.grad` of every parameter, as views into one flat vector per reduction group, so that a reduction
 reads contiguous memory and copies nothing that it does not send. They are unnormalised sums, and zeroed, never freed.
@@ -28,7 +28,7 @@ from worker.model.stage import Stage, build_stage
 def update(
     rule: Rule, walker: Walker, grads: Mapping[str, Tensor], record: StepRecord, *, weight: float
 ) -> None:
-    """What a committed step without an exchange does to a walker, in place, wherever its tensors lie.
+    """Apply a committed step without an exchange to a walker, in place, wherever its tensors lie.
 
     Args:
         grads: sums over microbatches, by name of the parameter; `weight` makes means of them.
@@ -73,7 +73,7 @@ class Chunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, gradients and state."""
+        """Dtype of parameters, gradients and state."""
         return next(iter(self.params.values())).dtype
 
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
@@ -150,7 +150,7 @@ class Chunk:
         self.version = Step(record.step + 1)
 
     def step_alone(self, record: StepRecord, weight: float) -> None:
-        """As `apply`, with this chunk's own sums; at `weight` 0 nothing changes but the version."""
+        """Update as `apply` does, with this chunk's own sums; at `weight` 0 nothing changes but the version."""
         if weight:
             update(self.rule, self.walker, self.gradients(), record, weight=weight)
         self.version = Step(record.step + 1)
@@ -178,7 +178,7 @@ class Chunk:
     # --- state, as it travels and is saved ---
 
     def state(self) -> dict[str, Tensor]:
-        """What another holder of the stage is given, by name, as it is until the next update."""
+        """Tensors that another holder of the stage is given, by name, as they are until the next update."""
         return named_tensors(self.walker, copied(self.rule.slots))
 
     def copy_state(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ class Chunk:
     def load_walker(
         self, state: Mapping[str, Tensor], *, version: Step, walker: int, num_walkers: int
     ) -> None:
-        """As `load_state`, from a checkpoint of `num_walkers`; a walker that it lacks begins as a copy of another.
+        """Load a walker as `load_state` does; one that the checkpoint of `num_walkers` lacks begins as another's copy.
 
         Raises:
             LocalError: as for `load_state`.

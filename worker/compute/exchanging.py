@@ -47,10 +47,10 @@ class Exchanging:
         self._told: dict[ExchangeKey, int] = {}
         """Bytes that one vector weighed as it was sent, of exchanges that have not been told of."""
         self._begun_with: dict[ExchangeKey, Tensor] = {}
-        """Of exchanges that go on beside steps, the digest of what replicates as it was when they were taken."""
+        """Digest of what replicates, as it was when an exchange beside steps was taken."""
 
     def clear(self) -> None:
-        """Whatever was begun counts for nothing any more."""
+        """Forget all exchanges that were begun: they count for nothing any more."""
         self._exchanges.clear()
         self._told.clear()
         self._begun_with.clear()
@@ -62,7 +62,7 @@ class Exchanging:
             self._begun_with.pop(key, None)
 
     def pack(self, op: PackOp, chunk: Chunk) -> dict[int, Tensors]:
-        """What this worker's member sends, by shard."""
+        """Parts that this worker's member sends, by shard."""
         assert op.exchange is not None
         return self._pack((op.group.group, op.attempt), op.step, op.group, op.exchange, chunk)
 
@@ -99,7 +99,7 @@ class Exchanging:
         return sent
 
     def form(self, op: SumOp | JoinOp, shard: int, chunk: Chunk) -> Form | None:
-        """What peers send for an op looks like; None while this worker has sent nothing itself."""
+        """Form of what peers send for an op; None while this worker has sent nothing itself."""
         key = (op.group.group, op.attempt)
         if key not in self._exchanges:
             return None
@@ -110,7 +110,7 @@ class Exchanging:
         return self._exchanges.combine((op.group.group, op.attempt), chunk.rule, op.shard, parts)
 
     def join(self, op: JoinOp, chunk: Chunk, results: Mapping[int, Tensors]) -> tuple[Joined, Tensor]:
-        """What came back, measured; whoever is alone in its group sends to nobody, and comes here at once."""
+        """Joined results of an exchange, measured; a member alone in its group sends to nobody, and is here at once."""
         key = (op.group.group, op.attempt)
         if key not in self._exchanges:
             assert op.exchange is not None
@@ -132,7 +132,7 @@ class Exchanging:
         return joined, flat
 
     def _tell(self, key: ExchangeKey, flat: Tensor, chunk: Chunk) -> None:
-        """What an exchange weighed, and how far it found this walker from the others."""
+        """Tell the gauges how many bytes an exchange sent, and how far it found this walker from the others."""
         self._gauges.exchanged(plain_bytes=_FP32_BYTES * flat.numel(), sent_bytes=self._told[key])
         walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
         away = chunk.rule.distance(walker, due, flat)
@@ -144,7 +144,7 @@ class Exchanging:
         return op.exchange is not None and self._worker in op.exchange.checkers
 
     def _known(self, op: JoinOp, chunk: Chunk) -> list[Tensor]:
-        """What all members should hold alike before the exchange."""
+        """Tensors that all members should hold alike before the exchange; none unless it reaches all."""
         if op.exchange is None or op.exchange.reach is not Reach.ALL:
             return []
         # What goes on beside steps is joined by some before and by others after what replicates changes.

@@ -1,4 +1,4 @@
-"""What each op does to the tensors that this worker holds of a job.
+"""Ops on the tensors that this worker holds of a job.
 
 Rules of this file
 - Everything runs on the torch thread. `run` is a function of what is held and of the op's operands; what it gives back
@@ -86,7 +86,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What running an op gave: its outcome, payloads to file, and a state to write if it was a SaveOp."""
+    """Result of running an op: its outcome, payloads to file, and a state to write if it was a SaveOp."""
 
     outcome: OpOutcome = None
     outputs: Outputs = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a worker holds of a job in one generation."""
+    """Chunks, groups and data that a worker holds of a job in one generation."""
 
     job_id: JobId
     job: JobSpec
@@ -105,7 +105,7 @@ class Holding:
     batches: BatchReader | None
     """None on workers where no path begins."""
     resumption: Resumption | None
-    """What stays of the step in progress; None: nothing."""
+    """Part of the step in progress that stays; None: nothing."""
 
 
 _Place = tuple[MicrobatchId, StageIndex]
@@ -333,7 +333,7 @@ class Compute:
         return outputs
 
     def _wire_dtype(self, own: torch.dtype) -> torch.dtype:
-        """What sums of gradients travel as: in two bytes where the rule says so, else as they are."""
+        """Dtype in which sums of gradients travel: two bytes wide where the rule says so, else their own."""
         return torch.bfloat16 if self._held.job.aggregation.sum_wire == "bf16" else own
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
@@ -371,7 +371,7 @@ class Compute:
         return joined
 
     def _sent(self, tensors: Mapping[str, Tensor], to: tuple[WorkerId, ...]) -> Payload:
-        """As it is if it stays here, else as it travels."""
+        """Payload of `tensors`: as they are if they stay here, else as they travel."""
         return tensors if to == (self._held.worker,) else pack(tensors)
 
     def _member_of(self, group: Group) -> ChunkRef:
@@ -419,7 +419,7 @@ class Compute:
         self._clear(record.step)
 
     def _apply_to(self, chunk: Chunk, record: StepRecord, results: Mapping[GroupId, Tensor]) -> None:
-        """What the decision makes of a chunk: an exchange by the rule, a step of its own, or the common gradient's."""
+        """Apply the decision to a chunk: an exchange by the rule, a step of its own, or the common gradient's."""
         if record.decision is not Decision.APPLY:
             chunk.apply(record, results)
             return
@@ -474,7 +474,7 @@ class Compute:
         return ref.worker == self._held.worker
 
     def _payload(self, tensors: Mapping[str, Tensor], to: ChunkRef) -> Payload:
-        """As it is if it stays here, else as it travels."""
+        """Payload of `tensors`: as they are if they stay here, else as they travel."""
         return tensors if self._is_mine(to) else pack(tensors)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def weight_bytes(payload: Payload) -> int:
-    """How many bytes a payload takes."""
+    """Bytes that a payload takes."""
     if isinstance(payload, Mapping):
         return sum(tensor.nbytes for tensor in payload.values())
     return bundle_bytes(payload)

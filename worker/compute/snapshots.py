@@ -39,7 +39,7 @@ class _Snapshot(SnapshotTerm):
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is here and still to be copied."""
+        """Bytes of all tensors that are here or still to be copied, results included."""
         results = sum(len(tensor.data) for result in self.results.values() for tensor in result.values())
         here = sum(len(tensor.data) for tensor in self.tensors.values())
         return here + results + sum(tensor.nbytes for _, tensor in self.left)
@@ -56,7 +56,7 @@ class _Snapshot(SnapshotTerm):
 
 
 class Snapshots:
-    """What this worker keeps of its own chunks. `memory_bytes` is what all of it may take; None: no limit."""
+    """Snapshots that this worker keeps of its own chunks. `memory_bytes` is what all may take; None: no limit."""
 
     def __init__(self, memory_bytes: int | None = None) -> None:
         self.memory_bytes = memory_bytes
@@ -66,7 +66,7 @@ class Snapshots:
 
     @property
     def num_bytes(self) -> int:
-        """What is taken now."""
+        """Bytes that are taken now."""
         return sum(snapshot.num_bytes for snapshot in self._kept)
 
     def held(self) -> tuple[ChunkVersion, ...]:
@@ -135,7 +135,7 @@ class Snapshots:
         self._let_go(snapshot)
 
     def _let_go(self, snapshot: _Snapshot) -> None:
-        """Of results that are not kept any more."""
+        """Drop the results of a snapshot that keeps none any more."""
         if not snapshot.keeps_results:
             snapshot.results.clear()
 
@@ -166,7 +166,7 @@ class Snapshots:
         return found or None
 
     def result_of(self, job: JobId, stage: StageIndex, step: Step) -> Mapping[str, WireTensor] | None:
-        """What `step` applied to the stage, by group."""
+        """Result that `step` applied to the stage, by group; None if no snapshot has it."""
         alike = [x for x in self._kept if (x.job, x.stage.index) == (job, stage)]
         return next((x.results[step] for x in alike if step in x.results), None)
 

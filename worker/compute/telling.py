@@ -1,7 +1,7 @@
-"""What an exchange tells of itself: what is still to be said, what it weighs, and how often that is worth a look.
+"""Numbers by which an exchange tells of itself: what is still to be said, what it weighs, and how often they are told.
 
 Rules of this file
-- Nothing here changes anything; each number is a pass over the parameters, so rules that talk in every step tell of one
+- Functions here change nothing; each number is a pass over the parameters, so rules that talk in every step tell of one
   exchange in `EVERY`.
 """
 
@@ -29,6 +29,6 @@ def residual_norm(rule: Rule, walker: Walker) -> float | None:
 
 
 def sent_bytes(sent: Mapping[int, Tensors], talk: Talk) -> int:
-    """What one vector weighs as it is sent: all its shards, or what one neighbour gets."""
+    """Bytes of one vector as it is sent: all its shards, or what one neighbour gets."""
     weights = [sum(x.numel() * x.element_size() for x in shard.values()) for shard in sent.values()]
     return max(weights, default=0) if talk.is_by_row else sum(weights)

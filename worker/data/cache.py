@@ -47,7 +47,7 @@ Parts = Callable[[], Iterator[Integers]]
 
 
 def usual_cache() -> Path:
-    """Where tokens are kept: below XDG_CACHE_HOME, or the place it stands for."""
+    """Folder in which tokens are kept: below XDG_CACHE_HOME, or the place that it stands for."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "skein" / "tokens"
 
@@ -142,7 +142,7 @@ def _entry(folder: Path, key: str) -> Path:
 
 
 def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each entry was used last, and its bytes; what nobody works on any more goes."""
+    """Time of last use, bytes and path of each entry; files that nobody works on any more are removed."""
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
             found = path.stat()
@@ -154,7 +154,7 @@ def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
 
 @contextmanager
 def _locked(folder: Path, key: str) -> Iterator[None]:
-    """Nobody else makes `key` meanwhile. Whoever does it, its draft growing is a sign of life."""
+    """Lock that keeps others from making `key` meanwhile. While another has it, a growing draft is a sign of life."""
     path, size = folder / f".{key}.lock", -1
     with path.open("ab") as lock:
         os.utime(path)
@@ -196,7 +196,7 @@ def _write(file: BinaryIO, dtype: np.dtype[np.integer], parts: Iterator[Integers
 
 
 def _problem(file: BinaryIO, dtype: np.dtype[np.integer]) -> str | None:
-    """What is wrong with an entry; None: it is what was written."""
+    """Fault of an entry, in words; None: it is what was written."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return "it is cut short"

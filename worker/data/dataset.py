@@ -52,13 +52,13 @@ class Dataset:
     fingerprint: str
     """Hash over the names, sizes and contents of everything read, and over the split."""
     separator: Separator | None = None
-    """What ends every document; None where the data are no text."""
+    """Separator that ends every document; None where the data are no text."""
     sample_tokens: int = 1
     """Tokens of a sample; an image counts as one."""
 
     @property
     def shown(self) -> str:
-        """What there is, in words."""
+        """Numbers of samples and the separator of documents, in words."""
         ends = "" if self.separator is None else f"; documents end with {self.separator}"
         return (
             f"{self.num_train_samples} samples of {self.sample_tokens} tokens to train on, "

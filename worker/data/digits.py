@@ -23,7 +23,7 @@ class Digits:
         return len(self.labels)
 
     def read(self, sample: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """One image (1, 8, 8) and its class, a scalar."""
+        """Image (1, 8, 8) of a sample and its class, a scalar."""
         return self.images[sample], np.asarray(self.labels[sample])
 
 

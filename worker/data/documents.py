@@ -24,7 +24,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text; `where` says for people where it was found, `pieces` are its bytes, to be taken once."""
+    """Text of a source; `where` says for people where it was found, `pieces` are its bytes, to be taken once."""
 
     where: str
     pieces: Iterable[bytes]

@@ -18,7 +18,7 @@ _CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of a source, what it held when it was opened, and its name relative to the source's path."""
+    """File of a source, with size and hash as of its opening, and its name relative to the source's path."""
 
     place: Inside
     name: str

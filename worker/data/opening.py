@@ -17,7 +17,7 @@ from worker.data.dataset import Dataset, open_dataset
 _log = logging.getLogger(__name__)
 
 _NICENESS = 10
-"""Of opening data that nobody waits for: other workers of the machine train meanwhile."""
+"""Niceness of opening data that nobody waits for: other workers of the machine train meanwhile."""
 
 
 class Datasets:

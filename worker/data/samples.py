@@ -130,7 +130,7 @@ class FileBytes:
 
     files: tuple[DataFile, ...]
     starts: NDArray[np.int64]
-    """Where each file begins in the stream; one more than there are files, the last is the end."""
+    """Start of each file in the stream; one more than there are files, the last is the end."""
     separator: int | None
     reader: FileReader
 

@@ -40,7 +40,7 @@ _LAYOUT = "1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOpening:
-    """What all sources of a job are opened with."""
+    """Settings with which all sources of a job are opened."""
 
     sequence_tokens: int
     vocab_size: int

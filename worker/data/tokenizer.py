@@ -29,7 +29,7 @@ _GROUP_PIECES = 32
 
 
 class Tokenizer(Protocol):
-    """What turns documents into tokens; equal digests mean equal tokens."""
+    """Tokenizer of documents; equal digests mean equal tokens."""
 
     @property
     def digest(self) -> str: ...
@@ -62,7 +62,7 @@ class ByteTokenizer:
         return _digest(BYTES, self.separator, is_usual=self.separator == separator_of_bytes(None))
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Integers]:
-        """As in `Tokenizer`."""
+        """Tokens as in `Tokenizer`: one for each byte."""
         end = bytes([] if self.separator.token is None else [self.separator.token])
         parts = (part for document in documents for part in (*document.pieces, end))
         return (np.frombuffer(group, np.uint8) for group in _grouped(parts))
@@ -96,7 +96,7 @@ class FileTokenizer:
     dtype: np.dtype[np.integer]
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Integers]:
-        """As in `Tokenizer`.
+        """Tokens as in `Tokenizer`.
 
         Raises:
             UserError: a document is not UTF-8, or the tokenizer cannot express it.

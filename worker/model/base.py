@@ -1,4 +1,4 @@
-"""What every stage can do, whatever its family."""
+"""Base of all stages, whatever their family."""
 
 from abc import ABC, abstractmethod
 
@@ -58,7 +58,7 @@ class Stage(nn.Module, ABC):
         """Mean and standard deviation of the normal distribution a parameter begins with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the next stage needs from `x`: raw samples for the first stage, its predecessor's result for others."""
+        """Input of the next stage, from `x`: raw samples for the first stage, its predecessor's result for others."""
         with self._autocast(x):
             return self.body(x)
 

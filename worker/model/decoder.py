@@ -43,7 +43,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One row per token. Where the head is tied to it in another stage, only the matrix is used."""
+    """Embedding with one row per token. Where the head is tied to it in another stage, only the matrix is used."""
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder block: attention and feed-forward, each normalised before and added to what came in."""
+    """Decoder block: attention and feed-forward, each normalised before and added to what came in."""
 
     def __init__(self, shape: DecoderShape, precision: Precision) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a stage of each family is built."""
+"""Builders of stages, one for each family."""
 
 from collections.abc import Callable, Mapping
 
@@ -28,7 +28,7 @@ def _digits_cnn(model: AnyModel, stage: StageSpec, _sequence_tokens: int, precis
 
 
 BUILDS: Mapping[type[AnyModel], Build] = {DecoderModel: _decoder, DigitsCnnModel: _digits_cnn}
-"""How to build an uninitialised stage, by what a model is; all decoders share one way."""
+"""Functions that build an uninitialised stage, by class of the model; all decoders share one way."""
 
 
 def build_stage(

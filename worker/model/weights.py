@@ -57,7 +57,7 @@ def load_parameters(tensors: Mapping[str, torch.Tensor], stage: Stage) -> None:
 
 
 def _files(directory: Path, names: Iterable[str], roots: Roots) -> dict[str, Path]:
-    """Which file holds each of `names`."""
+    """File that holds each of `names`, by name."""
     if (directory / _SINGLE).is_file():
         return dict.fromkeys(names, directory / _SINGLE)
     if not (directory / _INDEX).is_file():

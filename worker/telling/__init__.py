@@ -1,1 +1,1 @@
-"""What a worker tells of itself: its log, its metrics, and moments in words."""
+"""Log, metrics and moments in words, by which a worker tells of itself."""

@@ -1,4 +1,4 @@
-"""What the compute thread tells of aggregation while it trains, for metrics and beats to read when they are asked.
+"""Numbers that the compute thread tells of aggregation while it trains, for metrics and beats to read when asked.
 
 Rules of this file
 - One thread writes, others read: a value is set whole or not at all, and readers take copies.
@@ -30,7 +30,7 @@ class Gauges:
         self.num_leader_changes = 0
 
     def began(self, job: JobId, rule: str) -> None:
-        """From now on this job's chunks are held here; what another's told is gone."""
+        """Take numbers of a job whose chunks are held here from now on; those of another job are dropped."""
         if job not in self._rules:
             self._values, self._leaders, self._ratio = {}, {}, None
         self._rules[job] = rule
@@ -40,12 +40,12 @@ class Gauges:
         self._values[measure, str(of)] = value
 
     def exchanged(self, *, plain_bytes: int, sent_bytes: int) -> None:
-        """What an exchange's parts would weigh in float32, and what they do weigh."""
+        """Note the bytes that an exchange's parts would take in float32, and those that they do take."""
         if sent_bytes > 0:
             self._ratio = plain_bytes / sent_bytes
 
     def led(self, leader: str, *, of: str) -> None:
-        """Who leads a group of walkers, which is named by the caller, or all of them."""
+        """Note the leader of a group of walkers, which is named by the caller, or of all of them."""
         before = self._leaders.get(of)
         self.num_leader_changes += before is not None and before != leader
         self._leaders[of] = leader
@@ -64,5 +64,5 @@ class Gauges:
 
     @property
     def compression_ratio(self) -> float | None:
-        """How many times fewer bytes the newest exchange took than in float32; None before there was one."""
+        """Ratio of the newest exchange's bytes in float32 to those that it took; None before there was one."""
         return self._ratio

@@ -23,7 +23,7 @@ _MAX_PEERS = 64
 
 
 class _Transport(Collector):
-    """What the transport counts, as it stands when asked."""
+    """Counters of the transport, as they stand when asked."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -48,7 +48,7 @@ _ABOUT = {
 
 
 class _Aggregation(Collector):
-    """What aggregation sends and tells, as it stands when asked."""
+    """Metrics of aggregation, as they stand when asked."""
 
     def __init__(self, statistics: Statistics, gauges: Gauges) -> None:
         self._statistics = statistics
@@ -99,9 +99,9 @@ def _bounded(values: Mapping[WorkerId, int]) -> dict[str, int]:
 
 
 class WorkerMetrics:
-    """One worker process's metrics. Times are seconds by whatever clock the caller has.
+    """Metrics of one worker process. Times are seconds by whatever clock the caller has.
 
-    `gauges` is what compute tells of aggregation; None: nothing.
+    `gauges` are the numbers that compute tells of aggregation; None: nothing.
     """
 
     def __init__(self, statistics: Statistics, gauges: Gauges | None = None) -> None:
@@ -176,7 +176,7 @@ class WorkerMetrics:
         self._step_began = None
 
     def queues(self, in_flight: int, depth_by_kind: Mapping[str, int], payload_bytes: int) -> None:
-        """What waits now; a kind that is not named has nothing."""
+        """Set how much waits now; a kind that is not named has nothing."""
         self._in_flight.set(in_flight)
         for kind in _COMPUTE_KINDS:
             self._queued.labels(kind).set(depth_by_kind.get(kind, 0))

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def unwatched(_: str) -> None:
-    """Nobody wants to know."""
+    """Drop a moment that nobody wants to know."""
 
 
 def named_moment(happening: WorkerCommand | WorkerEvent) -> str:

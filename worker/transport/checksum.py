@@ -1,4 +1,4 @@
-"""What tells a receiver that bytes are not those that were sent, at the speed of memory.
+"""Checksum that tells a receiver that bytes are not those that were sent, at the speed of memory.
 
 CRC-32 of all bytes took as long as all of gRPC. So the bytes are laid out in rows of 64-bit words, words are added up
 along rows and along columns, and only those sums go through CRC-32, with what is left over. A fault of up to three

@@ -53,14 +53,14 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
 _PATIENCE_S = 30.0
 """For each part of a file."""
 _DISK_BYTES_PER_S = 20e6
-"""What a slow disk takes when all of a file is made durable at its end."""
+"""Rate of a slow disk when all of a file is made durable at its end."""
 
 ControlCall = aio.StreamStreamCall[control_pb2.Report, control_pb2.Directive]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How a stream ended, and whether the coordinator had said anything on it."""
+    """End of a stream: its reason, and whether the coordinator had said anything on it."""
 
     reason: str
     is_final: bool
@@ -68,7 +68,7 @@ class _End:
 
 
 class Listener(Protocol):
-    """Who is told what happens to the control stream. Called on the event loop, so it only notes and returns."""
+    """Listener to what happens to the control stream. Called on the event loop, so it only notes and returns."""
 
     def opened(self) -> None:
         """A new stream; what is sent now goes there."""
@@ -81,9 +81,9 @@ class Listener(Protocol):
 
 
 class Whereabouts:
-    """Where the coordinator is: at one of `addresses`, or where a standby says.
+    """Address of the coordinator: one of `addresses`, or what a standby says.
 
-    `at` is what is to be dialled now; it changes with `seek` only.
+    `at` is the address to dial now; it changes with `seek` only.
     """
 
     def __init__(self, addresses: Sequence[str], *, dial: Dial) -> None:
@@ -153,7 +153,7 @@ class ControlStream:
                 return
 
     async def _converse(self, target: str) -> "_End":
-        """One stream from its beginning to its end."""
+        """Hold one control stream from its beginning to its end."""
         outgoing: asyncio.Queue[Upward | None] = asyncio.Queue()
         channel = self._dial(target, Lane.CONTROL)
         try:
@@ -205,7 +205,7 @@ class CheckpointFiles:
         return self._where.at
 
     async def manifest(self, job: JobId, version: Step) -> ManifestReply:
-        """What the checkpoint of `job` at `version` consists of, wherever its files are.
+        """Manifest of the checkpoint of `job` at `version`, wherever its files are.
 
         Raises:
             RemoteError: there is none, or the coordinator cannot be reached.

@@ -54,7 +54,7 @@ def write_part(*, tensor: int, offset: int, data: memoryview, checksum: int) -> 
 
 
 def read_part(message: bytes) -> TensorPart | FramedPart:
-    """What a message on a Deliver stream says.
+    """Part that a message on a Deliver stream carries.
 
     Raises:
         RemoteError: it is no message, or one that says nothing this release knows.

@@ -64,7 +64,7 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
 
 
 class Sight(Enum):
-    """What a look at a peer found; SILENT says nothing of it."""
+    """Result of a look at a peer; SILENT says nothing of it."""
 
     REACHED = "reached"
     GONE = "gone"
@@ -90,13 +90,13 @@ async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
 
 
 class TimedTransfers(Protocol):
-    """What transfers are timed with; `_Prober` is one."""
+    """Timer of transfers; `_Prober` is one."""
 
     async def exchange(self, num_parts: int, data: bytes, reply_bytes: int) -> float: ...
 
 
 async def bytes_per_s(prober: TimedTransfers, round_trip_s: float, *, is_up: bool) -> float:
-    """What a link carries in one direction, by transfers of growing size."""
+    """Bandwidth of a link in one direction, by transfers of growing size."""
     size, rate = _FIRST_BYTES, 0.0
     while True:
         num_parts = -(-size // PART_BYTES)
@@ -112,7 +112,7 @@ async def bytes_per_s(prober: TimedTransfers, round_trip_s: float, *, is_up: boo
 
 
 class _Prober:
-    """One Probe stream."""
+    """Caller's side of one Probe stream."""
 
     def __init__(self, call: ProbeCall, patience_s: float, *, door: str) -> None:
         self._door = door

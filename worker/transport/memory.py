@@ -54,7 +54,7 @@ class BufferPool:
 
     @property
     def spare_bytes(self) -> int:
-        """Of blocks that wait for use."""
+        """Bytes of blocks that wait for use."""
         return sum(len(block) for block in tuple(self._spare.values()))
 
     def allocate(self, num_bytes: int) -> memoryview:

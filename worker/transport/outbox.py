@@ -83,7 +83,7 @@ class _Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Break:
-    """How a stream ended."""
+    """End of a stream: its reason, and whether a second try would end the same way."""
 
     reason: str
     is_final: bool
@@ -116,7 +116,7 @@ class _Absence:
 
 
 class LaneOutbox:
-    """What is on its way to `to` in `lane`. `run` does the sending and is cancelled to end it. Lanes share `pace`."""
+    """Tensors on their way to `to` in `lane`. `run` does the sending and is cancelled to end it. Lanes share `pace`."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class LaneOutbox:
         self._began_s = 0.0
         self._answered_s = 0.0
         self._heard_s = 0.0
-        """When the peer last gave a sign of life, or when it first owed one."""
+        """Time of the peer's last sign of life, or at which it first owed one."""
 
     @property
     def depth(self) -> int:
@@ -237,7 +237,7 @@ class LaneOutbox:
             await channel.close(None)
 
     def _take_back(self) -> None:
-        """What a broken stream leaves unanswered waits for the next one."""
+        """Put back what a broken stream leaves unanswered: it waits for the next one."""
         for parcel in self._unanswered.values():
             self._put(parcel, is_again=True)
         self._unanswered.clear()
@@ -315,7 +315,7 @@ class LaneOutbox:
         return _Break(reason=f"{self.to.address}: the peer ended the stream", is_final=False)
 
     def _arrived_bytes(self, reply: PartReply) -> int:
-        """How many bytes have arrived, by this reply, since the one before; the first credit comes before any."""
+        """Bytes that have arrived, by this reply, since the one before; the first credit comes before any."""
         match reply:
             case CreditGranted():
                 was_granted, self._was_granted = self._was_granted, True
@@ -405,6 +405,6 @@ class LaneOutbox:
             self._heard_s = self._now()
 
     def _bound_s(self) -> float:
-        """How long the peer may be silent now."""
+        """Seconds that the peer may be silent now."""
         under_way = max((parcel.total_bytes for parcel in self._unanswered.values()), default=0)
         return self._patience.bound_s(self._pace.usual_s(under_way, now=self._now()))

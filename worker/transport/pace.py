@@ -1,4 +1,4 @@
-"""How quickly one peer gives signs of life: how long its silence may last, and how large parts may be.
+"""Pace of one peer's signs of life: how long its silence may last, and how large parts may be.
 
 A sign comes with each part that arrives, or four times a second. So on a slow link parts must be small, or the time
 that one takes looks like a failure; and until a link has shown what it does, more is borne.
@@ -10,17 +10,17 @@ from math import exp2, inf
 from skein.wire.channel import PART_BYTES
 
 LEAST_PART_BYTES = 64 << 10
-"""What arrives in a moment on any link that is worth training over."""
+"""Bytes that arrive in a moment on any link that is worth training over."""
 _QUICK_S, _SLOW_S = 0.1, 0.5
 """Between two signs: below the one parts may be larger, above the other they must be smaller."""
 _HALF_LIFE_S = 10.0
-"""Of the longest silence. A stall is expected again for a while, and forgotten if it was one."""
+"""Half-life of the longest silence. A stall is expected again for a while, and forgotten if it was the only one."""
 _MARGIN = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPatience:
-    """How long a peer may be silent while something is expected of it: three times the longest of late, within bounds.
+    """Bounds on a peer's silence while something is expected of it: three times the longest of late, within limits.
 
     Raise `least_s` on machines so busy that a process may stand still for longer. `first_s` holds for bulk over a link
     that has carried none yet, `gone_s` for a peer whose machine says at once that nobody is there.
@@ -38,14 +38,14 @@ class PeerPatience:
 
 
 class PeerPace:
-    """What is known of one peer, by all lanes to it together."""
+    """Pace of one peer, as all lanes to it know it together."""
 
     def __init__(self) -> None:
         self.answer_s = 0.0
         """Smoothed seconds from the last byte of a tensor to its acceptance; what a probe predicts, until one is."""
         self.part_bytes = PART_BYTES
         self.heard_at = -inf
-        """When a lane last heard of the peer."""
+        """Time at which a lane last heard of the peer."""
         self._silence_s = 0.0
         self._silence_at = 0.0
         self._known_bytes = LEAST_PART_BYTES
@@ -70,7 +70,7 @@ class PeerPace:
         self.answer_s += (seconds - self.answer_s) / 8 if self.answer_s else seconds
 
     def usual_s(self, num_bytes: int, *, now: float) -> float | None:
-        """How long silence may last while so many bytes are under way; None: nothing like it was carried yet."""
+        """Usual seconds of silence while so many bytes are under way; None: nothing like it was carried yet."""
         if min(num_bytes, self.part_bytes) > self._known_bytes:
             return None
         return max(self._faded(now=now), self.answer_s)

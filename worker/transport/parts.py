@@ -28,7 +28,7 @@ def parts_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[byt
 
 
 def pieces_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[list[memoryview]]:
-    """As `parts_of`, but each part as the pieces of memory that it consists of, not copied at all."""
+    """Parts as of `parts_of`, but each as the pieces of memory that it consists of, not copied at all."""
     pieces: list[memoryview] = []
     room = part_bytes()
     for tensor in bundle:
@@ -45,7 +45,7 @@ def pieces_of(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[li
 
 
 def announce(number: int, envelope: Envelope, bundle: Bundle) -> TensorStart:
-    """What precedes a bundle's parts on a stream; `number` grows from one to the next."""
+    """Message that precedes a bundle's parts on a stream; `number` grows from one bundle to the next."""
     metas = tuple(tensor.meta for tensor in bundle)
     return TensorStart(tensor=number, envelope=envelope, tensors=metas, num_bytes=bundle_bytes(bundle))
 

@@ -19,12 +19,12 @@ from worker.transport.statistics import Statistics
 from worker.transport.watch import Watch
 
 _LOOK_S = 2.0
-"""Whoever does not answer within it stands still, or nothing passes."""
+"""Seconds within which a peer answers, unless it stands still or nothing passes."""
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
 
 
 def lane_of(header: TensorHeader) -> Lane:
-    """Which stream a tensor takes: neither activations, gradients nor shards wait for one another."""
+    """Lane that a tensor takes: neither activations, gradients nor shards wait for one another."""
     if isinstance(header, HopTensor):
         return Lane.FORWARD if header.direction is Direction.FORWARD else Lane.BACKWARD
     return Lane.REDUCE
@@ -139,7 +139,7 @@ class Peers:
     async def fetch_result(
         self, member: Member, job: JobId, stage: StageIndex, step: Step
     ) -> dict[str, WireTensor]:
-        """What `step` applied to a stage, by group, from a holder that keeps it. All hashes are checked.
+        """Result that `step` applied to a stage, by group, from a holder that keeps it. All hashes are checked.
 
         Raises:
             AbsentError: the peer does not have it, or not yet.
@@ -166,7 +166,7 @@ class Peers:
         return await look_at(member, dial=self._dial, patience_s=_LOOK_S)
 
     def _pace(self, member: Member) -> PeerPace:
-        """What is known of a process; who has taken its name begins anew."""
+        """Pace of a peer's process; another process that has taken its name begins anew."""
         known = self._paces.get(member.worker)
         if known is None or known[0] != member:
             known = self._paces[member.worker] = member, PeerPace()

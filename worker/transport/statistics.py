@@ -1,4 +1,4 @@
-"""What the transport counts, for beats and metrics."""
+"""Counts of the transport, for beats and metrics."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ class Statistics:
     sent_bytes: Counter[WorkerId] = field(default_factory=Counter)
     received_bytes: Counter[WorkerId] = field(default_factory=Counter)
     shard_bytes: Counter[tuple[JobId, WorkerId]] = field(default_factory=Counter)
-    """Of `sent_bytes` those of aggregation, by job and peer."""
+    """Bytes of aggregation among `sent_bytes`, by job and peer."""
     sent_parts: Counter[Lane] = field(default_factory=Counter)
     received_parts: int = 0
     state_parts: int = 0
-    """Of state and results that were asked for."""
+    """Parts that came of state and results that were asked for."""
     accepted: Counter[Lane] = field(default_factory=Counter)
     """Tensors that peers took."""
     resent: Counter[Lane] = field(default_factory=Counter)
     """Tensors offered once more: after a broken stream, a checksum that did not fit, or a "not yet"."""
     refused: Counter[str] = field(default_factory=Counter)
-    """What peers did not take, by reason."""
+    """Tensors that peers did not take, by reason."""
     failed: Counter[WorkerId] = field(default_factory=Counter)
     """Tensors given up, by peer."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """What this worker did not take, by reason."""
+    """Tensors, calls and streams that this worker did not take, by reason."""
     duplicates: int = 0
     """Tensors that came once more and were not delivered again."""
 

@@ -21,7 +21,7 @@ from worker.transport.outbox import Dial
 from worker.transport.pace import PeerPace, PeerPatience
 
 _SILENCE = ("ping timeout", "keepalive", "timed out")
-"""What gRPC and the system say of connections on which nothing was answered."""
+"""Words of gRPC and the system for connections on which nothing was answered."""
 _PAUSE_S = 0.5
 _CONFIRM_S = 0.4
 """For one more call, before silence is told: after a standstill of this process all its pings look unanswered."""

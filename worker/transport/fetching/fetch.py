@@ -33,7 +33,7 @@ class AbsentError(RemoteError):
 
 
 class _DonorBusyError(Exception):
-    """It gives to as many as it can already."""
+    """Refusal by a donor that gives to as many peers as it can already."""
 
 
 class Fetcher:
@@ -46,7 +46,7 @@ class Fetcher:
         self._patience_s = patience_s
 
     async def state(self, member: Member, request: FetchStateRequest) -> dict[str, WireTensor]:
-        """What `request` asks for, by name, each tensor checked against its hash.
+        """Tensors that `request` asks for, by name, each checked against its hash.
 
         A broken stream is resumed: what is complete is not asked for again (without names, only after the first
         stream that reached its end). A tensor that does not fit its hash is asked for again. A peer that gives to too

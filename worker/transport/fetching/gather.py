@@ -1,4 +1,4 @@
-"""One state from several donors at once, each giving as much of it as its speed allows."""
+"""Gathering of one state from several donors at once, each giving as much of it as its speed allows."""
 
 import asyncio
 import math
@@ -73,7 +73,7 @@ class StateGathering:
             raise RemoteError("; ".join(reasons) or "no donor was named")
 
     def _batches(self, num_donors: int) -> list[Batch]:
-        """What is missing in batches of about equal size, in the order in which they are taken: from the end."""
+        """Batches of missing tensors, of about equal size, in the order in which they are taken: from the end."""
         missing = sorted(self.missing, key=lambda name: (-self._num_bytes[name], name))
         total_bytes = sum(self._num_bytes[name] for name in missing)
         aim_bytes = max(LEAST_BATCH_BYTES, total_bytes // max(1, BATCHES_PER_DONOR * num_donors))

@@ -26,7 +26,7 @@ def state_parts(tensors: Mapping[str, WireTensor], names: Iterable[str]) -> Iter
 
 
 class StateAssembly:
-    """What one FetchState stream has brought so far.
+    """State, as far as one FetchState stream has brought it.
 
     `tensors` holds those that are complete and fit their hash, `spoilt` the names of those that do not.
     """

@@ -49,7 +49,7 @@ def identity_of(envelope: Envelope) -> Identity:
 
 
 class Intake:
-    """What all streams of one worker share: whom it listens to, what is here already, how much memory is left."""
+    """State that all streams of one worker share: whom it listens to, what is here already, how much memory is left."""
 
     def __init__(
         self, *, accepts: Accepts, on_tensor: OnTensor, limits: Limits, statistics: Statistics
@@ -62,7 +62,7 @@ class Intake:
         self._known: OrderedDict[Identity, None] = OrderedDict()
 
     def fault_of(self, start: TensorStart) -> BundleFault | None:
-        """Why the announced tensor is not taken; None if its bytes may come."""
+        """Fault for which the announced tensor is not taken; None if its bytes may come."""
         fault = fault_of(start.tensors, start.num_bytes, self.limits) or self._unwanted(start.envelope)
         if fault is None and self.pending_bytes + start.num_bytes > self.limits.max_pending_bytes:
             fault = BundleFault(reason=Refusal.NOT_YET, text="no memory left for tensors that are arriving")
@@ -97,7 +97,7 @@ class Intake:
 
 
 class Inbox:
-    """One Deliver stream as its receiver sees it. Tensors come one at a time; a new one abandons the unfinished."""
+    """Deliver stream as its receiver sees it. Tensors come one at a time; a new one abandons the unfinished."""
 
     def __init__(self, intake: Intake, window: Window) -> None:
         self._intake = intake

@@ -124,7 +124,7 @@ class Slots:
 
 
 def peer_of(address: str) -> str:
-    """Whom a call comes from, by gRPC's name of the connection: its host, or on this machine the very connection.
+    """Peer that a call comes from, by gRPC's name of the connection: its host, or on this machine the very connection.
 
     >>> peer_of("ipv4:10.0.0.7:4711"), peer_of("ipv4:127.0.0.1:4711")
     ('10.0.0.7', 'ipv4:127.0.0.1:4711')

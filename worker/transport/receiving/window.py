@@ -1,4 +1,4 @@
-"""How many bytes a receiver lets its peer have on the way, found by trying.
+"""Window of bytes that a receiver lets its peer have on the way, found by trying.
 
 A window below the bandwidth-delay product leaves the link idle; one above it only makes queues, behind which an older
 microbatch waits. The receiver knows neither bandwidth nor delay, but it sees the rate at which whole windows arrive. It
