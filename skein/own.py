@@ -18,7 +18,7 @@ _MARK = '"""Part of Skein: '
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stranger:
-    """What is found under the name of a package of ours, and is none."""
+    """Name of a package of Skein's under which something else is found, or nothing; `cure` is what to do."""
 
     name: str
     found: str
@@ -29,12 +29,12 @@ class Stranger:
 
 
 def install_hint(extra: str) -> str:
-    """How to get what an extra brings. No index has Skein: it is installed from its source folder, or a wheel of it."""
+    """Command that installs an extra. No index has Skein: it is installed from its source folder, or a wheel of it."""
     return f"pip install '.[{extra}]' in Skein's source folder"
 
 
 def strangers(root: Path = _ROOT) -> Iterator[Stranger]:
-    """What stands where a package of ours should. Nothing is imported to find out.
+    """Packages of Skein's that are missing, or hidden by others of their name. Nothing is imported to find out.
 
     Args:
         root: the folder that `skein` itself was imported from.

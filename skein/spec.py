@@ -1,4 +1,4 @@
-"""What every part of a job file is made of."""
+"""Base of every part of a job file."""
 
 from collections.abc import Hashable
 

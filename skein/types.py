@@ -24,7 +24,7 @@ MicrobatchId = NewType("MicrobatchId", int)
 
 
 class Layout(StrEnum):
-    """Where the loss is: `LINE` on the last stage, `LOOP` back on the worker that began the path."""
+    """Layout of a path's end: the loss is on the last stage (`LINE`), or back on the worker that began it (`LOOP`)."""
 
     LINE = "line"
     LOOP = "loop"
@@ -36,16 +36,16 @@ class Layout(StrEnum):
 
     @property
     def num_head_stages(self) -> int:
-        """How many stages, after those that the model is cut into, hold the head alone."""
+        """Number of stages, after those that the model is cut into, that hold the head alone."""
         return int(self is Layout.LOOP)
 
     @property
     def num_ends(self) -> int:
-        """How many of the stages that the model is cut into every path visits: the first, and one with the loss."""
+        """Number of stages, of those that the model is cut into, on every path: the first, and one with the loss."""
         return 2 - self.num_head_stages
 
     def inner(self, num_stages: int) -> range:
-        """Those of so many stages that a path may leave out or swap.
+        """Stages, of so many, that a path may leave out or swap.
 
         >>> Layout.LOOP.inner(4), Layout.LINE.inner(4)
         (range(1, 4), range(1, 3))
@@ -72,7 +72,7 @@ class Precision(StrEnum):
 
 
 class JobState(StrEnum):
-    """What a user sees. `PAUSED` waits for workers and is no failure, `HELD` for somebody who lets it go on."""
+    """State of a job for users. `PAUSED` waits for workers and is no failure, `HELD` for somebody to let it go on."""
 
     PENDING = "pending"
     PLANNING = "planning"
@@ -89,7 +89,7 @@ class JobState(StrEnum):
 
 
 class Condition(StrEnum):
-    """What a look at a checkpoint's files found: what was written, something else or nothing, or no answer."""
+    """Result of a look at a checkpoint's files: what was written, something else or nothing, or no answer."""
 
     WHOLE = "whole"
     DAMAGED = "damaged"
@@ -98,7 +98,7 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Attempt:
-    """One try at reducing one group; newer tries compare greater."""
+    """Try at reducing one group; newer tries compare greater."""
 
     epoch: Epoch
     generation: Generation
@@ -158,7 +158,7 @@ class Exchanged:
 
 
 GroupId = Own | Tied | Local | Exchanged
-"""Who reduces or exchanges what. Its `str` is what logs and messages have of it; `parse_group` reads that."""
+"""Identity of a group that reduces or exchanges. Its `str` is what logs and messages have; `parse_group` reads that."""
 
 _GROUP = re.compile(
     r"tied|s(?P<own>\d{1,10})(@(?P<worker>.+))?"

@@ -25,7 +25,7 @@ LEAST_RISE_NATS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """Why training has diverged: from which step on, and the newest version whose loss was as it should be."""
+    """Sign that training has diverged: since which step, and the newest version whose loss was as it should be."""
 
     step: Step
     last_good: Step
@@ -83,7 +83,7 @@ class LossWatch:
         return max(2 * self._best, (self._best + self._start) / 2, self._best + LEAST_RISE_NATS)
 
     def doubt(self) -> Doubt | None:
-        """What is wrong; None while training learns."""
+        """Sign that training has diverged; None while it learns."""
         if len(self._bad) >= MAX_SKIPPED and self._bad_since is not None:
             why = self._bad[-1].reason or "loss not finite"
             reason = f"{why}, {self._bad[-1].step + 1 - self._bad_since} steps in a row without an update"
@@ -96,7 +96,7 @@ class LossWatch:
         return Doubt(step=since, last_good=Step(max(0, since - 1)), reason=reason)
 
     def last_doubt(self, version: Step, score: float | None) -> Doubt | None:
-        """What is wrong with a job's last version, whose validation loss is `score`, if it has one."""
+        """Doubt about a job's last version; None if its loss is finite. `score`: its validation loss, if it has one."""
         since = version if self._bad_since is None else self._bad_since
         if score is not None:
             is_bad, reason = not isfinite(score), "validation loss not finite"

@@ -57,14 +57,14 @@ Holding = Mapping[GenerationMember, frozenset[StageSpec]]
 
 @dataclass(slots=True, kw_only=True)
 class JobHistory:
-    """What is recorded of one job. `version` is the number of steps that count: roll-backs take some away."""
+    """State of one job as recorded. `version` is the number of steps that count: roll-backs take some away."""
 
     job: JobId
     key: str
     spec: JobSpec
     submitted_wall_s: float
     last_wall_s: float = 0.0
-    """When something was recorded of it last."""
+    """Wall-clock time of the job's newest record."""
     version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
@@ -74,7 +74,7 @@ class JobHistory:
     losses: LossWatch = field(default_factory=LossWatch)
     clock: WorkClock = field(default_factory=WorkClock)
     diverged: Diverged | None = None
-    """What is wrong with the losses, until a step learns again."""
+    """Record that the losses diverged, until a step learns again."""
     scores: dict[Step, float] = field(default_factory=dict)
     """Validation losses of checkpoints and of versions after them; infinite if not finite."""
     checkpoints: list[CheckpointCommitted] = field(default_factory=list)
@@ -82,20 +82,20 @@ class JobHistory:
     """Checkpoints among them that nobody is to read, and why."""
     members: tuple[GenerationMember, ...] = ()
     followers: set[Incarnation] = field(default_factory=set)
-    """Everybody who was ever a member."""
+    """Processes that were ever members."""
     outdated: set[Incarnation] = field(default_factory=set)
     """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
     plan: PlanAdopted | None = None
     worked: PlanAdopted | None = None
     """The plan by which the last step was made."""
     standing: tuple[tuple[ChunkRef, ...], ...] = ()
-    """Of many walkers, those of the last step that no plan adopted since may have given anything."""
+    """Walkers of the last step, where it had many, that no plan adopted since may have given anything."""
     worked_by: tuple[GenerationMember, ...] = ()
-    """Who was a member at the last step."""
+    """Members at the last step."""
     holding: tuple[Holding, ...] = ()
-    """Who may hold what at `version`: by the plan of the last step, and by those that were adopted since."""
+    """Stages that processes may hold at `version`: by the plan of the last step, and by those adopted since."""
     behind: dict[GenerationMember, frozenset[ChunkVersion]] = field(default_factory=dict)
-    """What processes may hold that were away when later steps were made; newer than any checkpoint."""
+    """Chunks that processes may hold which were away when later steps were made; newer than any checkpoint."""
     given_up: dict[Incarnation, Step] = field(default_factory=dict)
     """Processes that were not here when a version was given up which they may hold, and that version."""
     turned_at: Step | None = None
@@ -108,21 +108,21 @@ class JobHistory:
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     begins: Beginning | None = None
-    """Whose parameters it begins with, if they are another job's."""
+    """Checkpoint whose parameters the job begins with, if they are another job's."""
     counted: DataCounted | None = None
-    """What its data were when they were opened first."""
+    """Size of the job's data when they were opened first."""
     halt: HaltAsked | None = None
-    """What it is to come to once it is saved."""
+    """Request for the state that the job is to come to once it is saved."""
     held: JobHeld | None = None
     end: JobEnded | None = None
     asked: JobSpec | None = None
-    """As it was submitted, if its budget is another since."""
+    """Spec as it was submitted, if its budget is another since."""
     may_rewind: bool = False
-    """Somebody has it go on although it had diverged, so that it goes back once more."""
+    """Whether somebody has the job go on although it had diverged, so that it goes back once more."""
 
     @property
     def may_hold(self) -> dict[GenerationMember, frozenset[ChunkVersion]]:
-        """What processes may hold, here or not: stages at `version`, or as they were when these went away."""
+        """Chunks that processes may hold, here or not: stages at `version`, or as they were when these went away."""
         merged = dict(self.behind)
         for held in self.holding:
             for member, stages in held.items():
@@ -132,12 +132,12 @@ class JobHistory:
 
     @property
     def newest_checkpoint(self) -> CheckpointCommitted | None:
-        """Of those that are whole, as far as is known."""
+        """Newest checkpoint that is whole, as far as is known; None if there is none."""
         return max(self.whole_checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
 
     @property
     def whole_checkpoints(self) -> list[CheckpointCommitted]:
-        """Those that were not found damaged."""
+        """Checkpoints that were not found damaged."""
         return [checkpoint for checkpoint in self.checkpoints if checkpoint.version not in self.damaged]
 
     @property
@@ -154,7 +154,7 @@ class JobHistory:
 
     @property
     def learning_rate_ratio(self) -> float:
-        """What is left of the learning rate that the job asks for."""
+        """Share that roll-backs have left of the learning rate that the job asks for."""
         return prod(back.learning_rate_ratio or 1.0 for back in self.rewinds)
 
 
@@ -179,9 +179,9 @@ class History:
         self.num_records = 0
         """Entries of the log."""
         self.openings: list[Opening] = []
-        """Of the log, one for each epoch."""
+        """Openings of the log, one for each epoch."""
         self.has_decided = False
-        """Something that binds was recorded in this epoch: what was before it is what counts."""
+        """Whether a record that binds was written in this epoch: then the log before it is the one that counts."""
 
     def apply(self, record: Record) -> None:
         """Take one record, in log order."""
@@ -309,7 +309,7 @@ class History:
 
     @property
     def position(self) -> LogPosition | None:
-        """How far the log is; None before its first epoch."""
+        """Position that the log has reached; None before its first epoch."""
         if not self.openings:
             return None
         origin = next((x for x in reversed(self.openings) if x.record.accepts_loss), self.openings[0])
@@ -364,7 +364,7 @@ def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:
 
 
 def _behind(job: JobHistory) -> dict[GenerationMember, frozenset[ChunkVersion]]:
-    """What `behind` is once the step at hand is made by the newest plan."""
+    """Value of `behind` once the step at hand is made by the newest plan."""
     if len(job.holding) < 2 and not job.behind:
         return job.behind
     here = {member.worker for member in job.members}
@@ -378,7 +378,7 @@ def _behind(job: JobHistory) -> dict[GenerationMember, frozenset[ChunkVersion]]:
 
 
 def _absent(job: JobHistory) -> dict[Incarnation, Step]:
-    """Who may hold something and is no member of the newest generation, and the version of it."""
+    """Processes that may hold chunks and are no members of the newest generation, each with its newest version."""
     return {
         member.incarnation: max(held.version for held in chunks)
         for member, chunks in job.may_hold.items()
@@ -396,7 +396,7 @@ def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRe
 
 
 def _still_learned(job: JobHistory, plan: Plan) -> tuple[int, ...]:
-    """What `learned` is in the order of another plan: nothing of walkers that do not go on by it."""
+    """Values of `learned` in the order of another plan: 0 for walkers that do not go on by it."""
     if job.plan is None or not job.learned:
         return ()
     standing = {chunk for walker in job.standing for chunk in walker}

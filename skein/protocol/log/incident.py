@@ -1,4 +1,4 @@
-"""What a failure cost, in words and in sums: the line of the log, and the totals below a list.
+"""Words and sums for what failures cost: the line of the log, and the totals below a list.
 
 Steps count from 1 here, as in everything that users read; `Incident.step` itself counts from 0.
 """
@@ -16,7 +16,7 @@ from skein.units import counted
 _NUM_NAMED = 8
 """Workers, runs of microbatches and stages that a line names one by one."""
 _REASON_CHARACTERS = 200
-"""Of a reason in a line; it may be what a worker's library said."""
+"""Most characters of a reason in a line; it may be what a worker's library said."""
 
 
 def incident_line(incident: Incident) -> str:
@@ -38,7 +38,7 @@ def incident_line(incident: Incident) -> str:
 
 
 def what(incident: Incident) -> str:
-    """What failed, at whom, and how that was noticed."""
+    """Kind of the failure, the workers that had it, and how it was noticed, in words."""
     named = short(incident.workers)
     reason = shorten(incident.reason, _REASON_CHARACTERS, placeholder=" ...")
     noticed = [reason] if reason else []
@@ -53,7 +53,7 @@ def what(incident: Incident) -> str:
 
 
 def remedied(incident: Incident) -> str:
-    """How work went on, and what was computed elsewhere or again."""
+    """Remedy in words: how work went on, and what was computed elsewhere or again."""
     parts = [f"{incident.remedy.value} after {incident.seconds:.2f} s (fence {incident.fenced_s:.2f} s)"]
     if incident.num_rerouted:
         parts.append(f"{counted(incident.num_rerouted, 'hop')} rerouted")
@@ -94,11 +94,11 @@ def ranges(microbatches: Sequence[MicrobatchId]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What all incidents of a job cost together. Seconds are from the notice to the moment when work went on."""
+    """Cost of all incidents of a job together. Seconds are from the notice to the moment when work went on."""
 
     num_incidents: int
     num_by_kind: Mapping[IncidentKind, int]
-    """Of those that occurred."""
+    """Number of incidents of each kind that occurred."""
     num_by_remedy: Mapping[Remedy, int]
     num_rerouted: int
     num_replayed: int

@@ -118,7 +118,7 @@ class CheckpointCommitted:
     stages: tuple[StageFiles, ...]
     wall_s: float
     data_fingerprint: str = ""
-    """Of the data that it was trained on; "": nobody had read any, or the log is older than that."""
+    """Fingerprint of the data that it was trained on; "": nobody had read any, or the log is older than that."""
     keeps: tuple[Step, ...] = ()
     """Versions of the checkpoints that are kept from here on, this one included; older releases wrote none."""
 
@@ -144,7 +144,7 @@ def checkpoint_folder(version: Step) -> str:
 
 
 def walker_prefix(walker: int) -> str:
-    """What the names of a walker's tensors begin with in a checkpoint.
+    """Prefix of the names of a walker's tensors in a checkpoint.
 
     >>> walker_prefix(0), walker_prefix(2)
     ('', 'walker2/')
@@ -163,7 +163,7 @@ def walker_of(tensor: str) -> int:
 
 
 def num_walkers(stages: Iterable[StageFiles]) -> int:
-    """Of how many walkers a checkpoint is."""
+    """Number of walkers that a checkpoint is of."""
     names = (name for stage in stages for file in stage.files for name in file.tensors)
     return 1 + max(map(walker_of, names), default=0)
 
@@ -199,9 +199,9 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged:
-    """Nobody had these stages at `version` any more: from here on they are averages of their neighbours there.
+    """Stages without a holder at `version` any more: from here on they are averages of their neighbours there.
 
-    Who was not there when it was decided may hold them as they were before, which does not count any more.
+    Workers that were away when it was decided may hold them as they were before, which does not count any more.
     """
 
     job: JobId
@@ -220,7 +220,7 @@ class Drained:
 
 
 class IncidentKind(StrEnum):
-    """What failed: a process, a link between two, an op, progress itself, the coordinator, training, or storage."""
+    """Kind of failure: of a process, a link between two, an op, progress, the coordinator, training, or storage."""
 
     WORKER_LOST = "worker_lost"
     LINK_FAILED = "link_failed"
@@ -232,7 +232,7 @@ class IncidentKind(StrEnum):
 
 
 class Remedy(StrEnum):
-    """What became of the step in progress.
+    """Outcome of an incident for the step in progress.
 
     RESUMED: it went on, only what was lost was computed again. RETRIED: it began anew. ROLLED_BACK: committed steps
     were lost with the last holder of a stage, or given up because training had diverged. AVERAGED: it began anew, on
@@ -279,14 +279,14 @@ class Incident:
     num_steps_lost: int
     num_samples_repeated: int
     wall_s: float
-    """When it was noticed."""
+    """Wall-clock time when the incident was noticed."""
     num_dropped: int = 0
     """Contributions that were lost and are not made again, as the job allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCounted:
-    """What the job's data were when workers opened them first; `num_steps`: of its epochs, if its budget has some."""
+    """Size of the job's data when workers opened them first; `num_steps`: of its epochs, if its budget has some."""
 
     job: JobId
     num_train_samples: int
@@ -296,7 +296,7 @@ class DataCounted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HaltAsked:
-    """Somebody wants a job to be held, or cancelled, once what it has come to is saved."""
+    """Request that a job be held, or cancelled, once what it has come to is saved."""
 
     job: JobId
     state: JobState
@@ -306,7 +306,7 @@ class HaltAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeld:
-    """Nobody works on the job, and no other waits for it, until somebody has it go on."""
+    """A held job: no worker works on it, and no other job waits for it, until somebody has it go on."""
 
     job: JobId
     reason: str
@@ -349,6 +349,6 @@ JobRecord = (
     | JobResumed
     | JobEnded
 )
-"""What is recorded of a job that exists."""
+"""Any record of a job that exists."""
 
 Record = EpochOpened | JobSubmitted | JobRecord | Drained

@@ -1,4 +1,4 @@
-"""How long a job has been at work, as the run log tells it: from one commit to the next, and nothing in between.
+"""Working time of a job, as the run log tells it: from one commit to the next, and nothing in between.
 
 Rules of this file
 - Only differences of times that one coordinator wrote within one generation count, so neither a pause nor another wall
@@ -30,11 +30,11 @@ class WorkClock:
         self._began = wall_s
 
     def goes_on(self, wall_s: float) -> None:
-        """Something that is no step is over: the next one begins."""
+        """Begin timing the next step: something that is no step is over."""
         self._began = wall_s
 
     def stops(self) -> None:
-        """What comes until the next commit is no step alone."""
+        """Stop timing: what comes until the next commit is no step alone."""
         self._began = None
 
     @property

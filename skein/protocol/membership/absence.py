@@ -1,8 +1,8 @@
-"""What is known of processes that are not here: where they were, who has reached them since, which of them are dead.
+"""Processes that are not here: where they were, who has reached them since, which of them are dead.
 
 Rules of this file
-- Silence is no death, nor is a broken stream. Dead is who was turned away, whose name another process has taken, and
-  whose machine says that nobody listens there.
+- Silence is no death, nor is a broken stream. A process is dead if it was turned away, if another process has taken
+  its name, or if its machine says that nobody listens there.
 - A peer's word counts until the process speaks for itself, or another peer reaches it.
 - All of this is soft: a restarted coordinator learns it again.
 """
@@ -17,7 +17,7 @@ from skein.types import Incarnation, WorkerId
 NUM_KNOWN = 4096
 """Processes that are remembered; the longest untouched are forgotten first."""
 NUM_SILENCES = 16
-"""Of the last ones that came back."""
+"""Silences that are remembered, of the workers that came back last."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class _Known:
     """Its last sign of life, while it is lost."""
     lost_at: float | None = None
     reached_at: float | None = None
-    """When a peer reached it last."""
+    """Time when a peer reached the process last."""
 
 
 class Absence:
@@ -86,16 +86,16 @@ class Absence:
         return self._newest.get(worker, incarnation) != incarnation or (known is not None and known.is_dead)
 
     def seen_at(self, incarnation: Incarnation) -> float | None:
-        """When a peer reached this process last, or else when it was lost; None: it was not here yet."""
+        """Time when a peer reached this process last, or else when it was lost; None: it was not here yet."""
         known = self._known.get(incarnation)
         return None if known is None else known.reached_at or known.lost_at
 
     def address_of(self, incarnation: Incarnation) -> str:
-        """Where peers reach a process; empty if it was not here yet."""
+        """Address at which peers reach a process; empty if it was not here yet."""
         known = self._known.get(incarnation)
         return "" if known is None else known.address
 
     @property
     def silences_s(self) -> tuple[float, ...]:
-        """How long workers were silent that came back, the last ones."""
+        """Seconds of silence of the workers that came back last."""
         return tuple(self._silences_s)

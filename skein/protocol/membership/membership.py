@@ -154,7 +154,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """This Hello admits nobody."""
+    """Refusal of a Hello: nobody is admitted by it."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -181,14 +181,14 @@ class IsLeaving:
 
 
 LEFT = "left when asked"
-"""Why a worker is lost that was to go and went."""
+"""Reason for the loss of a worker that was to go and went."""
 
 MembershipChange = IncarnationJoined | Returned | Rejected | Lost | IsLeaving
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What is known of one live worker."""
+    """State of one live worker, as known here."""
 
     hello: Hello
     lease_until: float
@@ -200,11 +200,11 @@ class Entry:
     heard_at: float = 0.0
     progressed_at: float = 0.0
     measured_at: float = 0.0
-    """When its speed was last measured, as far as is known here."""
+    """Time when the worker's speed was last measured, as far as is known here."""
 
     @property
     def holder(self) -> GenerationMember:
-        """Who has the name, as the log knows it."""
+        """Process that has the name, as the log knows it."""
         worker, incarnation = self.process
         return GenerationMember(
             worker=worker, incarnation=incarnation, proof=proof_of(self.hello), address=self.hello.address
@@ -212,7 +212,7 @@ class Entry:
 
     @property
     def process(self) -> tuple[WorkerId, Incarnation]:
-        """Whom its control stream leads to."""
+        """Process that the control stream leads to."""
         return self.hello.worker, self.hello.incarnation
 
     @property
@@ -226,7 +226,7 @@ class Entry:
 
 
 def proof_of(hello: Hello) -> str:
-    """What is kept of the secret that a process knows; "" of none."""
+    """Digest that is kept of the secret of a process; "" of none."""
     return sha256(hello.secret.encode()).hexdigest() if hello.secret else ""
 
 
@@ -248,7 +248,7 @@ class Membership:
         self._refused: dict[Incarnation, str] = {}
         self._leaving: set[Incarnation] = set()
         self._remembered: dict[WorkerId, tuple[GenerationMember, float]] = {}
-        """Who had the name, and until when nobody else gets it."""
+        """Process that had each name, and until when nobody else gets it."""
         self._story = Story()
 
     @property
@@ -258,7 +258,7 @@ class Membership:
 
     @property
     def beat_s(self) -> float:
-        """How often workers are to beat."""
+        """Seconds from one beat of a worker to the next."""
         return self.lease_s / BEATS_PER_LEASE
 
     def handle(self, event: MembershipEvent, *, now: float) -> list[MembershipChange]:
@@ -294,7 +294,7 @@ class Membership:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When the next lease ends."""
+        """Time when the next lease ends; None if nobody has one."""
         while self._leases:
             at, worker, incarnation = self._leases[0]
             entry = self._entries.get(worker)
@@ -342,7 +342,7 @@ class Membership:
         return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
 
     def _objection(self, hello: Hello, *, now: float) -> str | None:
-        """Why this process is not admitted; None if it is."""
+        """Reason for which this process is not admitted; None if it is."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return (
                 f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
@@ -351,7 +351,7 @@ class Membership:
         return self._refused.get(hello.incarnation) or self._taken(hello, now=now)
 
     def _taken(self, hello: Hello, *, now: float) -> str | None:
-        """Why this process does not get its name: another one has it, and this one proves no succession."""
+        """Reason to refuse this process its name: another one has it, and this one proves no succession."""
         entry = self._entries.get(hello.worker)
         remembered, until = self._remembered.get(hello.worker, (None, now))
         if entry is not None:

@@ -1,4 +1,4 @@
-"""What happened to whom: the last few lines about each id, for errors and for people who ask."""
+"""Story of each id: the last few lines about it, for errors and for people who ask."""
 
 from collections import OrderedDict, deque
 

@@ -1,4 +1,4 @@
-"""What coordinator and workers say to each other, and the headers of what workers send to peers.
+"""Directives of the coordinator to workers, and the values that several messages share.
 
 Reports go up, directives down. Every directive of a run carries (epoch, generation): a lower epoch or generation is
 refused, and all are idempotent. These classes are the domain side of protos/skein/wire/v1; `skein.wire.codec` maps
@@ -33,14 +33,14 @@ from skein.types import (
 
 
 class Decision(StrEnum):
-    """What a commit does to parameters: apply the reduced gradient, or skip it as not finite."""
+    """Effect of a commit on parameters: apply the reduced gradient, or skip it as not finite."""
 
     APPLY = "apply"
     SKIP = "skip"
 
 
 class SourceKind(StrEnum):
-    """Where a chunk's state comes from: it is here already, drawn anew, a checkpoint, or a peer that holds it.
+    """Source of a chunk's state: it is here already, drawn anew, a checkpoint, or a peer that holds it.
 
     NEIGHBOURS: nobody has it, and it is made of the stages beside it.
     """
@@ -54,7 +54,7 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation and where peers reach it (host:port).
+    """Worker of a generation, and the address at which peers reach it (host:port).
 
     `secret` is what its tensors carry under the generation that is told with it; empty elsewhere. `door` is what it
     wants to be shown: by peers that fetch state, where a directive tells of members or donors, and by peers that
@@ -87,7 +87,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSource:
-    """Where a chunk's state at `version` comes from; `peer` names a worker, `url` a checkpoint.
+    """Source of a chunk's state at `version`; `peer` names a worker, `url` a checkpoint.
 
     `was_averaged`: this version of the stage was made of its neighbours, so what was copied of it before is another.
     """
@@ -116,7 +116,7 @@ class ChunkAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Another job's checkpoint whose parameters a job begins with, at a step 0 of its own."""
+    """Checkpoint of another job, whose parameters a job begins with, at a step 0 of its own."""
 
     job: JobId
     version: Step
@@ -132,7 +132,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Which microbatches' contributions one chunk has accumulated in this step, in that order."""
+    """Microbatches whose contributions one chunk has accumulated in this step, in that order."""
 
     stage: StageIndex
     worker: WorkerId
@@ -141,7 +141,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedChunk:
-    """What stays of a chunk's progress: its whole ledger or none of it, and some of what waits there for later ops."""
+    """Part of a chunk's progress that stays: its whole ledger or none, and some of what waits there for later ops."""
 
     stage: StageIndex
     ledger: tuple[MicrobatchId, ...]
@@ -149,7 +149,7 @@ class ResumedChunk:
 
     @property
     def held(self) -> frozenset[tuple[Kept, MicrobatchId]]:
-        """What ops have left at the chunk."""
+        """Things that ops have left at the chunk: the kind and the microbatch of each."""
         return frozenset((Kept.GRAPH, microbatch) for microbatch in self.forwards)
 
     def holding(self, held: Iterable[tuple[Kept, MicrobatchId]]) -> Self:
@@ -159,7 +159,7 @@ class ResumedChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProgress(ResumedChunk):
-    """What a chunk has done of the step that begins at its version, when a new generation stopped it.
+    """Work that a chunk has done of the step that begins at its version, when a new generation stopped it.
 
     `ledger` is in the order of accumulation. `forwards` are microbatches whose activations wait for their gradient;
     `outputs` and `gradients` those whose activation for the next hop, and gradient for the hop before, the boundary
@@ -172,7 +172,7 @@ class ChunkProgress(ResumedChunk):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """How a worker goes on with a step that an older generation began: what of it stays, and what is left to do.
+    """Rest of a step that an older generation began, at one worker: what of it stays, and what is left to do.
 
     `schedule` names the ops that are left, `origins` the microbatches among them that start here. `repeats` are sent
     again from the boundary log when the step goes on, by the paths that they have now.
@@ -222,12 +222,12 @@ class StepRecord:
     learning_rate: float
     samples_after: int
     num_late_samples: int = 0
-    """Of this step, left out: their walkers were not waited for, and give them up."""
+    """Samples of this step that are left out: their walkers were not waited for, and give them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
-    """One file of a checkpoint: its name, size in bytes, hex SHA-256 and the tensors in it."""
+    """File of a checkpoint: its name, size in bytes, hex SHA-256 and the tensors in it."""
 
     name: str
     num_bytes: int
@@ -237,7 +237,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """One labelled number of a worker's statistics, cumulative since its process started."""
+    """Labelled number of a worker's statistics, cumulative since its process started."""
 
     name: str
     label: str
@@ -251,14 +251,14 @@ _UNSENT = Epoch(0), Generation(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochDirective:
-    """What one coordinator says. Whoever makes it leaves the epoch out: `stamped` puts it in where it is sent."""
+    """Directive of one coordinator. Its maker leaves the epoch out: `stamped` puts it in where it is sent."""
 
     epoch: Epoch = _UNSENT[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDirective(EpochDirective):
-    """What is said within a generation, and refused under any other."""
+    """Directive within a generation, refused under any other."""
 
     generation: Generation = _UNSENT[1]
 
@@ -291,12 +291,12 @@ class NewGeneration(GenerationDirective):
     members: tuple[Member, ...]
     last_commit: StepRecord | None
     position: LogPosition | None = None
-    """Where the run log is."""
+    """Position of the run log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign(GenerationDirective):
-    """What to hold, where it comes from, and in which order to work. Answered by `ChunksReady`.
+    """Chunks to hold, where their state comes from, and in which order to work. Answered by `ChunksReady`.
 
     Evaluation microbatch e starts where `evaluation_origins` has e modulo `num_evaluation_paths`.
     """
@@ -316,12 +316,12 @@ class Assign(GenerationDirective):
     resumption: Resumption | None
     """None: nothing of a step in progress counts any more."""
     begins: Beginning | None = None
-    """What chunks of an initial source begin with; None: with what the job says."""
+    """Checkpoint whose parameters chunks of an initial source begin with; None: with what the job says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(GenerationDirective):
-    """Everybody is ready: begin `step`."""
+    """Begin `step`: all members are ready."""
 
     step: Step
 
@@ -340,7 +340,7 @@ class Evaluate(GenerationDirective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTerms:
-    """Which exchange of the job's rule a reduction is, and the numbers of the step that it ends.
+    """Exchange that a reduction carries out by the job's rule, and the numbers of the step that it ends.
 
     `scales` has for each member of the group the factor on its summed gradients: 1 / tokens times its clip, 0 for one
     that makes no local step. `due_step` is the step that the rule ends with this exchange. `taken_at` is None where
@@ -380,7 +380,7 @@ class Commit(GenerationDirective):
     goes_on: bool
     keeps_late: bool = False
     position: LogPosition | None = None
-    """Where the run log is."""
+    """Position of the run log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from skein.types import Epoch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPosition:
-    """How much of a run log somebody knows: up to `entry`, which `epoch` wrote.
+    """Part of a run log that somebody knows: up to `entry`, which `epoch` wrote.
 
     `opened_s` is when that epoch was opened, `origin_s` when the log was begun, or its loss accepted last (Unix time):
     two logs with one origin and other openings are one that has lost its end.
@@ -24,7 +24,7 @@ class LogPosition:
     opened_s: float
     entry: int
     signature: str = ""
-    """Of the coordinator that told it, in hexadecimal; "" of releases before."""
+    """Signature of the coordinator that told it, in hexadecimal; "" of releases before."""
 
 
 def signed(position: LogPosition, key: bytes) -> LogPosition:

@@ -1,4 +1,4 @@
-"""What each number in a message may be. One table for all messages, applied wherever one comes in.
+"""Ranges of the numbers in messages. One table for all messages, applied wherever one comes in.
 
 Rules of this file
 - A row is for a field's name, or for `Message.field` where one message has another range than the rest.
@@ -25,7 +25,7 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """From `least` to `most`, both included; `hint` says so in words.
+    """Interval from `least` to `most`, both included; `hint` says so in words.
 
     `may_be_not_finite`: infinities and NaN are honest too, as the loss of a model that diverges.
     """
@@ -208,7 +208,7 @@ def check_numbers(value: object) -> None:
 
 @cache
 def _checks_of(cls: type) -> tuple[tuple[str, Check], ...]:
-    """What looks at each field of a class that has numbers in it."""
+    """Checks of those fields of a class that have numbers in them, each with the field's name."""
     hints = get_type_hints(cls)
     return tuple(
         (name, check)

@@ -1,4 +1,4 @@
-"""What workers say to the coordinator. Names here are those of protos/skein/wire/v1/control.proto."""
+"""Reports of workers to the coordinator. Names here are those of protos/skein/wire/v1/control.proto."""
 
 from dataclasses import dataclass, field
 
@@ -36,11 +36,11 @@ class Hello:
     epoch: Epoch
     """Highest epoch this worker has followed; 0 for none."""
     position: LogPosition | None = None
-    """How much of the run log it has heard of; None for nothing."""
+    """Position of the run log that the worker has heard of; None for nothing."""
     host: str = ""
     """Name of the machine, for people."""
     secret: str = field(default="", repr=False)
-    """What a later process of this name must know to take its place at once; the coordinator keeps a digest of it."""
+    """Secret that a later process of this name must know to take its place at once; the coordinator keeps a digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,14 @@ class CheckpointUnwritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksMeasured:
-    """What probes of peers found, this worker sending."""
+    """Links as probes of peers found them, this worker sending."""
 
     links: tuple[Link, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasured:
-    """What this worker's device does now; see `Profile`."""
+    """Speed of this worker's device now; see `Profile`."""
 
     flops_per_s: float
     spread: float
@@ -180,7 +180,7 @@ class SpeedMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersSeen:
-    """Who of the processes that this worker was to look at has answered, and who is gone: its machine refuses.
+    """Processes that answered this worker when it was to look at them, and those that are gone: their machine refuses.
 
     Of those in neither list nothing is known: they stand still, or nothing passes.
     """
@@ -191,7 +191,7 @@ class PeersSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimesMeasured:
-    """What this worker's chunks take, medians of the last ops, and its tensors until peers have accepted them.
+    """Times of this worker's chunks, medians of the last ops, and of its tensors until peers have accepted them.
 
     `seconds` of a transfer are from the first byte offered to the acknowledgement, so they count the way back too.
     """

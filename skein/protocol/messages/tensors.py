@@ -1,4 +1,4 @@
-"""What precedes a tensor on its way between workers: its identity, and the routing of the moment.
+"""Header of a tensor on its way between workers: its identity, and the routing of the moment.
 
 Names here are those of protos/skein/wire/v1; `skein.wire.codec` maps them field by field.
 """
@@ -23,7 +23,7 @@ from skein.types import (
 
 
 class Phase(StrEnum):
-    """What a microbatch travels for: a step's gradient, the loss on validation data, or that of each walker on a probe.
+    """Purpose of a microbatch: a step's gradient, the loss on validation data, or that of each walker on a probe.
 
     In an evaluation and in a probe nothing goes backward but the word that a slot is free again.
     """
@@ -88,7 +88,7 @@ class ShardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:
-    """One shard of one reduction.
+    """Shard of one reduction.
 
     `member` is the contributing chunk (PART), the first one of the worker that added up (SUM), or the shard's owner
     (RESULT).
@@ -107,7 +107,7 @@ TensorHeader = HopTensor | ShardTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What precedes a tensor's bytes on a peer stream: routing (who, which generation) and identity (`header`)."""
+    """Envelope of a tensor's bytes on a peer stream: routing (who, which generation) and identity (`header`)."""
 
     job: JobId
     epoch: Epoch
@@ -116,11 +116,11 @@ class Envelope:
     incarnation: Incarnation
     header: TensorHeader
     secret: str = field(default="", repr=False)
-    """What the coordinator has told the members of the generation of this sender."""
+    """Secret that the coordinator has told the members of the generation of this sender."""
 
 
 class Refusal(StrEnum):
-    """Why a tensor was not taken; refused is not lost, the sender offers it again."""
+    """Reason for which a tensor was not taken; refused is not lost, the sender offers it again."""
 
     STALE = "stale"
     NOT_YET = "not_yet"

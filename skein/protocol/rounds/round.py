@@ -85,7 +85,7 @@ class StepDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outvoted:
-    """These voted otherwise than most; the step goes on with the others' result."""
+    """Workers that are blamed for saying otherwise than most; the step goes on with the others' result."""
 
     reason: str
     blamed: tuple[WorkerId, ...]
@@ -108,7 +108,7 @@ RoundCommand = AskReduction | StepDecided | Outvoted | RoundFailed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """What a decision needs beside the votes: learning rate, clipping norm (None: none), samples per step.
+    """Numbers that a decision needs beside the votes: learning rate, clipping norm (None: none), samples per step.
 
     `num_steps` are the whole job's.
     """
@@ -122,7 +122,7 @@ class StepTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a round waits for late walkers: by a quorum, when it began, and how long the last ones took.
+    """Terms on which a round waits for late walkers: a quorum, when it began, and how long the last ones took.
 
     `past` has for each of the last rounds the seconds from its beginning until each walker was done.
     """
@@ -151,7 +151,7 @@ class Round:
         self.terms = terms
         self._patience = patience
         self.arrived: dict[int, float] = {}
-        """When each unit of the step's groups was done."""
+        """Time when each unit of the step's groups was done."""
         self._epoch = epoch
         self._generation = generation
         self._step_groups = groups
@@ -191,7 +191,7 @@ class Round:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When late walkers are given up; else a round waits for reports alone, and the vigil ends it."""
+        """Time when late walkers are given up; None: a round waits for reports alone, and the vigil ends it."""
         if self._patience is None or self._numbers is not None:
             return None
         begun_at, num_units = self._patience.begun_at, len(self._step_groups.units)
@@ -334,7 +334,7 @@ class Round:
         return [StepDecided(record=self._decide(self._numbers))]
 
     def _incredible(self) -> list[RoundCommand]:
-        """Who alone tells of a loss that is not finite, though every gradient that came of it is.
+        """Blame the few heads that tell of a loss that is not finite, though every gradient that came of it is.
 
         A model that diverges may have such losses, by which nothing is learned; then it is not one head of several that
         tells of them. That is nobody's fault, and whether the job goes on is for its own rule to say.
@@ -428,7 +428,7 @@ class Round:
         )
 
     def _num_late_samples(self) -> int:
-        """Of microbatches that end at walkers which are left out."""
+        """Samples of microbatches that end at walkers which are left out."""
         if self._patience is None or isinstance(self._patience.quorum, Eager):
             return 0
         num_visits = {chunk: len(self._expected[chunk]) for chunk in self._ends}

@@ -1,4 +1,4 @@
-"""What the votes on one group come to: the result that most agree on, and who said something else.
+"""Outcome of the votes on one group: the result that most agree on, and who said something else.
 
 Rules of this file
 - More than half of the voters make a result. The others are outvoted: that is their own fault, and nobody else's.
@@ -28,7 +28,7 @@ class Ruling:
 
 
 def ruling(group: Group, votes: Mapping[WorkerId, Vote], *, is_common: bool) -> Ruling:
-    """What comes of the votes of all workers of `group`; with `is_common` they are to have the same result."""
+    """Ruling on the votes of all workers of `group`; with `is_common` they are to have the same result."""
     if not is_common:
         return _of_own_results(group, votes)
     camps: list[list[WorkerId]] = []
@@ -59,7 +59,7 @@ def _agree(one: Vote, other: Vote) -> bool:
 
 
 def votes_text(group: Group, votes: Mapping[WorkerId, Vote]) -> str:
-    """What each has voted, in words."""
+    """Votes of the workers of a group, in words."""
     return ", ".join(
         f"{worker} has {votes[worker].digest[:8] or 'no digest'} of squared norm {votes[worker].squared_norm:.6g}"
         f"{'' if votes[worker].is_finite else ', not finite'}"

@@ -1,4 +1,4 @@
-"""From the votes of a step to its numbers: what each group's sums are weighed with, clipping included.
+"""Numbers of a step, made from its votes: what each group's sums are weighed with, clipping included.
 
 Rules of this file
 - A stage's gradient is a sum over the microbatches that visited it, so it is divided by their tokens and no others.
@@ -22,7 +22,7 @@ _TINY = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a step comes to. `reason`: why it is to be skipped, empty if it is not. `clip` is common to all groups."""
+    """Outcome of a step. `reason`: why it is to be skipped, empty if it is not. `clip` is common to all groups."""
 
     reason: str
     loss: float
@@ -97,7 +97,7 @@ def weigh(
 def _norm(
     votes: Sequence[Vote], visitors: Mapping[GroupId, int], times: Mapping[GroupId, int], num_tokens: int
 ) -> float:
-    """Of the mean gradient of groups that are clipped together; infinite if it is beyond what a float holds."""
+    """Norm of the mean gradient of groups that are clipped together; infinite if it is beyond what a float holds."""
     # The common weight stays outside: where nothing is skipped, the sum is that of the plain squares.
     squared = exact_sum(
         v.squared_norm * (num_tokens * times[v.group] / visitors[v.group]) ** 2

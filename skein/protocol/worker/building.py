@@ -12,7 +12,7 @@ from skein.protocol.worker.worker_io import Build, BuildFailed, CancelBuild
 
 
 class Building:
-    """What is wanted, what is being built, and what becomes of it."""
+    """Assignments of one worker: the one that is wanted, the one that is being built, and what becomes of it."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing

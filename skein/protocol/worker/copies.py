@@ -1,4 +1,4 @@
-"""Which copies of stages a worker keeps beside its chunks: what is wanted, what is here, what is of no more use.
+"""Copies of stages that a worker keeps beside its chunks: what is wanted, what is here, what is of no more use.
 
 Three kinds: a snapshot of a chunk that this worker holds; a backup, kept for others as it is; and a copy that follows
 the commits because this worker will hold its stage. Nothing computes with any of them.
@@ -48,7 +48,7 @@ class _Followed:
 
     @property
     def next_step(self) -> Step:
-        """What it waits to hear of."""
+        """Step whose decision the copy waits to hear of."""
         return Step(self.wanted + len(self.records))
 
     def may_reach(self, version: Step) -> bool:

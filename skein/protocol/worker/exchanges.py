@@ -27,10 +27,10 @@ class Exchanges:
         self._stages: tuple[StageSpec, ...] = ()
         self._by_key: dict[tuple[GroupId, Attempt], Exchange] = {}
         self._to_take: list[Prepare] = []
-        """Those that begin with a version still to come."""
+        """Directives for exchanges that begin with a version still to come."""
 
     def settle(self, groups: Iterable[Group], stages: tuple[StageSpec, ...]) -> None:
-        """These chunks are held, and reduced in these groups."""
+        """Take these chunks as held, and reduced in these groups."""
         self._groups = frozenset(group.group for group in groups if self._me in group.workers)
         self._stages = stages
 
@@ -82,11 +82,11 @@ class Exchanges:
 
     @property
     def _num_unexplained(self) -> int:
-        """How many have begun with shards alone."""
+        """Number of exchanges that have begun with shards alone."""
         return sum(not exchange.is_prepared for exchange in self._by_key.values())
 
     def of_op(self, op: PackOp | SumOp | JoinOp) -> Exchange | None:
-        """What an op belongs to, unless that is over."""
+        """Exchange that an op belongs to; None once that is over."""
         return self._by_key.get((op.group.group, op.attempt))
 
     def _of(self, group: GroupId, attempt: Attempt, step: Step) -> Exchange:

@@ -17,7 +17,7 @@ _MAX_TOLD = 256
 
 
 class PeerGate:
-    """What one worker lets in, by where it stands; `version` is that of its chunks."""
+    """Gate of one worker, which lets in by where the worker stands; `version` is that of its chunks."""
 
     def __init__(self, standing: Standing, version: Callable[[], Step]) -> None:
         self._standing = standing
@@ -25,7 +25,7 @@ class PeerGate:
         self._told: set[tuple[WorkerId, Generation]] = set()
 
     def refusal_of(self, envelope: Envelope, *, is_full: bool = False) -> Refusal | None:
-        """Why a peer's tensor is not taken; None: it is. `is_full`: what has come early leaves no room for more.
+        """Reason not to take a peer's tensor; None: it is taken. `is_full`: what came early leaves no room for more.
 
         Of a newer generation nobody can tell whose it is; nobody has work of one that not all have acknowledged.
         """

@@ -1,4 +1,4 @@
-"""What a worker's executor is asked to do, one op at a time, and what it answers.
+"""Ops that a worker's executor is asked to run, one at a time, and what it answers.
 
 An op names its operands by identity (`TensorKey`, ledgers, attempts); the payloads stay with the driver. So the
 simulator can run the same ops by a cost model and the worker by torch.
@@ -31,7 +31,7 @@ def hop_key(tensor: HopTensor) -> HopKey:
 
 
 TensorKey = HopKey | ShardTensor
-"""What the driver files payloads under."""
+"""Key that the driver files a payload under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class BackwardOp(ComputeOp):
 
 VisitOp = ForwardOp | LossOp | BackwardOp
 COMPUTE_OPS: Mapping[OpKind, type[VisitOp]] = {x.kind: x for x in (ForwardOp, LossOp, BackwardOp)}
-"""What carries out each kind."""
+"""Class of the op that carries out each kind."""
 
 
 Parcel = tuple[WorkerId, ShardTensor]
@@ -142,7 +142,7 @@ class SumOp:
     parts: tuple[ShardTensor, ...]
     total: ShardTensor
     to: tuple[WorkerId, ...]
-    """Who is to have the total, perhaps this worker too."""
+    """Workers that are to have the total, perhaps this one too."""
     exchange: ExchangeTerms | None = None
 
 

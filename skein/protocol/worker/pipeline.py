@@ -1,4 +1,4 @@
-"""Which compute op a worker runs next: of those whose input has arrived, the one that its schedule names first.
+"""Choice of a worker's next compute op: of those whose input has arrived, the one that its schedule names first.
 
 Rules of this file
 - Of one chunk, ops that take a slot are begun strictly in the schedule's order, and so are those that add to its
@@ -50,9 +50,9 @@ class _Listed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a chunk has done of a step: it outlives the generation under which it was done.
+    """Work that a chunk has done of a step: it outlives the generation under which it was done.
 
-    `held` says of what ops have left there for later ones at which hop of which path that was.
+    `held` has the hop and the path of what ops have left there for later ones.
     """
 
     ledger: tuple[MicrobatchId, ...]
@@ -64,7 +64,7 @@ NOTHING = Carried(ledger=(), held={}, losses={})
 
 
 class _Chunk:
-    """One chunk's queues and ledger."""
+    """Queues and ledger of one chunk."""
 
     def __init__(self, assignment: ChunkAssignment, planned: Iterable[_Listed]) -> None:
         self.slots = assignment.slots
@@ -106,7 +106,7 @@ class _Chunk:
         return not self._lanes[ChunkOrder.SUMS]
 
     def due(self) -> Iterator[_Listed]:
-        """What may run now: at most the next op of each order, and whatever keeps to none."""
+        """Ops that may run now: at most the next of each order, and all that keep to none."""
         for lane, listed in self._lanes.items():
             yield from (x for x in (listed if lane is None else listed[:1]) if self._may_begin(x.op))
 
@@ -165,7 +165,7 @@ class Pipeline:
             chunk.resume(carried.get(stage, NOTHING), left[stage])
 
     def carried(self) -> dict[StageIndex, Carried]:
-        """What each chunk has done of the step."""
+        """Work that each chunk has done of the step."""
         return {
             stage: Carried(
                 ledger=tuple(chunk.ledger),
@@ -181,7 +181,7 @@ class Pipeline:
         return sum(chunk.in_flight for chunk in self._chunks.values())
 
     def slots_taken(self) -> Iterator[tuple[int, int]]:
-        """Of each chunk here, how many slots are taken and how many there are."""
+        """Numbers of slots at each chunk here: how many are taken, and how many there are."""
         return ((chunk.in_flight, chunk.slots) for chunk in self._chunks.values())
 
     @property
@@ -315,7 +315,7 @@ class Pipeline:
         self._seen.clear()
 
     def ledger(self, stage: StageIndex) -> Ledger:
-        """What the chunk of `stage` has accumulated in this step, in that order."""
+        """Ledger of the chunk of `stage`: what it has accumulated in this step, in that order."""
         return Ledger(stage=stage, worker=self.worker, microbatches=tuple(self._chunks[stage].ledger))
 
     def is_done(self, stage: StageIndex) -> bool:
@@ -337,7 +337,7 @@ class Pipeline:
         return tuple(sorted(losses)), _total(losses.values())
 
     def expected_evaluations(self, stage: StageIndex, num_evaluation: int, num_paths: int) -> int:
-        """How many of `num_evaluation` microbatches visit this chunk: number e takes path e modulo `num_paths`."""
+        """Number of `num_evaluation` microbatches that visit this chunk: number e takes path e modulo `num_paths`."""
         rounds, rest = divmod(num_evaluation, num_paths)
         visiting = self._chunks[stage].evaluation_paths
         return rounds * len(visiting) + sum(1 for path in visiting if path < rest)

@@ -1,4 +1,4 @@
-"""One attempt at reducing one group, as one worker sees it: pack, exchange parts, sum, pass results on, join them.
+"""Attempt at reducing one group, as one worker sees it: pack, exchange parts, sum, pass results on, join them.
 
 Accumulators are never touched here; an attempt that fails leaves nothing to undo. Parts may arrive before the
 directive that explains them, so an exchange starts empty and learns its group later. Which shards go which way is
@@ -30,7 +30,7 @@ ReductionOp = PackOp | SumOp | JoinOp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What an event makes possible: shards to send, to this worker itself as to others, and then ops to run.
+    """Moves that an event makes possible: shards to send, to this worker itself as to others, and then ops to run.
 
     In that order, for an op may use up what is to be sent.
     """
@@ -48,12 +48,12 @@ class Exchange:
         self.attempt = attempt
         self.is_joined = False
         self.digest = ""
-        """Of the result, once that is joined."""
+        """Digest of the result, once that is joined."""
         self._ways: _Ways | None = None
         self._arrived: dict[int, set[ShardTensor]] = {}
         """Parts and sums of shards that are not summed yet."""
         self._sums: dict[int, SumOp] = {}
-        """What is still to be summed here."""
+        """Sums that are still to be made here, by shard."""
         self._results: set[int] = set()
         self._is_join_queued = False
 
@@ -90,7 +90,7 @@ class Exchange:
         return Moves(ops=self._due_join(), parcels=tuple(parcels))
 
     def _due_sums(self, shards: Iterable[int]) -> Iterator[SumOp]:
-        """Those of `shards` whose parts are all here."""
+        """Take out the sums of `shards` whose parts are all here."""
         for shard in shards:
             op = self._sums.get(shard)
             if op is not None and self._arrived.get(shard, set()).issuperset(op.parts):
@@ -105,12 +105,12 @@ class Exchange:
 
 
 def handed_out(op: PackOp | SumOp) -> tuple[Parcel, ...]:
-    """What goes where once `op` has ended."""
+    """Shards that are to be sent once `op` has ended, each with the worker that is to have it."""
     return op.parcels if isinstance(op, PackOp) else tuple((worker, op.total) for worker in op.to)
 
 
 class _Ways:
-    """What one worker has to do with each shard of a group."""
+    """Ways of the shards of a group, as far as one worker has to do with them."""
 
     def __init__(
         self, group: Group, worker: WorkerId, step: Step, attempt: Attempt, exchange: ExchangeTerms | None
@@ -150,7 +150,7 @@ class _Ways:
         )
 
     def sums(self) -> dict[int, SumOp]:
-        """Those that are made here, by shard."""
+        """Sums that are made here, by shard."""
         mine = [shard for shard, owner in enumerate(self._owners) if self._adder(owner, self._me) == self._me]
         return {shard: self._sum(shard) for shard in mine}
 
@@ -186,7 +186,7 @@ class _Ways:
         )
 
     def _parts(self, shard: int) -> Iterator[ShardTensor]:
-        """What is added up here, in order: what others have added up before what they and this worker pack."""
+        """Parts that are added up here, in order: what others have added up before what they and this worker pack."""
         pattern, owner = self._group.pattern, self._owners[shard]
         if not isinstance(pattern, Ring | Tree):
             for member in self._group.contributors(shard):
@@ -203,14 +203,14 @@ class _Ways:
             yield self._tensor(ShardKind.PART, shard, member)
 
     def _parts_of(self, shard: int, members: tuple[ChunkRef, ...]) -> tuple[ChunkRef, ...]:
-        """Those of `members` whose parts make the shard."""
+        """Chunks of `members` whose parts make the shard."""
         if not self._group.weights and not isinstance(self._group.pattern, Broadcast):
             return members
         contributors = self._group.contributors(shard)
         return tuple(member for member in members if member in contributors)
 
     def _adder(self, owner: int, place: int) -> int:
-        """Who adds up the parts of a place: who has only its own to add sends them on as they are."""
+        """Place that adds up the parts of a place: one that has only its own to add sends them on as they are."""
         pattern, num_places = self._group.pattern, len(self._workers)
         if not isinstance(pattern, Ring | Tree):
             return owner

@@ -1,4 +1,4 @@
-"""Where a worker stands: whom it follows, which generation it has adopted, and how it speaks under both."""
+"""Standing of a worker: whom it follows, which generation it has adopted, and how it speaks under both."""
 
 from collections.abc import Iterable
 
@@ -17,19 +17,19 @@ class Standing:
         self.identity = identity
         self.epoch = Epoch(0)
         self.position: LogPosition | None = None
-        """How much of the run log this worker has heard of."""
+        """Position of the run log that this worker has heard of; None for nothing."""
         self.generation = Generation(0)
         self.job: JobId | None = None
         self.members: dict[WorkerId, Member] = {}
         self.probe_door: str | None = None
         self.doors: tuple[str, ...] = ()
-        """What whoever fetches state shows: of this generation and the one before, as fetching outlasts a change."""
+        """Doors that peers show to fetch state here: of this generation and the last, as fetching outlasts a change."""
         self.is_connected = False
         self.commands: list[WorkerCommand] = []
 
     @property
     def place(self) -> tuple[Epoch, Generation]:
-        """What every directive and tensor is compared with."""
+        """Epoch and generation that every directive and tensor is compared with."""
         return self.epoch, self.generation
 
     def drain(self) -> list[WorkerCommand]:
@@ -48,7 +48,7 @@ class Standing:
             self.commands.append(SendReport(report=report))
 
     def trouble(self, reason: str) -> None:
-        """Something here went wrong that another try may mend."""
+        """Report that something here went wrong which another try may mend."""
         self.tell(Trouble(generation=self.generation, is_fatal=False, reason=reason))
 
     def send(self, to: WorkerId, header: TensorHeader) -> None:

@@ -54,7 +54,7 @@ StepDirective = Start | Evaluate | Prepare | Commit | Save
 
 
 class Steps:
-    """What a worker holds and computes. The Worker machine says when; commands go to `standing`."""
+    """Chunks that a worker holds, and its computing. The Worker machine says when; commands go to `standing`."""
 
     def __init__(self, standing: Standing) -> None:
         self.version = Step(0)
@@ -76,7 +76,7 @@ class Steps:
         self._reported: set[tuple[Phase, StageIndex]] = set()
         self._queue: deque[Op] = deque()
         self._fenced: Pipeline | None = None
-        """What an older generation computed with, until all that it did is booked."""
+        """Pipeline that an older generation computed with, until all that it did is booked."""
         self._carried: dict[StageIndex, Carried] = {}
         self._logged: dict[HopKey, StageIndex] = {}
         """Boundary tensors of this step that the boundary log has, and which stage made them."""
@@ -136,7 +136,7 @@ class Steps:
         return all((x.attempt.epoch, x.attempt.generation) == place for x in record.results)
 
     def fenced(self) -> tuple[tuple[ChunkVersion, ...], tuple[ChunkProgress, ...]]:
-        """Nothing of an older generation runs any more: what is held, and what was done of the step."""
+        """Close older generations, of which nothing runs any more; gives what is held and what was done of the step."""
         self._exchanges.clear()
         if self._fenced is not None:
             self._carried = self._fenced.carried()
@@ -161,7 +161,7 @@ class Steps:
         ).holding(carried.held)
 
     def hold(self, assign: Assign) -> None:
-        """What was built is here, whatever generation asked for it. Of the step in progress, what it says stays."""
+        """Hold what was built, whatever generation asked for it. Of the step in progress, what `assign` says stays."""
         self._keep(assign.resumption)
         held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
         self.version = assign.version
@@ -349,7 +349,7 @@ class Steps:
         return bool(self._queue)
 
     def next_op(self) -> Op | None:
-        """What to run now: first what was asked for, then what the pipeline has."""
+        """Next op to run: first what was asked for, then what the pipeline has; None if nothing is ready."""
         if self._queue:
             return self._queue.popleft()
         return None if self.pipeline is None else self.pipeline.next_op()

@@ -1,4 +1,4 @@
-"""What a worker's ops and transfers take: the last so many of each, and their medians.
+"""Times of a worker's ops and transfers: the last so many of each, and their medians.
 
 Rules of this file
 - Only training counts: evaluation computes other things and does not wait for them.
@@ -17,12 +17,12 @@ from skein.protocol.worker.ops import ComputeOp, Op
 from skein.types import ChunkRef, Generation, WorkerId
 
 NUM_KEPT = 64
-"""Of each kind. Raise it if single ops vary so much that their median does."""
+"""Measurements kept of each kind. Raise it if single ops vary so much that their median does."""
 MAX_PEERS = 64
 """Peers whose transfers are told, the first by name."""
 
 LEAST_KEPT = 3
-"""Of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
+"""Measurements of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
 
 _Kind = tuple[ChunkRef, OpKind]
 
@@ -37,7 +37,7 @@ class Timing:
         self._transfers: dict[WorkerId, deque[tuple[int, float]]] = {}
 
     def clear(self) -> None:
-        """Another generation: other chunks, other peers."""
+        """Forget all measurements: another generation has other chunks and other peers."""
         self._has_news = False
         self._ops.clear()
         self._transfers.clear()
@@ -83,7 +83,7 @@ class Timing:
         return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s)
 
     def _transfer_time(self, peer: WorkerId) -> TransferTime:
-        """Of the largest tensors the lower quartile: one that waits for others says little of its link."""
+        """Lower quartile of the times of the largest tensors: one that waits for others says little of its link."""
         taken = self._transfers[peer]
         largest = max(num_bytes for num_bytes, _ in taken)
         return TransferTime(

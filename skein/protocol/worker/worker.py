@@ -70,7 +70,7 @@ from skein.types import Epoch, Generation, JobId, Step, WorkerId
 
 
 class Worker:
-    """One worker's state. `handle` is the only way in, what it returns the only way out."""
+    """State of one worker. `handle` is the only way in, what it returns the only way out."""
 
     def __init__(self, identity: io.Identity) -> None:
         self.identity = identity
@@ -138,7 +138,7 @@ class Worker:
         return self._standing.drain()
 
     def deadline(self) -> float | None:
-        """When `TimePassed` is wanted next; None: no time matters."""
+        """Time when `TimePassed` is wanted next; None: no time matters."""
         return self._next_beat
 
     # --- for others to see ---
@@ -159,7 +159,7 @@ class Worker:
 
     @property
     def epoch(self) -> Epoch:
-        """Of the coordinator that is followed; 0 before the first."""
+        """Epoch of the coordinator that is followed; 0 before the first."""
         return self._standing.epoch
 
     @property
@@ -169,12 +169,12 @@ class Worker:
 
     @property
     def job(self) -> JobId | None:
-        """What is worked on."""
+        """Job that is worked on; None if there is none."""
         return self._standing.job
 
     @property
     def version(self) -> Step:
-        """Of all chunks that are held."""
+        """Version of all chunks that are held."""
         return self._steps.version
 
     # --- the control stream ---
@@ -236,7 +236,7 @@ class Worker:
             self._standing.tell(suspected)
 
     def _device_measured(self, event: io.DeviceMeasured) -> None:
-        """Whoever is told later, by a new coordinator's stream, hears the same."""
+        """Report the speed, and put it in the profile: a new coordinator's stream hears the same later."""
         profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
         self.identity = replace(self.identity, profile=profile)
         self._standing.tell(SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
@@ -362,7 +362,7 @@ class Worker:
             self._standing.commands.append(io.RunOp(generation=self.generation, op=self._running))
 
     def _acknowledge(self) -> None:
-        """Nothing older is acted on any more: say what is here."""
+        """Acknowledge the generation, saying what is here: nothing older is acted on any more."""
         self._is_to_acknowledge = False
         chunks, progress = self._steps.fenced()
         self._standing.tell(

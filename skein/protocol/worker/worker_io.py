@@ -1,4 +1,4 @@
-"""What goes into a Worker machine and what comes out of it: the border between deciding and acting."""
+"""Events that go into a Worker machine and commands that come out: the border between deciding and acting."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,7 +28,7 @@ from skein.types import Generation, Incarnation, JobId, SiteId, StageSpec, Step,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a worker process is, and what it measured of itself.
+    """Identity of a worker process, and what it measured of itself.
 
     `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
     """
@@ -130,7 +130,7 @@ class BytesMoved:
 
 
 class CopyKind(StrEnum):
-    """What a prefetched copy is for: kept for others as it is, or brought up to date for a chunk that will be here."""
+    """Purpose of a prefetched copy: kept for others as it is, or brought up to date for a chunk that will be here."""
 
     BACKUP = "backup"
     FOLLOWED = "followed"
@@ -198,7 +198,7 @@ class LogShortened:
 
 
 Finding = CheckpointWritten | CheckpointUnwritten | LinksMeasured | PeersSeen
-"""What work beside the ops has come to: the coordinator hears of it as it is."""
+"""Outcome of work beside the ops: the coordinator hears of it as it is."""
 
 WorkerEvent = (
     StreamOpened
@@ -293,7 +293,7 @@ class FollowCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropCopies:
-    """Of no more use: what follows for these stages, older backups, and with `above` all that is newer."""
+    """Drop copies of no more use: what follows for these stages, older backups, and with `above` all newer ones."""
 
     followed: tuple[StageSpec, ...]
     backups_before: Step
@@ -326,7 +326,7 @@ class ForgetJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """Nothing depends on this process any more. `is_clean`: exit code 0."""
+    """End this process, on which nothing depends any more. `is_clean`: exit code 0."""
 
     is_clean: bool
     reason: str

@@ -34,7 +34,7 @@ class ForgetfulLog(Protocol[P]):
         """Keep a payload; gives the keys that are forgotten for it."""
 
     def get(self, key: HopKey, /) -> P | None:
-        """What is kept under a key."""
+        """Payload that is kept under a key; None if there is none."""
 
     def drop_steps(self, step: Step, /) -> None:
         """`step` is committed: what belongs to it or to one before goes."""
@@ -82,7 +82,7 @@ class Desk(Generic[P]):
         return payload
 
     def for_sending(self, envelope: Envelope) -> P | None:
-        """What goes with `envelope`; None: the boundary log has forgotten it.
+        """Payload that goes with `envelope`; None: the boundary log has forgotten it.
 
         A shard's result stays filed: it goes to several, and is used here too.
 
@@ -150,7 +150,7 @@ class Desk(Generic[P]):
     # --- how long it stays ---
 
     def _drop_steps(self, step: Step) -> None:
-        """It is committed: what belongs to it or to one before is of no use."""
+        """Drop what belongs to `step`, which is committed, or to one before: it is of no use."""
         for generation, key in [place for place in self._payloads if place[1].step <= step]:
             self.drop(generation, key)
         self._log.drop_steps(step)
@@ -171,12 +171,12 @@ class Desk(Generic[P]):
 
 
 def key_of(header: TensorHeader) -> TensorKey:
-    """What a tensor of this header is filed under."""
+    """Key that a tensor of this header is filed under."""
     return hop_key(header) if isinstance(header, HopTensor) else header
 
 
 def operand_keys(op: Op) -> tuple[TensorKey, ...]:
-    """What an op takes of what is filed, besides what its executor holds."""
+    """Keys of the filed payloads that an op takes, besides what its executor holds."""
     match op:
         case ComputeOp():
             return () if op.operand is None else (op.operand,)

@@ -1,4 +1,4 @@
-"""How long snapshots of chunks are kept, and what steps apply to them from there on."""
+"""Snapshots of chunks: how long they are kept, and what steps apply to them from there on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from skein.protocol.worker.ops import SnapshotOp
 from skein.types import Generation, Own, StageIndex, StageSpec, Step
 
 NUM_SNAPSHOTS = 2
-"""Of one stage, with results and without: a job that goes back needs the older until the newer is elsewhere too, and
-who follows from the older is not thrown out by who begins at the newer."""
+"""Snapshots kept of one stage with results, and as many without: a job that goes back needs the older until the
+newer is elsewhere too, and who follows from the older is not thrown out by who begins at the newer."""
 MAX_RESULTS_AFTER = 20
 """Results that are still kept after the generation has changed in which they were asked for: whoever follows has its
 chunk by then, or asks anew."""
@@ -18,18 +18,18 @@ chunk by then, or asks anew."""
 
 @dataclass(slots=True, kw_only=True)
 class SnapshotTerm:
-    """One stage at one version; `keeps_results`: what steps from there on apply is kept with it."""
+    """Snapshot of one stage at one version; `keeps_results`: what steps from there on apply is kept with it."""
 
     stage: StageSpec
     version: Step
     generation: Generation
-    """That asked for it last."""
+    """Generation that asked for it last."""
     keeps_results: bool
     num_after: int = 0
     """Steps since that generation."""
 
     def asked_again(self, op: SnapshotOp) -> None:
-        """It is here already, and wanted for more."""
+        """Note that a snapshot which is here already is wanted for more."""
         self.keeps_results |= op.keeps_results
         self.generation = max(self.generation, op.generation)
 
@@ -47,7 +47,7 @@ T = TypeVar("T", bound=SnapshotTerm)
 
 
 def outlived(kept: Iterable[T], stage: StageSpec) -> list[T]:
-    """Those of a stage, in the order of taking, that newer ones have made of no use."""
+    """Snapshots of a stage, in the order of taking, that newer ones have made of no use."""
     here = [x for x in kept if x.stage == stage]
     return [
         x
