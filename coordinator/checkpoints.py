@@ -36,9 +36,9 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 40
 MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file; the library's own limit."""
+"""Limit on the header of a safetensors file; the library's own."""
 RESERVED_BYTES = 256 << 20
-"""What uploads leave free on the disk, so that the run log goes on."""
+"""Bytes that uploads leave free on the disk, so that the run log goes on."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
 _JOB = re.compile(r"[a-z0-9][a-z0-9-]*")

@@ -58,7 +58,7 @@ MAX_WAITING = 8192
 MAX_TURN = 1024
 """Events handled in one turn, so that what they cause is not put off for long."""
 SETTLE_S = 1.0
-"""How long who asks waits for what is being recorded; appends take milliseconds where a disk has room."""
+"""Seconds that a caller waits for what is being recorded; appends take milliseconds where a disk has room."""
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
 
@@ -104,7 +104,7 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What counts only while the stream is the one of its worker."""
+    """Event of a stream; it counts only while the stream is the one of its worker."""
 
     stream: Stream
     event: ReportArrived | ReportRefused | StreamBroken
@@ -118,7 +118,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Woken:
-    """Nothing but a reason to look up."""
+    """Item of the inbox without an event: a reason to look up."""
 
 
 _Item = CoordinatorEvent | _Opened | _Heard | _Asked | _Woken
@@ -414,7 +414,7 @@ class Driver:
         await self._inbox.put(await self.files.verify(checkpoint))
 
     def _end(self) -> None:
-        """Nobody waits for ever on a driver that has ended."""
+        """End streams and waiting calls: nobody waits for ever on a driver that has ended."""
         self._is_over = True
         self._settled.set()
         for stream in self._streams.values():
@@ -436,6 +436,6 @@ def _piece(records: Iterator[Record]) -> list[Record]:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What went wrong first; the tasks of the group end together, so the others follow from it."""
+    """Error that came first; the tasks of the group end together, so the others follow from it."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -18,7 +18,7 @@ _log = logging.getLogger("coordinator")
 
 
 class CheckpointFolders(Protocol):
-    """Where checkpoints lie. All block, perhaps for ever; they are called one at a time."""
+    """Folders of checkpoints. All calls block, perhaps for ever; they are made one at a time."""
 
     def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
         """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
@@ -51,7 +51,7 @@ class Filing:
         return ManifestWritten(checkpoint=checkpoint, error=error)
 
     async def verify(self, checkpoint: CheckpointCommitted) -> CheckpointVerified:
-        """What reading all of a checkpoint finds."""
+        """Condition of a checkpoint, found by reading all of it."""
         found = partial(CheckpointVerified, checkpoint=checkpoint)
         try:
             await self._ask(checkpoint.url, partial(self._files.verify, checkpoint))

@@ -46,13 +46,13 @@ DEFAULT_METRICS_PORT = 7412
 RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 START_BYTES = 1 << 20
-"""What the log and its files take until the first step."""
+"""Bytes that the log and its files take until the first step."""
 _TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions(ServingOptions):
-    """What an operator decides about one coordinator: how it serves, and what it runs on.
+    """Options that an operator decides about one coordinator: how it serves, and what it runs on.
 
     `advertise` may be a host alone here.
     """
@@ -67,9 +67,9 @@ class CoordinatorOptions(ServingOptions):
     ray_address: str | None = None
     """Head of a cluster that is there already, host:port; None: one of our own."""
     num_cpus: int = 2
-    """What our own cluster may use at once for planning."""
+    """CPUs that our own cluster may use at once for planning."""
     object_store_bytes: int = 80 << 20
-    """Of our own cluster; nothing large goes through it. Ray takes no less than 75 MiB."""
+    """Object store of our own cluster; nothing large goes through it. Ray takes no less than 75 MiB."""
     log_format: LogFormat = "text"
     data_roots: tuple[Path, ...] = ()
     """Folders: jobs whose data lie elsewhere are refused. None: that is left to the workers."""
@@ -128,7 +128,7 @@ def _check(options: CoordinatorOptions) -> None:
 
 
 def places_of(options: CoordinatorOptions) -> Places:
-    """What jobs may name."""
+    """Places that jobs may name."""
     places = Places.of(options.data_roots, options.checkpoint_roots)
     # The coordinator reads no data itself, so where nobody says otherwise the roots of the workers are what counts.
     return places if options.data_roots else replace(places, data=EVERYTHING)

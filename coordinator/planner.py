@@ -32,10 +32,10 @@ from skein.protocol.coordinator.runs.placing.portfolio import (
 )
 
 PLAN_S = 20.0
-"""What one try may take beyond the job's budget, waiting for a free CPU included."""
+"""Seconds that one try may take beyond the job's budget, waiting for a free CPU included."""
 NUM_TRIES = 2
 NICENESS = 15
-"""Of processes that plan."""
+"""Nice value of processes that plan."""
 _log = logging.getLogger("coordinator")
 
 

@@ -37,7 +37,7 @@ from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process.files import raise_open_files
 
 LOCK_WAIT_S = 5.0
-"""How long a successor waits for the process before it to be gone."""
+"""Seconds that a successor waits for the process before it to be gone."""
 _LOCK_POLL_S = 0.05
 SAMPLE_S = 1.0
 MAX_OPENINGS = 10
@@ -52,7 +52,7 @@ WrapLog = Callable[[AppendLog], AppendLog]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """Where one coordinator serves, and what it owns.
+    """Options of one coordinator: where it serves, and what it owns.
 
     `state_dir`: run log and checkpoints; whoever has it is the coordinator.
     `advertise`: host:port by which others reach it; None: where it listens. `credentials`: what calls need.
@@ -87,7 +87,7 @@ class Serves:
 
 
 class ReplayedLog:
-    """What the run log says, as far as it has been replayed, and the driver that goes on from there."""
+    """State that the run log gives, as far as it has been replayed, and the driver that goes on from there."""
 
     def __init__(self, lease_s: float, state_dir: Path) -> None:
         self.machine = Coordinator(lease_s=lease_s, key=os.urandom(32))
@@ -124,7 +124,7 @@ class ReplayedLog:
 
 @dataclass(slots=True, kw_only=True)
 class Doors:
-    """Where a coordinator is reached, whether it leads or stands by."""
+    """Servers by which a coordinator is reached, whether it leads or stands by."""
 
     service: Service
     exposition: Exposition | None
@@ -231,7 +231,7 @@ class Serving:
         return cls(log, patient, lead, memory, roster, doors)
 
     def where(self) -> Serves:
-        """How to reach it."""
+        """Addresses by which the coordinator is reached, and its epoch."""
         exposition = self._doors.exposition
         return Serves(
             address=self._doors.service.address,

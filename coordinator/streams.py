@@ -11,11 +11,11 @@ MAX_WAITING = 1024
 
 
 class Stream:
-    """One control stream. The driver offers, the servicer takes; both live on one event loop.
+    """Control stream of one worker. The driver offers, the servicer takes; both live on one event loop.
 
     Args:
-        worker: who opened it.
-        incarnation: which process of that worker.
+        worker: that opened the stream.
+        incarnation: process of that worker.
         secret: that it has shown; whoever shows another one is another process.
         max_waiting: directives that may wait before the stream is closed.
     """
@@ -32,14 +32,14 @@ class Stream:
         self.incarnation = incarnation
         self.secret = secret
         self.reason: str | None = None
-        """Why it was closed; None while it is open."""
+        """Reason for which the stream was closed; None while it is open."""
         self._max_waiting = max_waiting
         self._waiting: deque[Directive] = deque()
         self._changed = asyncio.Event()
 
     @property
     def key(self) -> tuple[WorkerId, Incarnation]:
-        """Whose it is."""
+        """Worker and incarnation that opened the stream."""
         return self.worker, self.incarnation
 
     @property

@@ -39,7 +39,7 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """What the actor is made with. `launcher` None: it outlives whoever brought it up."""
+    """Options that the actor is made with. `launcher` None: it outlives the process that brought it up."""
 
     serving: ServingOptions
     is_standby: bool
@@ -74,7 +74,7 @@ class Host:
         self._running = loop.create_task(self._run())
 
     async def listens(self) -> str | Failed:
-        """Where it listens, whether it serves or stands by."""
+        """Address at which the coordinator listens, whether it serves or stands by; waits for it."""
         await self._listening.wait()
         if self._address is not None:
             return self._address
@@ -85,7 +85,7 @@ class Host:
         """A sign of life."""
 
     async def ready(self) -> Serves | Failed:
-        """Where it serves, once it does."""
+        """Addresses and epoch of the coordinator, once it serves."""
         return await asyncio.shield(self._beginning)
 
     async def ended(self) -> str:

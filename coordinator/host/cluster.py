@@ -48,7 +48,7 @@ class Cluster:
         self._processes = processes
 
     def broken(self) -> str | None:
-        """What is gone; None while nothing is. Ray itself would notice after a minute, or never."""
+        """Process that is gone, in words; None while none is. Ray itself would notice after a minute, or never."""
         for process in self._processes:
             if not _is_alive(process):
                 return f"Ray's process {process.pid} has ended"
@@ -130,7 +130,7 @@ class _Method(Protocol[R]):
 
 
 class _Handle(Protocol):
-    """What we call of the actor; Ray's own types do not know its methods."""
+    """Methods of the actor that we call; Ray's own types do not know them."""
 
     alive: _Method[None]
     listens: _Method[str | Failed]
@@ -253,7 +253,7 @@ def _make(options: HostOptions) -> _Handle:
 
 
 def _name(options: HostOptions) -> str:
-    """One coordinator for each state directory, and any number of standbys."""
+    """Name of the actor: one coordinator for each state directory, and any number of standbys."""
     name = f"coordinator-{_short_hash(options.serving.state_dir)}"
     return f"{name}-{options.serving.name}" if options.is_standby else name
 

@@ -20,7 +20,7 @@ from coordinator.records.logfile import FIELD, journal_mode
 from skein.errors import UserError
 
 MAX_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Of the path of Ray's folder: what the kernel takes as the path of a socket, less what Ray appends."""
+"""Limit on the path of Ray's folder: what the kernel takes as the path of a socket, less what Ray appends."""
 _NUMBERS = 64
 
 
@@ -32,7 +32,7 @@ class RayFolder:
         self.lock = lock
 
     def close(self) -> None:
-        """It is not this process's any more."""
+        """Give the folder up in this process."""
         os.close(self.lock)
 
 

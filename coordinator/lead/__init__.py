@@ -1,1 +1,1 @@
-"""Who of several coordinators leads."""
+"""Leadership among several coordinators."""

@@ -1,4 +1,4 @@
-"""What a leader does to stay one: renew its lease, say nothing while that is in doubt, and outlast a full disk."""
+"""Duties of a leader: renew its lease, say nothing while that is in doubt, and outlast a full disk."""
 
 import asyncio
 import logging
@@ -116,7 +116,7 @@ class PatientLog:
         self._stopping = threading.Event()
 
     def append(self, records: Sequence[Record]) -> None:
-        """As of `RunLog`.
+        """Append to the `RunLog`, waiting while it takes nothing.
 
         Raises:
             LogFull: there was no room until `stop`.
@@ -137,7 +137,7 @@ class PatientLog:
                 return
 
     def read(self) -> Iterator[Record]:
-        """As of `RunLog`."""
+        """Records of the `RunLog`, in order."""
         return self._log.read()
 
     def stop(self) -> None:

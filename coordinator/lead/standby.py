@@ -13,7 +13,7 @@ from coordinator.records.store import Lookout, RunLog
 from coordinator.serving import Doors, ReplayedLog, Serving, ServingOptions, WrapLog
 
 POLL_S = 0.2
-"""How often a standby looks: a fraction of `takeover_s`."""
+"""Seconds between two looks of a standby: a fraction of `takeover_s`."""
 _log = logging.getLogger("coordinator")
 
 
@@ -42,7 +42,7 @@ class Standby:
 
     @property
     def leader(self) -> str:
-        """Where the leader is, by its lease; "" where nobody has one."""
+        """Address of the leader, by its lease; "" where there is none."""
         return self._doors.service.gate.leader
 
     @property
@@ -86,7 +86,7 @@ class Standby:
                 seen, since_s = now, time.monotonic()
 
     async def _look(self, lookout: Lookout) -> Lease:
-        """Who leads; what is new is replayed, and callers are told."""
+        """Lease as it is now; new records are replayed, and callers are told the leader."""
         lease = await asyncio.to_thread(lookout.lease)
         while records := await asyncio.to_thread(lookout.news):
             self._memory.replay(records)

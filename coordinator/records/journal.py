@@ -1,4 +1,4 @@
-"""What happened to each job, for those who watch: recorded happenings by sequence, and passing ones between them.
+"""Happenings of each job, for those who watch: recorded ones by sequence, and passing ones between them.
 
 Rules of this file
 - Happenings that come from records are numbered 1, 2, 3 ... within a job, in the order of the run log. So a number
@@ -79,7 +79,7 @@ class Fold:
     step_s: float = 0.0
     """Seconds per step, smoothed; 0 before the second step."""
     last_step_s: float | None = None
-    """Of the newest step; None where the step before it did not end right before."""
+    """Seconds of the newest step; None where the step before it did not end right before."""
     tokens_per_s: float = 0.0
     _began: float | None = None
 
@@ -156,7 +156,7 @@ class Fold:
 
 @dataclass(slots=True)
 class _Kept:
-    """One job's newest happenings."""
+    """Newest happenings of one job."""
 
     recorded: deque[JobEvent]
     passing: deque[JobEvent]
@@ -176,12 +176,12 @@ class _Kept:
 
     @property
     def newest(self) -> Key:
-        """Of all that happened so far."""
+        """Key of the newest happening so far."""
         passing = self.passing[-1].key if self.passing else (0, 0)
         return max((self.fold.sequence, 0), passing, self.on_disk)
 
     def after(self, key: Key) -> list[JobEvent]:
-        """What is kept and newer than `key`, in order."""
+        """Kept happenings that are newer than `key`, in order."""
         return list(merge(_after(self.recorded, key), _after(self.passing, key), key=_key))
 
     def wake(self) -> None:
@@ -198,7 +198,7 @@ def _key(event: JobEvent) -> Key:
 
 
 def job_of_record(record: Record) -> JobId | None:
-    """Whose record it is; None for one of the coordinator itself."""
+    """Job that a record is of; None for a record of the coordinator itself."""
     return None if isinstance(record, EpochOpened | Drained) else record.job
 
 
@@ -228,7 +228,7 @@ class Journal:
         self._kept: dict[JobId, _Kept] = {}
 
     def recorded(self, records: Iterable[Record]) -> None:
-        """These records are durable."""
+        """Take records that are durable."""
         for record in records:
             if isinstance(record, EpochOpened):
                 self._epoch = record.epoch
@@ -292,7 +292,7 @@ class Journal:
                 await changed.wait()
 
     async def _older(self, job: JobId, *, after: Key, until: Key) -> AsyncIterator[JobEvent]:
-        """What happened after one event and up to another, from memory and from what is kept on disk."""
+        """Happenings after one event and up to another, from memory and from what is kept on disk."""
         kept = self._of(job)
         is_whole, in_memory = after >= kept.on_disk, list(_after(kept.passing, after))
         stored = [] if is_whole else await self._lines.read(job)
@@ -346,7 +346,7 @@ class Journal:
         kept.passing = deque(kept.passing, maxlen=NUM_KEPT_ENDED)
 
     def _begin_again(self, kept: _Kept) -> None:
-        """Somebody has the job go on."""
+        """Keep a bounded number of happenings again: the job goes on."""
         kept.is_over = False
         kept.recorded = deque(kept.recorded, maxlen=self._num_kept)
         kept.passing = deque(kept.passing, maxlen=self._num_lines)

@@ -48,9 +48,9 @@ ALTER TABLE owner ADD COLUMN address TEXT NOT NULL DEFAULT '';
 ALTER TABLE owner ADD COLUMN beats INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE owner ADD COLUMN has_lock INTEGER NOT NULL DEFAULT 1;
 """
-"""What format 2 added."""
+"""Statements that format 2 added."""
 _CHAIN = "ALTER TABLE entries ADD COLUMN digest BLOB"
-"""What format 3 added: NULL in entries that are older."""
+"""Statement that format 3 added; the digest is NULL in entries that are older."""
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 _PERHAPS_FULL = {
     sqlite3.SQLITE_IOERR,
@@ -58,7 +58,7 @@ _PERHAPS_FULL = {
     sqlite3.SQLITE_IOERR_SHMOPEN,
     sqlite3.SQLITE_CANTOPEN,
 }
-"""What SQLite says, too, where it cannot make one of the files that it works with."""
+"""Codes that SQLite gives, too, where it cannot make one of the files that it works with."""
 _LEAST_BYTES = 1 << 16
 """With less than that free no log can be opened: its shared memory alone takes half of it."""
 _SHARED = {
@@ -87,12 +87,12 @@ class LogFull(LocalError):
 
 
 class LogBusy(LocalError):
-    """Another process writes, and does not come to an end."""
+    """The log stays locked: another process writes, and does not come to an end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who owns a log, or would: a name that no other launcher has, and where workers and clients reach it."""
+    """Owner of a log, or a candidate: a name that no other launcher has, and the address for workers and clients."""
 
     name: str
     address: str
@@ -100,7 +100,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """Where a log ends: its last entry, in whose epoch that was written, and its digest.
+    """End of a log: its last entry, the epoch in which that was written, and its digest.
 
     `entry` 0: it is empty. `digest` None: a release before this one wrote the entry.
     """
@@ -112,7 +112,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """What a log says of its owner. Equal ones, read one after the other, mean no sign of life between.
+    """Owner of a log, as the log says. Equal leases, read one after the other, mean no sign of life between.
 
     `holder` None: it was given back. `has_lock`: the holder also locks the directory, so a free lock means its death.
     """
@@ -175,7 +175,7 @@ def _format(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
-    """From no log, or one of an older format; another process may have been quicker."""
+    """Bring no log, or one of an older format, to this format; another process may have been quicker."""
     found = _format(connection, path)
     if found < _FORMAT:
         for statement in (("" if found == 2 else _ENTRIES + _LEASE) + _CHAIN).split(";"):
@@ -252,7 +252,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def is_sealed(path: Path) -> bool:
-    """What is written to this file from now on is not in the log."""
+    """Whether this file is sealed: what is written to it from now on is not in the log."""
     return _seal(path).exists()
 
 
@@ -296,7 +296,7 @@ def _following(path: Path) -> Path:
 
 
 def read_lease(connection: sqlite3.Connection) -> Lease:
-    """Who owns the log."""
+    """Lease that says who owns the log."""
     ((epoch, name, address, beats, has_lock),) = connection.execute(
         "SELECT epoch, holder, address, beats, has_lock FROM owner"
     ).fetchall()
@@ -337,7 +337,7 @@ def drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
 
 
 def read_tail(connection: sqlite3.Connection) -> Tail:
-    """Where the log ends."""
+    """End of the log: its last entry."""
     last = _last_row(connection)
     if last is None:
         return Tail(entry=0, epoch=Epoch(0), digest=None)
@@ -375,7 +375,7 @@ def rows_after(connection: sqlite3.Connection, number: int) -> list[Row]:
 
 
 def record_of(row: Row, path: Path) -> Record:
-    """What an entry says.
+    """Record that an entry holds.
 
     Raises:
         UserError: a newer release wrote it.
@@ -388,7 +388,7 @@ def record_of(row: Row, path: Path) -> Record:
 
 
 def entry_checksum(number: int, epoch: int, payload: bytes) -> int:
-    """What an entry carries beside its bytes: CRC-32 over its place and its payload."""
+    """Checksum that an entry carries beside its bytes: CRC-32 over its place and its payload."""
     return zlib.crc32(payload, zlib.crc32(f"{number}/{epoch}/".encode()))
 
 

@@ -1,4 +1,4 @@
-"""Where a run log ended, kept beside it: so that a log which lost its end cannot pass for a whole one.
+"""Mirror of a run log's end, kept beside it: so that a log which lost its end cannot pass for a whole one.
 
 Beside it lies the key, too, that positions told to workers are signed with: in a file of its own and in the mirror, so
 that one of them may be lost.
@@ -36,7 +36,7 @@ class LogLost(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirror:
-    """What is remembered of a log: where it ended, and its key; b"" in what a release before this one wrote."""
+    """End of a log as it is remembered, and the log's key; b"" in what a release before this one wrote."""
 
     tail: Tail
     key: bytes
@@ -104,7 +104,7 @@ def clear_unfinished(directory: Path) -> None:
 
 
 def read_mirror(directory: Path) -> Mirror | None:
-    """What is remembered; None where nothing is.
+    """Mirror of the log of `directory`; None where nothing is remembered.
 
     Raises:
         ValueError: it is damaged.
@@ -122,7 +122,7 @@ def read_mirror(directory: Path) -> Mirror | None:
 
 
 def what_is_lost(connection: sqlite3.Connection, log: Tail, mirror: Tail) -> str | None:
-    """What is missing of a log that ends at `log`, in words; None for a log that has all the mirror knows."""
+    """Loss of a log that ends at `log`, in words; None for a log that has all the mirror knows."""
     if log.entry < mirror.entry:
         ends = f"the log ends at entry {log.entry} of epoch {log.epoch}" if log.entry else "the log is empty"
         return f"{ends}, but {MIRROR_FILE} beside it knows entry {mirror.entry} of epoch {mirror.epoch}"

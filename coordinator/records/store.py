@@ -68,15 +68,15 @@ _NEW_KEY = (
     "it. If one is refused below for knowing a newer entry, stop, and look whether the log has lost its end"
 )
 _BLOCKED_MS = 1000
-"""How long a standby waits for a writer that may be frozen: hundreds of times what a write takes."""
+"""Milliseconds that a standby waits for a writer that may be frozen: hundreds of times what a write takes."""
 
 
 class Fenced(LocalError):
-    """Another coordinator has opened the log since; this one must not act any more."""
+    """The log was opened by another coordinator since; this one must not act any more."""
 
 
 class LogHeld(UserError):
-    """Another process owns the directory."""
+    """The directory is owned by another process."""
 
 
 class LeaseHeld(LogHeld):
@@ -162,7 +162,7 @@ class RunLog:
 
     @property
     def epoch(self) -> Epoch:
-        """This opening's number; goes into every directive."""
+        """Number of this opening; goes into every directive."""
         return self._lease.epoch
 
     @property
@@ -172,7 +172,7 @@ class RunLog:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was wrong with the log when it was opened and could be mended or borne, a line each."""
+        """Faults of the log that were found at opening and could be mended or borne, a line each."""
         return self._warnings
 
     def append(self, records: Sequence[Record]) -> None:
@@ -288,10 +288,10 @@ class Lookout:
         self.num_read = 0
         """Entries that `news` has given so far."""
         self._digest: bytes | None = None
-        """Of the last of them."""
+        """Digest of the last of them."""
 
     def lease(self) -> Lease:
-        """Who owns the log at this moment, and how often that one has renewed."""
+        """Lease of this moment: who owns the log, and how often that one has renewed."""
         self._follow(current(self._path.parent))
         with damage_explained(self._path):
             return read_lease(self._connection)

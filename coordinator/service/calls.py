@@ -1,4 +1,4 @@
-"""What holds for every call: errors become a status by one table, and each refusal is counted by its reason."""
+"""Rules that hold for every call: errors become a status by one table, and each refusal is counted by its reason."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoRoomError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
-"""What the services add to the table of `skein.wire.failures`."""
+"""Rows that the services add to the table of `skein.wire.failures`."""
 
 CountRefusal = Callable[[str, str], None]
 """Told (method, reason) of a call that failed; the method is one of ours, or "unknown"."""

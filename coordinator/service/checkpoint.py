@@ -213,7 +213,7 @@ def _versions(job: JobHistory) -> str:
 
 
 def _view(job: JobHistory, checkpoint: CheckpointCommitted) -> CheckpointView:
-    """As far as is known."""
+    """View of a checkpoint, as far as it is known."""
     files = [file for stage in checkpoint.stages for file in stage.files]
     reason = job.damaged.get(checkpoint.version)
     return CheckpointView(

@@ -20,7 +20,7 @@ from skein.wire.v1 import control_pb2, control_pb2_grpc
 HELLO_S = 10.0
 """A stream that has said nothing for so long is closed."""
 CUT_S = 5.0
-"""What a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
+"""Seconds that a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
 MAX_SECRET = 64
 MAX_HOST = 255
 MAX_LINES = 200

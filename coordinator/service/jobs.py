@@ -1,4 +1,4 @@
-"""What clients ask: jobs, workers, links and the version."""
+"""Calls of clients about jobs, workers, links and the version."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -206,7 +206,7 @@ def _with(status: JobStatus, trouble: str) -> JobStatus:
 
 
 def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
-    """As many as fit, and one at least: whoever asks for the rest gets on."""
+    """Incidents that fit into one reply, and one at least: whoever asks for the rest gets on."""
     page: list[log_pb2.Incident] = []
     num_bytes = 0
     for incident in incidents:

@@ -49,7 +49,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[object, object] | None":
-        """How to answer a call; None for a method that nobody has."""
+        """Method that answers a call; None where no service has it."""
         if not self._is_open:
             return cast(
                 "grpc.RpcMethodHandler[object, object]", grpc.stream_stream_rpc_method_handler(self._refuse)

@@ -1,1 +1,1 @@
-"""What the coordinator tells: its log, its metrics, and the status of jobs and workers."""
+"""Output of the coordinator: its log, its metrics, and the status of jobs and workers."""

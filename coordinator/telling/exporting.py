@@ -1,4 +1,4 @@
-"""What workers report with their beats, re-exported under its own names: a value for each worker and label."""
+"""Statistics that workers report with their beats, re-exported under own names: a value for each worker and label."""
 
 from collections.abc import Iterator, Mapping
 

@@ -13,7 +13,7 @@ _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,255}")
 
 
 class Exposition:
-    """What a coordinator shows by HTTP. Made by `open`, which listens, until `close`."""
+    """Pages that a coordinator shows by HTTP. Made by `open`, which listens, until `close`."""
 
     def __init__(self, render: Callable[[], bytes]) -> None:
         self._render = render
@@ -37,7 +37,7 @@ class Exposition:
         return shown
 
     def show(self, workers: Mapping[WorkerId, WorkerStatus]) -> None:
-        """Who is here, for `/sd`; replaced whole."""
+        """Replace all workers that `/sd` shows."""
         self._workers = workers
 
     def answer(self, path: str, host: str) -> Page:

@@ -1,4 +1,4 @@
-"""What passes while a job runs (lines, changes of state), kept with the job: one file each, and none grows for ever.
+"""Passing happenings of a running job (lines, changes of state), kept with it: one file each, and none grows for ever.
 
 One thread writes, so that a slow disk holds nobody up, and one that does not answer keeps neither readers nor the end
 of the process. A line that cannot be written is lost to those who ask after a restart, and that is said; training never
@@ -23,9 +23,9 @@ from skein.wire.views import JobEvent
 
 FOLDER = "job-logs"
 MAX_BYTES = 2 << 20
-"""Of one job; the older half goes when there is more."""
+"""Limit on the lines of one job; the older half goes when there is more."""
 MAX_TOTAL_BYTES = 256 << 20
-"""Of all jobs; files that were written to the longest ago go."""
+"""Limit on the lines of all jobs; files that were written to the longest ago go."""
 MAX_WAITING = 10_000
 """Lines that may wait to be written. More come only where the disk stands still; those are not kept."""
 _log = logging.getLogger("coordinator")
@@ -84,7 +84,7 @@ class JobLines:
         self._is_failing = False
 
     def append(self, job: JobId, event: JobEvent) -> None:
-        """As in `Lines`."""
+        """Queue an event to be written, as in `Lines`."""
         if self._num_given - self._num_written >= MAX_WAITING:
             self._failed("the disk stands still")
             return
@@ -95,7 +95,7 @@ class JobLines:
         self._waiting.put((job, event))
 
     async def read(self, job: JobId) -> list[JobEvent]:
-        """As in `Lines`; none where the disk does not answer."""
+        """Events of a job, as in `Lines`; none where the disk does not answer."""
         try:
             return await self._outside.answer(
                 partial(self._read, job, self._num_given), f"the lines of {job}"

@@ -10,7 +10,7 @@ from typing import TextIO
 from skein.wire.process.logs import LogFormat, formatter
 
 LOG_FILE = "coordinator.log"
-"""Of a coordinator that was not started as a standby."""
+"""Log file of a coordinator that was not started as a standby."""
 _MAX_BYTES = 10 << 20
 _NUM_OLDER = 3
 _POLL_S = 0.1

@@ -62,14 +62,14 @@ _PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(slots=True)
 class _Job:
-    """What is kept of a job between records."""
+    """State of a job that is kept between records."""
 
     fold: Fold = field(default_factory=Fold)
     checkpoint_wall_s: float | None = None
 
 
 class _Incidents:
-    """What failures cost, all jobs together. Every series is there from the start: no failure is a 0, not a gap."""
+    """Costs of failures, all jobs together. Every series is there from the start: no failure is a 0, not a gap."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         new_counter = partial(Counter, registry=registry)
@@ -110,7 +110,7 @@ class _Incidents:
 
 
 class CoordinatorMetrics:
-    """One coordinator's metrics; a `Meter` for the driver."""
+    """Metrics of one coordinator; a `Meter` for the driver."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class CoordinatorMetrics:
     # --- what happened ---
 
     def appended(self, records: Sequence[Record], seconds: float) -> None:
-        """These records became durable in one append."""
+        """Count records that became durable in one append, and its seconds."""
         self._append_seconds.observe(seconds)
         self.recorded(records)
 
@@ -235,7 +235,7 @@ class CoordinatorMetrics:
             self._scores[worker] = report.loss_sum / report.num_tokens
 
     def led(self) -> None:
-        """This coordinator leads from now on."""
+        """Note that this coordinator leads from now on."""
         self._leads.set(1)
 
     def refused(self, method: str, reason: str) -> None:
@@ -243,7 +243,7 @@ class CoordinatorMetrics:
         self._rpc_errors.labels(method, reason).inc()
 
     def recorded(self, records: Iterable[Record]) -> None:
-        """These records are in the run log; from `appended`, or from replay."""
+        """Count records that are in the run log; from `appended`, or from replay."""
         for record in records:
             self._entries.inc()
             job = job_of_record(record)
@@ -387,7 +387,7 @@ class CoordinatorMetrics:
         self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
 
     def _sample_holders(self, view: CoordinatorView) -> None:
-        """Those of the active job; nothing without one."""
+        """Show how many holders stages of the active job have; nothing without one."""
         self._holders.clear()
         run = view.run
         if run is None or run.plan is None:

@@ -19,7 +19,7 @@ _MAX_LABEL_CHARACTERS = 96
 
 
 class StatisticKind(StrEnum):
-    """What a statistic is to Prometheus."""
+    """Kind of a statistic to Prometheus."""
 
     SUMMARY = "summary"
     COUNTER = "counter"
@@ -81,7 +81,7 @@ RE_EXPORTED = (
         "skein_leader_changes",
     ),
 )
-"""Those whose label stays as it is; two have labels that are told otherwise."""
+"""Statistics whose label stays as it is; two have labels that are told otherwise."""
 LINK = ReExport("skein_worker_sent_bytes", StatisticKind.COUNTER, "peer", "Tensor bytes by directed link")
 SHARDS = ReExport(
     "skein_worker_aggregation_bytes",

@@ -1,4 +1,4 @@
-"""What clients see of jobs and workers, made of the machine's state and the journal's rates."""
+"""Status of jobs and workers as clients see it, made of the machine's state and the journal's rates."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
 
 
 def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
-    """How far first measurements lay apart that the prediction of `plan` still rests on."""
+    """Largest spread of first measurements that the prediction of `plan` still rests on."""
     live, measured = view.live, view.measured.get(job)
     stages = {stage.index: stage for stage in plan.stages}
     known = {
@@ -74,7 +74,7 @@ def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
 
 
 def _shortfalls(view: CoordinatorView, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
-    """What the plan of the active job lacks, with those who could hold it if they had the memory."""
+    """Shortfalls of the active job's plan, with the workers that could hold a stage if they had the memory."""
     live = view.live
     may_work = tuple(live[worker].fleet_worker for worker in sorted(live) if not live[worker].is_leaving)
     return () if plan is None else shortfalls(plan, spec, Fleet(workers=may_work, links=()))
@@ -142,7 +142,7 @@ class Roster:
         return tuple(self._status(worker, entries[worker], now=now) for worker in sorted(entries))
 
     def worker(self, worker: WorkerId, *, now: float) -> WorkerStatus | None:
-        """One worker; None if nothing is known of it."""
+        """Status of one worker; None if nothing is known of it."""
         self.look()
         entry = self._seen.get(worker) or self._lost.get(worker)
         return None if entry is None else self._status(worker, entry, now=now)

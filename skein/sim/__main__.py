@@ -139,7 +139,7 @@ def shape_by_text(seed: int, text: str) -> SimShape:
 
 
 def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) -> tuple[str, str]:
-    """One seed: what became of it (nothing if it violates no invariant), and the story."""
+    """Outcome of one seed (empty if it violates no invariant), and the story."""
     of = shape_by_text(seed, shape)
     new_world = TracedWorld if is_traced else World
     world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world)
@@ -169,7 +169,7 @@ def _judge_seeds(args: argparse.Namespace) -> int:
 
 
 def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
-    """What became of a strike amid an exchange (nothing if it violates no invariant), and the story."""
+    """Outcome of a strike amid an exchange (empty if it violates no invariant), and the story."""
     # Real tensors want torch, which whoever only plans need not have.
     from skein.sim.moments import judge_struck, struck
 

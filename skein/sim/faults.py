@@ -20,7 +20,7 @@ AWAY_S = 5.0
 """At least so long is a worker away that was killed."""
 FAILING: tuple[type[Op], ...] = (*COMPUTE_OPS.values(), PackOp, SumOp, JoinOp, ApplyOp)
 SILENCES_S = (2.0, 4.0, 8.0)
-"""How long holders of a stage are cut off."""
+"""Seconds for which holders of a stage are cut off."""
 ASK_AGAIN_S = 1.0
 _NUM_FLAPS = 6
 _STORM = Weather(jitter_s=0.3, loss=0.1, repeats=0.1)
@@ -29,7 +29,7 @@ _MUD = Weather(slower=20.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens at `at_s`, to whom, for how long; `number` is for what else has to be chosen."""
+    """Fault at `at_s`: its kind, its workers and its length; `number` is for what else has to be chosen."""
 
     at_s: float
     kind: str
@@ -150,7 +150,7 @@ def _forget(world: World, fault: Fault) -> None:
 
 
 def _lie(world: World, fault: Fault) -> None:
-    """What one or two workers report is mutated for a while."""
+    """Mutate the reports of one or two workers for a while."""
     liars = [fault.worker] if fault.number % 3 else [fault.worker, fault.other]
     for name in liars:
         worker = world.workers.get(name)
@@ -198,7 +198,7 @@ def _neighbours(world: World, fault: Fault) -> None:
 
 
 def _join(world: World, fault: Fault) -> None:
-    """As many come as make two thirds of the fleet, at once; they are told to go a while later."""
+    """Have as many workers join at once as make two thirds of the fleet; they are told to go a while later."""
     names = [WorkerId(f"n{fault.number}-{index}") for index in range(2 * len(world.workers))]
     for index, name in enumerate(names):
         site = world.network.sites[index % len(world.network.sites)]
@@ -210,7 +210,7 @@ def _join(world: World, fault: Fault) -> None:
 
 
 def _pause(world: World, fault: Fault) -> None:
-    """Somebody has the job held, and go on a while later."""
+    """Have the job held, and go on a while later."""
     job = next((record.job for record in world.log if isinstance(record, JobSubmitted)), None)
     if job is not None:
         world.tell(PauseAsked(job=job))
@@ -245,14 +245,14 @@ def _mute(world: World, fault: Fault) -> None:
 
 
 def _half_mute(world: World, fault: Fault) -> None:
-    """What the worker and the coordinator say passes in one direction only."""
+    """Let messages between the worker and the coordinator pass in one direction only."""
     world.mute_worker(
         fault.worker, fault.seconds, is_heard=fault.number % 2 == 0, hears=fault.number % 2 == 1
     )
 
 
 def _cut(world: World, fault: Fault) -> None:
-    """One directed link is a black hole."""
+    """Make one directed link a black hole."""
     if fault.worker != fault.other:
         world.network.cut(fault.worker, fault.other)
         mend = partial(world.network.mend, fault.worker, fault.other)
@@ -336,7 +336,7 @@ def _store_full(world: World, fault: Fault) -> None:
 
 
 def _store_hangs(world: World, fault: Fault) -> None:
-    """Whoever reads or writes checkpoints gets no answer."""
+    """Leave reads and writes of checkpoints without an answer."""
     world.hang_store(4 * fault.seconds)
 
 

@@ -1,4 +1,4 @@
-"""One strike in the midst of an exchange: killed, frozen, gone, joined or begun anew between any two of its parts.
+"""Single strikes amid an exchange: killed, frozen, gone, joined or begun anew between any two of its parts.
 
 Times are drawn by what happens, not by the clock: the n-th time that some worker is at a moment of an exchange, in a
 run that is undisturbed until then. So each phase is struck, however short it is.
@@ -45,7 +45,7 @@ MOMENTS: Final = (
     "appended",
     "applying",
 )
-"""Of an exchange, in order; `appending` and `appended` are the coordinator's."""
+"""Moments of an exchange, in order; `appending` and `appended` are the coordinator's."""
 BUILDING: Final = "building"
 """A worker is told what to hold: where the second of two strikes hits."""
 STRIKES: Final = ("kill", "freeze", "leave", "join", "coordinator", "kill another", "kill both")
@@ -59,12 +59,12 @@ WHOLE_BASES: Final = ("line 1x3", "line 1x4", "line 1x4 on 5")
 UNEVEN: Final = tuple(word for word, (rule, _) in RULES.items() if rule.lateness or rule.is_eager)
 """Rules that do not wait for late walkers: with every second seed, some workers are slow for a while."""
 _SLOW: Final = ((0.8, WorkerId("w0001"), 12.0, 6.0), (3.0, WorkerId("w0002"), 8.0, 4.0))
-"""When, who, how many times as slow, and for how long."""
+"""Slow spells: when each begins, of which worker, how many times as slow, and for how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """What happens to the worker that is at a moment for the `nth` time, counted from 0 over all workers."""
+    """Strike at the worker that is at a moment for the `nth` time, counted from 0 over all workers."""
 
     moment: str
     nth: int
@@ -179,7 +179,7 @@ def shape_by_rule(rule: str, seed: int) -> SimShape:
 
 
 def draw_strike(rule: str, seed: int) -> Strike:
-    """One that a run comes to: all moments of the rule's exchanges alike, and all times that they come."""
+    """Strike that a run comes to: all moments of the rule's exchanges alike, and all times that they come."""
     draw = rng.stream(seed, "strike", rule)
     counts = dict(
         _undisturbed(shape_by_rule(rule, seed), is_fine=_is_fine(seed), is_uneven=_is_uneven(rule, seed))
@@ -257,7 +257,7 @@ def _world(shape: SimShape, *, is_fine: bool, is_uneven: bool) -> WatchedWorld:
 
 @cache
 def _undisturbed(shape: SimShape, *, is_fine: bool, is_uneven: bool) -> tuple[tuple[str, int], ...]:
-    """How often a run comes to each moment when nothing happens."""
+    """Number of times that an undisturbed run comes to each moment."""
     world = _world(shape, is_fine=is_fine, is_uneven=is_uneven)
     judge_struck(world)
     return tuple(sorted(world.counts.items()))
@@ -279,7 +279,7 @@ def _kill_another(world: World, name: WorkerId, strike: Strike) -> None:
 
 
 def _kill_both(world: WatchedWorld, name: WorkerId, strike: Strike) -> None:
-    """Another dies while the first one's loss is healed, or the coordinator does: some have built, some have not."""
+    """Kill a worker, and while that is healed one that builds, or the coordinator: some have built, some have not."""
     left = strike.number % len(world.workers)
 
     def on_moment(moment: str, _: int, worker: WorkerId | None) -> None:

@@ -39,7 +39,7 @@ REPEAT_EVERY = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """How many workers in how many sites, and how unequal: speeds lie within a factor `spread` of each other."""
+    """Size of a fleet in workers and sites, and how unequal: speeds lie within a factor `spread` of each other."""
 
     num_workers: int
     num_sites: int = 4
@@ -47,12 +47,12 @@ class FleetShape:
     spread: float = 2.0
     memory_bytes: int = 16 * 2**30
     num_slow: int = 0
-    """Of the workers the last; they are `SLOW` times slower than the others."""
+    """Number of workers, the last ones, that are `SLOW` times slower than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a simulated run came to."""
+    """Result of a simulated run."""
 
     history: History
     seconds: float
@@ -61,7 +61,7 @@ class Outcome:
 
 
 NewWorld = Callable[..., World]
-"""As `World`."""
+"""Constructor of a world, called as `World`."""
 
 
 def make_world(job: JobSpec, fleet: FleetShape, *, seed: int, new_world: NewWorld = World) -> World:
@@ -232,14 +232,14 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
 
 @cache
 def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
-    """What a job of this shape comes to when nothing happens."""
+    """Curve that a job of this shape comes to when nothing happens."""
     world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0)
     run_to_end(world, limit_s=LIMIT_S)
     return curve_of(world.log)
 
 
 def small_fleet(shape: SimShape) -> FleetShape:
-    """As many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
+    """Fleet of as many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
     return FleetShape(
         num_workers=shape.num_workers,
         num_sites=2,

@@ -68,7 +68,7 @@ class SimShape:
 
 
 def shape_of(text: str) -> SimShape:
-    """What the words say.
+    """Shape that the words describe.
 
     Raises:
         UserError: they say nothing known.
@@ -143,4 +143,4 @@ SHAPES = tuple(
         "loop 3x2 tied slow 2",
     )
 )
-"""What seeds walk over."""
+"""Shapes that seeds walk over."""

@@ -35,7 +35,7 @@ from skein.types import ChunkRef, GroupId, SiteId, StageSpec, WorkerId
 
 _WIDTH = 150
 _MANY = 4
-"""Of more values than this the first and the number are shown."""
+"""Number of values above which only the first and the number are shown."""
 _LONG = 48
 """Characters; texts are cut there."""
 _LEFT_OUT = frozenset(

@@ -30,9 +30,9 @@ from skein.topology.fleet import Profile
 from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 LOOK_S = 0.05
-"""From a look at a peer to what is found."""
+"""Seconds from a look at a peer to what is found."""
 BACK_S = 5.0
-"""From the end of a process by an error of its own until somebody has started it again."""
+"""Seconds from the end of a process by an error of its own until somebody has started it again."""
 
 
 def _measured(worker: SimWorker) -> io.DeviceMeasured:
@@ -80,7 +80,7 @@ class World(SimService):
         self._new_executor = new_executor
         self._num_incarnations = 0
         self.has_liars = False
-        """Somebody may lie: losses are no measure then, nor how long a job takes."""
+        """Whether a worker may lie: losses are no measure then, nor how long a job takes."""
 
     # --- the coordinator, as others see it ---
 
@@ -211,7 +211,7 @@ class World(SimService):
                 self.clock.after(seconds, partial(self.slow_worker, name, 1.0))
 
     def expect_lies(self) -> None:
-        """Somebody may lie from now on."""
+        """Expect from now on that workers may lie."""
         self.has_liars = self.invariants.has_liars = True
         for worker in self.workers.values():
             worker.executor.is_told_true = False
@@ -262,7 +262,7 @@ class World(SimService):
         self.invariants.handled(worker.machine)
 
     def _decide_for(self, worker: SimWorker, event: io.WorkerEvent) -> list[io.WorkerCommand]:
-        """What a worker's machine does about an event."""
+        """Commands of a worker's machine for an event."""
         return worker.machine.handle(event, now=self.clock.now)
 
     def _crash(self, worker: SimWorker, error: AssertionError) -> None:
@@ -344,7 +344,7 @@ class World(SimService):
                 pass
 
     def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersSeen:
-        """Whom a look finds: where a link is cut, or a process stands still, nothing is heard."""
+        """Peers that a look finds: where a link is cut, or a process stands still, nothing is heard."""
         reached, gone = [], []
         for peer in peers:
             found = self.workers.get(peer.worker)

@@ -1,4 +1,4 @@
-"""One job's checkpoints as a folder of names, on a disk or in an object store. All calls block."""
+"""Checkpoints of one job as a folder of names, on a disk or in an object store. All calls block."""
 
 import os
 import secrets
@@ -72,7 +72,7 @@ class RootedFolder:
         return self._at(path).open()
 
     def path_of(self, path: str) -> Path:
-        """Where on this machine an ordinary file is.
+        """Path of an ordinary file on this machine.
 
         Raises:
             OSError: none is there.

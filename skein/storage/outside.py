@@ -34,7 +34,7 @@ _here = threading.local()
 
 
 class SilentError(LocalError):
-    """What was asked gives no sign of life."""
+    """A call to the outside gives no sign of life."""
 
 
 class NoRoomError(LocalError):
@@ -46,7 +46,7 @@ class NoRoomError(LocalError):
 
 
 class _Call(Generic[T]):
-    """One function on a thread of its own, and when it last gave a sign of life."""
+    """Call of one function on a thread of its own, and when it last gave a sign of life."""
 
     def __init__(self, function: Callable[[], T], outside: "Outside") -> None:
         self.moved_at = time.monotonic()
@@ -81,7 +81,7 @@ class _Call(Generic[T]):
 
 
 class Outside:
-    """Whom one process asks. `num_moved` grows with every sign of life of any call, `num_left` are the silent ones."""
+    """Outside calls of one process. `num_moved` grows with each sign of life of any, `num_left` are the silent ones."""
 
     def __init__(self, *, silent_s: float = SILENT_S) -> None:
         self.num_moved = 0
@@ -89,7 +89,7 @@ class Outside:
         self._silent_s = silent_s
 
     async def answer(self, function: Callable[[], T], what: str) -> T:
-        """What `function` returns or raises; it may block.
+        """Result of `function`, which may block; its errors are raised.
 
         Args:
             function: says `call_moved` now and then if it takes long.

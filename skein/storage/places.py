@@ -1,4 +1,4 @@
-"""What a job may name: data below a root, and checkpoints below a root or in a store that an operator named.
+"""Places that a job may name: data below a root, and checkpoints below a root or in a store that an operator named.
 
 fsspec is never given a URL. Its file systems are made by name, without options, so that what is chained, cached or
 rendered by one of its others cannot be reached from a job file.
@@ -23,7 +23,7 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """What one process lets jobs name.
+    """Places that one process lets jobs name.
 
     `data`: where everything that is read lies. `checkpoints`: folders below which a `checkpoint.url` may lead;
     `stores`: buckets, or keys in buckets, likewise, None being any.
@@ -36,7 +36,7 @@ class Places:
 
     @staticmethod
     def of(data_roots: Sequence[Path], checkpoint_roots: Sequence[str]) -> "Places":
-        """As an operator names them; where no folder is named it is the usual one. Checkpoint roots may be URLs.
+        """Places as an operator names them; where no folder is named it is the usual one. Checkpoint roots may be URLs.
 
         Raises:
             UserError: one is neither a folder nor a URL that is taken.
@@ -66,7 +66,7 @@ class Places:
             self.admit(job.checkpoint.url)
 
     def admit(self, url: str) -> Location:
-        """What `url` names, if checkpoints may lie there by its text; nothing is opened.
+        """Location that `url` names, if checkpoints may lie there by its text; nothing is opened.
 
         Raises:
             UserError: it is no URL that is taken, or lies out of all roots.

@@ -42,7 +42,7 @@ class Inside:
         return self.path.name
 
     def child(self, *parts: str) -> "Inside":
-        """What is called so in this folder, or in a folder of it."""
+        """Path of that name in this folder, or in a folder of it."""
         assert not any(part in ("", ".", "..") or "/" in part for part in parts), parts
         return Inside(root=self.root, parts=(*self.parts, *parts))
 
@@ -137,7 +137,7 @@ class Roots:
         return any(given.is_relative_to(folder) for folder in self.folders)
 
     def find(self, path: str, *, field: str) -> Inside:
-        """Where `path` leads; whether something is there is not asked.
+        """Place to which `path` leads; whether something is there is not asked.
 
         Args:
             field: of the job file, for the error.

@@ -1,4 +1,4 @@
-"""What crosses process borders: messages, how they travel, and the values that only drivers exchange."""
+"""Messages that cross process borders, how they travel, and the values that only drivers exchange."""
 
 import os
 

@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 
 class Lane(StrEnum):
-    """What a channel is for; each has a connection of its own."""
+    """Purpose of a channel; each has a connection of its own."""
 
     CONTROL = "control"
     FORWARD = "forward"
@@ -33,7 +33,7 @@ class Lane(StrEnum):
     STATE = "state"
     """State transfer, checkpoints and probes."""
     WATCH = "watch"
-    """Nothing: whether a peer can still be reached shows by the connection itself."""
+    """Carries nothing: whether a peer can still be reached shows by the connection itself."""
 
 
 _KEEPALIVE_MS, _WATCH_KEEPALIVE_MS = 1000, 800
@@ -44,8 +44,8 @@ _BULK_PING_TIMEOUT_MS = 20_000
 """A ping queues behind the bulk that was written before it, seconds of it on a slow uplink. Who waits for tensors
 counts silence by the answers to them (`worker.transport.pace`), so this is for what nobody waits for."""
 _PING_TIMEOUT_MS = {Lane.CONTROL: 2000, Lane.WATCH: 1400}
-"""Where little or nothing else is sent: a frozen process, whose system still acknowledges, shows within 3 s, and within
-2.2 s to its peers."""
+"""Ping timeouts where little or nothing else is sent: a frozen process, whose system still acknowledges, shows
+within 3 s, and within 2.2 s to its peers."""
 
 
 _HANDSHAKE_MS = 5000

@@ -13,7 +13,7 @@ from skein.wire.mapping import Codec
 from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
 
 Upward = Report | extra.LogLines
-"""What a control stream carries up."""
+"""Messages that a control stream carries up."""
 
 REPORT: Codec[Upward, control_pb2.Report] = Codec(Upward, control_pb2.Report)
 DIRECTIVE: Codec[Directive, control_pb2.Directive] = Codec(Directive, control_pb2.Directive)

@@ -1,4 +1,4 @@
-"""What processes are known by: read from a file, sent with every call, checked before any call is looked at."""
+"""Credentials of processes: read from a file, sent with every call, checked before any call is looked at."""
 
 import hmac
 import stat
@@ -54,13 +54,13 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a process shows to whom it calls, and wants to see of whoever calls it; a `token` of None: nothing."""
+    """Token that a process shows to whom it calls, and wants to see of its callers; a `token` of None: nothing."""
 
     token: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, token_file: Path | None) -> "Credentials":
-        """What is in the files of an operator; None: there is none.
+        """Credentials from the token file of an operator; None: there is none.
 
         Raises:
             UserError: see `read_token`.
@@ -72,12 +72,12 @@ class Credentials:
         return channel if self.token is None else TokenChannel(channel, self.token)
 
     def checks(self) -> "list[aio.ServerInterceptor[object, object]]":
-        """What a server looks at each call with."""
+        """Interceptors with which a server looks at each call."""
         return [] if self.token is None else [TokenCheck(self.token)]
 
 
 NO_CREDENTIALS = Credentials()
-"""Where nobody is asked who they are."""
+"""Credentials of processes that show no token and ask for none."""
 
 
 Shape = TypeVar("Shape", bound=Callable[..., object])

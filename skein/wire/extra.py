@@ -14,7 +14,7 @@ from skein.types import JobId, StageIndex, Step
 
 
 class LogLevel(StrEnum):
-    """How much a log line matters."""
+    """Importance of a log line."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -24,7 +24,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line of a log, without its line break; `wall_s` is Unix time."""
+    """Line of a log, without its line break; `wall_s` is Unix time."""
 
     level: LogLevel
     wall_s: float
@@ -147,7 +147,7 @@ PartReply = CreditGranted | TensorAccepted | TensorRefused
 
 
 class StateKind(StrEnum):
-    """What is asked for: parameters and optimizer state after `version` steps, or what step `version` applied."""
+    """Kind of state asked for: parameters and optimizer state after `version` steps, or what step `version` applied."""
 
     STATE = "state"
     RESULT = "result"
@@ -226,7 +226,7 @@ class FileEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutReply:
-    """What was stored."""
+    """Size and hash of a file that was stored."""
 
     num_bytes: int
     sha256: str

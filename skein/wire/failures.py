@@ -1,4 +1,4 @@
-"""How errors cross a process border: which status they become, and what a status says to a person."""
+"""Errors that cross a process border: the status that they become, and what a status says to a person."""
 
 from collections.abc import Iterable
 from typing import NoReturn, cast
@@ -77,7 +77,7 @@ async def refuse(
 
 
 def error_of(error: aio.AioRpcError, target: str) -> SkeinError:
-    """What a failed call to `target` means here: the `UserError` raised there, or a `RemoteError` in words."""
+    """Error that a failed call to `target` is here: the `UserError` raised there, or a `RemoteError` in words."""
     entries = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     trailer = {key: value for key, value in entries if isinstance(value, bytes)}
     if trailer.keys() >= {_FIELD, _VALUE, _HINT}:
@@ -86,7 +86,7 @@ def error_of(error: aio.AioRpcError, target: str) -> SkeinError:
 
 
 def describe_rpc_error(error: aio.AioRpcError, target: str) -> str:
-    """One line: which target, what happened, what to do."""
+    """Description of a failure in one line: which target, what happened, what to do."""
     details = " ".join((error.details() or "").split())
     code = error.code()
     for known, part, cure in _CAUSES:

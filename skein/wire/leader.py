@@ -1,4 +1,4 @@
-"""Which of several coordinators leads. All are asked side by side, for one that is frozen would hold up a round."""
+"""Search for the coordinator that leads. All are asked side by side, for one that is frozen would hold up a round."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ LEADER_KEY = "skein-leader"
 """Metadata by which a standby names the leader."""
 MAX_ADDRESSES = 16
 PATIENCE_S = 3.0
-"""How long to look for a leader: longer than the slowest link needs for an answer."""
+"""Seconds to look for a leader: longer than the slowest link needs for an answer."""
 _OTHERS_S = 0.3
-"""How long others are heard once one has said that it leads: of two that do, the older is about to find out."""
+"""Seconds that others are heard once one has said that it leads: of two that do, the older is about to find out."""
 _AGAIN_S = 0.2
 """Between two questions to one that does not lead; it may at any moment."""
 
@@ -43,7 +43,7 @@ def split_addresses(field: str, text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What one address said: its epoch if it leads, and whom it named if it stands by."""
+    """Answer of one address: its epoch if it leads, and the leader that it named if it stands by."""
 
     address: str
     epoch: int | None = None
@@ -98,7 +98,7 @@ async def _ask(address: str, dial: Dial, answers: asyncio.Queue[_Answer]) -> NoR
 
 
 def named_leader(error: aio.AioRpcError) -> str | None:
-    """Whom a standby named in its refusal; None if it named nobody, or this is another kind of failure."""
+    """Address of the leader that a standby's refusal names; None if it names none, or this is another failure."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return None
     entries = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())

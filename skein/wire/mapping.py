@@ -38,10 +38,10 @@ Fill = Callable[[Message, object], None]
 Read = Callable[[Message], object]
 """Makes a domain value of a message."""
 RangeOf = Callable[[str, str], Range | None]
-"""What a field of a message may be; None: any number that fits."""
+"""Gives the range that a field of a message may have; None: any number that fits."""
 
 READ_TEXT: dict[object, Callable[[str], object]] = {GroupId: parse_group, Clauses: parse_clauses}
-"""What travels as its `str`, and what reads that."""
+"""Types that travel as their `str`, and the functions that read that."""
 
 _KINDS = {
     int: {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64},
@@ -204,7 +204,7 @@ def _is_number(hint: object) -> bool:
 
 
 def _base(hint: object) -> object:
-    """What a NewType stands for."""
+    """Type that a NewType stands for."""
     while (supertype := getattr(hint, "__supertype__", None)) is not None:
         hint = supertype
     return hint

@@ -1,4 +1,4 @@
-"""What clients see of jobs and workers. Field names are those of protos/skein/wire/v1/jobs.proto."""
+"""Views that clients have of jobs and workers. Field names are those of protos/skein/wire/v1/jobs.proto."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +13,7 @@ from skein.wire.extra import LogLine
 
 
 class WorkerState(StrEnum):
-    """How the coordinator sees a worker: without work, with work, on its way out, or gone."""
+    """State of a worker to the coordinator: without work, with work, on its way out, or gone."""
 
     IDLE = "idle"
     WORKING = "working"
@@ -45,7 +45,7 @@ class SubmitReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionReply:
-    """What runs at the other end."""
+    """Protocol version, release and epoch of the coordinator."""
 
     protocol_version: int
     release: str
@@ -92,7 +92,7 @@ class JobStatus:
     spec: str
     """Canonical JSON of the `JobSpec`."""
     plan: str
-    """Why this plan and not another, in one line; "" before there is one."""
+    """Reason for this plan and not another, in one line; "" before there is one."""
     predicted_step_s: float
     lower_bound_s: float
     measured_step_s: float | None = None
@@ -110,7 +110,7 @@ class JobStatus:
     num_late_samples: int = 0
     """Left out of steps so far, for their walkers were not waited for."""
     num_train_samples: int = 0
-    """Of an epoch of the data; 0 while no worker has told."""
+    """Samples of an epoch of the data; 0 while no worker has told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochsCounted:
-    """What an epoch is, in a job whose budget has some: all of them are `num_steps`."""
+    """Length of an epoch, in a job whose budget has some: all of them are `num_steps`."""
 
     num_train_samples: int
     num_steps: int
@@ -230,7 +230,7 @@ JobHappening = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Something happened to a job.
+    """Happening of a job.
 
     `sequence` counts what is recorded, from 1. What passes (lines, changes of state) has that of the record before, and
     a growing number of its own as `line`, which of what is recorded is 0.

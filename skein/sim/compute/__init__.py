@@ -1,1 +1,1 @@
-"""What stands in torch's place: the cost model, and real numbers where they matter."""
+"""Substitutes for torch: the cost model, and real numbers where they matter."""

@@ -83,7 +83,7 @@ class AggregatingModel(NumericModel):
         self._offers: dict[tuple[ExchangeKey, str], dict[int, Offer]] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "AggregatingExecutor":
-        """What a worker process computes with."""
+        """Executor that a worker process computes with."""
         return AggregatingExecutor(self, worker, flops_per_s)
 
     def fresh(self, stage: StageSpec) -> HeldStage:
@@ -215,7 +215,7 @@ class AggregatingExecutor(NumericExecutor):
         return HeldStage(walker, given.trajectory)
 
     def _restored(self, chunk: ChunkAssignment, before: int, after: int) -> HeldStage:
-        """From files of its own walker; one that they lack is a newcomer, and of one walker all are."""
+        """Stage from the files of its own walker; one that they lack is a newcomer, and of one walker all are."""
         files, num_saved = self._files[chunk.stage.index]
         given = self._model.read(files, chunk.stage)
         if not self._model.walkers.are_lines or chunk.walker >= num_saved:
@@ -243,7 +243,7 @@ class AggregatingExecutor(NumericExecutor):
     # --- tensors ---
 
     def _tensors(self, key: ShardTensor) -> Tensors:
-        """What the running op takes of an exchange."""
+        """Tensors that the running op takes of an exchange."""
         payload = self._operands[key]
         assert isinstance(payload, TensorPayload)
         return dict(payload.tensors)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ class Diverging:
         self._spoilt: set[str] = set()
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> SimExecutor:
-        """As `World` wants it."""
+        """Executor of a worker, as `World` wants it."""
         return _Executor(worker, flops_per_s, self)
 
     def is_spoilt(self, lineage: str) -> bool:

@@ -62,12 +62,12 @@ OP_OVERHEAD_S = 0.0005
 
 NO_GENERATION = Generation(0)
 SPOILT = (Step(-1), -1, StageIndex(-1))
-"""What a failed op leaves in a chunk's sums."""
+"""Contribution that a failed op leaves in a chunk's sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What travels under an envelope. Boundary tensors carry no contributions; the numeric executor adds `values`."""
+    """Content of an envelope. Boundary tensors carry no contributions; the numeric executor adds `values`."""
 
     num_bytes: int
     contributions: Contributions | None = None
@@ -145,9 +145,9 @@ class SimExecutor:
         self.worker = worker
         self.flops_per_s = self.nominal_flops_per_s = flops_per_s
         self.share_of_time = 1.0
-        """That the machine gives to its ops, others having the rest."""
+        """Share that the machine gives to its ops, others having the rest."""
         self.is_told_true = True
-        """Nobody has lied about tokens, so weights are what they must be."""
+        """Whether no worker has lied about tokens, so that weights are what they must be."""
         self.chunks: dict[StageIndex, SimChunk] = {}
         self._given_up: dict[StageSpec, SimChunk] = {}
         self.times: Mapping[StageIndex, StageTimes] = {}
@@ -203,7 +203,7 @@ class SimExecutor:
     def _carried(
         self, assign: Assign, resumed: ResumedChunk, before: Mapping[StageIndex, SimChunk]
     ) -> Contributions:
-        """What a chunk had accumulated, which must be what the coordinator believes."""
+        """Contributions that a chunk had accumulated, which must be what the coordinator believes."""
         if not resumed.ledger:
             return {}
         chunk = before[resumed.stage]
@@ -236,7 +236,7 @@ class SimExecutor:
         self._joined.clear()
 
     def payload(self, envelope: Envelope) -> Payload | None:
-        """What is sent under an envelope; None if the boundary log has forgotten it."""
+        """Payload that is sent under an envelope; None if the boundary log has forgotten it."""
         payload, header = self.desk.for_sending(envelope), envelope.header
         if payload is None and key_of(header) not in self.log.forgotten:
             raise Violated(f"{self.worker} has not made {header}, or not kept it")
@@ -256,7 +256,7 @@ class SimExecutor:
         return self.times[hops[header.hop + 1].stage].input_bytes
 
     def seconds(self, op: Op) -> float:
-        """How long an op takes here."""
+        """Seconds that an op takes here."""
         match op:
             case ComputeOp():
                 times = self.times[op.chunk.stage]
@@ -302,7 +302,7 @@ class SimExecutor:
         return None
 
     def _compute(self, op: ComputeOp) -> Loss | None:
-        """What the op's row says, done to sets of contributions."""
+        """Do to sets of contributions what the op's row says."""
         row, place = op.kind.row, (op.microbatch, op.chunk.stage)
         if row.takes is Direction.FORWARD:
             self._given_up.clear()
@@ -327,7 +327,7 @@ class SimExecutor:
             self._outputs[tensor] = self._shard(op, self._offered(op, tensor.member.stage))
 
     def _offered(self, op: PackOp | JoinOp, stage: StageIndex) -> Contributions:
-        """What a chunk here gives to a reduction or exchange."""
+        """Contributions that a chunk here gives to a reduction or exchange."""
         taken_at = None if op.exchange is None else op.exchange.taken_at
         chunk = self.chunks[stage]
         if taken_at is None:

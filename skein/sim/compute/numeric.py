@@ -55,7 +55,7 @@ _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """One parameter and what AdamW keeps of it, each (D, D)."""
+    """Parameter and the moments that AdamW keeps of it, each (D, D)."""
 
     theta: F64
     mean: F64
@@ -76,7 +76,7 @@ class NumericModel:
         self._states: dict[tuple[str, str], ParameterState] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "NumericExecutor":
-        """What a worker process computes with."""
+        """Executor that a worker process computes with."""
         return NumericExecutor(self, worker, flops_per_s)
 
     def name(self, layer: int) -> str:
@@ -160,7 +160,7 @@ class NumericExecutor(SimExecutor):
         self._params: dict[StageIndex, dict[str, ParameterState]] = {}
         self._sums: dict[StageIndex, dict[str, F64]] = {}
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
-        """Of forwards whose gradient has not come."""
+        """Inputs of forwards whose gradient has not come."""
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
         self._is_tied_apart = False
         self._num_ways = 1
@@ -173,7 +173,7 @@ class NumericExecutor(SimExecutor):
         times: Mapping[StageIndex, StageTimes],
         visits: Visits,
     ) -> None:
-        """As the cost model; sums stay where the ledger does."""
+        """Build as the cost model does; sums stay where the ledger does."""
         super().build(assign, given, times, visits)
         model, before = self._model, self._sums
         self._num_ways = max(1, assign.num_evaluation_paths)
@@ -193,7 +193,7 @@ class NumericExecutor(SimExecutor):
     # --- tensors ---
 
     def _values(self, key: TensorKey) -> F64:
-        """What the running op takes."""
+        """Values that the running op takes."""
         values = self._operands[key].values
         assert values is not None
         return values
@@ -206,7 +206,7 @@ class NumericExecutor(SimExecutor):
         return self._sample(op)[0] if op.operand is None else self._values(op.operand)
 
     def _sample(self, op: ComputeOp) -> tuple[F64, F64]:
-        """Of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
+        """Sample of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
         shared = op.microbatch // self._num_ways if op.phase.replicates_samples else op.microbatch
         return self._model.sample(op.phase, op.step, MicrobatchId(shared))
 
@@ -273,7 +273,7 @@ class NumericExecutor(SimExecutor):
     # --- reductions ---
 
     def _names(self, group: GroupId, stage: StageIndex) -> tuple[str, ...]:
-        """What a stage contributes to a group."""
+        """Names of the parameters that a stage contributes to a group."""
         names = self._model.names(self.chunks[stage].stage)
         is_of_tied = [name == _TIED and self._is_tied_apart for name in names]
         wanted = group == Tied()

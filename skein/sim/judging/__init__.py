@@ -1,1 +1,1 @@
-"""What is judged of a simulated world from outside."""
+"""Judgements of a simulated world from outside."""

@@ -1,4 +1,4 @@
-"""What a simulated worker's updates are made of, judged against the recorded plan and not by what machines believe."""
+"""Contributions to a simulated worker's updates, judged against the recorded plan and not by what machines believe."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from skein.types import (
 )
 
 Contributions = dict[tuple[Step, int, StageIndex], int]
-"""How often each microbatch of each step was added up for each stage."""
+"""Number of times that each microbatch of each step was added up for each stage."""
 
 
 @dataclass(slots=True)
@@ -42,13 +42,13 @@ class SimChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptJoin:
-    """What was joined, as the coordinator asked for it, until the record of `step` applies it."""
+    """Result of a join, as the coordinator asked for it, until the record of `step` applies it."""
 
     step: Step
     group: Group
     contributions: Contributions
     taken_at: Step | None = None
-    """Of an exchange that goes on beside steps: contributions are whole members then, as in `taken_by`."""
+    """Version that an exchange beside steps takes: contributions are whole members then, as in `taken_by`."""
 
 
 def taken_by(place: int, taken_at: Step, stage: StageIndex) -> Contributions:
@@ -67,7 +67,7 @@ class Judge:
     joined: Mapping[tuple[GroupId, Attempt], KeptJoin]
     is_resumed: bool
     is_told_true: bool
-    """Nobody has lied about tokens, so weights are what they must be."""
+    """Whether no worker has lied about tokens, so that weights are what they must be."""
 
     def check_order(self, chunk: SimChunk, step: Step) -> None:
         """The chunk has added up what visits it, in the order of its worker's schedule."""
@@ -79,7 +79,7 @@ class Judge:
             )
 
     def check_results(self, chunk: ChunkRef, step: Step, results: Mapping[GroupId, GroupResult]) -> None:
-        """What a chunk is updated with: its groups' sums, or its own, and what is exchanged for these."""
+        """Check what a chunk is updated with: its groups' sums, or its own, and what is exchanged for these."""
         alone = Local(chunk)
         if alone in results:
             self._check_own(results[alone], step, chunk)
@@ -98,7 +98,7 @@ class Judge:
             raise Violated(f"{result.group} at step {step} takes {sorted(found)}, weight {result.weight}")
 
     def _check_exchange(self, result: GroupResult, step: Step, chunk: ChunkRef) -> None:
-        """Of each shard that came back, the contributions of those members whose parts make it, each once."""
+        """Check that each shard that came back has the contributions of the members whose parts make it, each once."""
         kept = self.joined.get((result.group, result.attempt))
         if kept is None and result.group == Exchanged(stage=chunk.stage):
             raise Violated(f"{chunk} takes part in {result.group} at step {step}, and has no result")

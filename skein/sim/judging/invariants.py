@@ -1,4 +1,4 @@
-"""What must hold in a simulated world after every event, however its machines are disturbed.
+"""Invariants that hold in a simulated world after every event, however its machines are disturbed.
 
 Rules of this file
 - The run log is the only authority. A lineage names one history of commits: equal lineages mean equal parameters.
@@ -68,7 +68,7 @@ def lineage_after(lineage: str, record: StepRecord) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """What a recorded plan makes of one step: who visits each stage, and in which order each chunk adds them up."""
+    """Visitors in one step of a recorded plan: microbatches of each stage, and the order in which a chunk adds them."""
 
     by_stage: Mapping[StageIndex, frozenset[MicrobatchId]]
     by_chunk: Mapping[ChunkRef, tuple[MicrobatchId, ...]]
@@ -116,8 +116,8 @@ class Invariants:
         """By the generation whose plan was recorded."""
         self.has_storage_failed = False
         self.has_liars = False
-        """Somebody may say that it holds what it does not, or not what it does."""
-        """Checkpoints were damaged, or could not be read or written for a while: no job may end for that."""
+        """Whether a worker may say that it holds what it does not, or not what it does."""
+        """`has_storage_failed`: checkpoints were damaged, or not read or written for a while: no job may end for it."""
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)
@@ -128,7 +128,7 @@ class Invariants:
         self._places: dict[Incarnation, tuple[Epoch, Generation]] = {}
         self._members: dict[Generation, frozenset[tuple[WorkerId, Incarnation]]] = {}
         self._owners: dict[tuple[Epoch, Generation], dict[tuple[MicrobatchId, StageIndex], WorkerId]] = {}
-        """Who has accumulated, or will, what a step that goes on consists of."""
+        """Workers that have accumulated, or will, what a step that goes on consists of."""
         self._built: dict[Incarnation, Generation] = {}
         self._replayed = History()
 
@@ -255,7 +255,7 @@ class Invariants:
                 pass
 
     def _resumes(self, assign: Assign, resumption: Resumption) -> None:
-        """What goes on is each contribution of one worker alone: added up before, or still to come."""
+        """Check that each contribution that goes on is of one worker alone: added up before, or still to come."""
         owners = self._owners.setdefault((assign.epoch, assign.generation), {})
         me = resumption.schedule.worker
         kept = [(m, chunk.stage) for chunk in resumption.chunks for m in chunk.ledger]

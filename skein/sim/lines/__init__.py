@@ -1,1 +1,1 @@
-"""What carries messages and tensors between simulated processes, and what befalls it on the way."""
+"""Carriers of messages and tensors between simulated processes, and what befalls these on the way."""

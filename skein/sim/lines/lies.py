@@ -16,20 +16,20 @@ from skein.protocol.messages.reports import Hello, Report
 from skein.types import GroupId, Own, StageIndex
 
 SHARE = 0.4
-"""Of a liar's reports, so many are mutated."""
+"""Share of a liar's reports that are mutated."""
 _INTEGERS = (0, -1, MAX_INTEGER, MAX_INTEGER + 1)
 _FLOATS = (nan, inf, -inf, -1.0, 0.0, 1e-300, 1e30, 1e308)
 _NO_STAGE = 10**9
 _NAMES = ("", "w0000", "w0001", "s0", "sim-1", "nobody")
 _KEPT = frozenset({"worker", "incarnation", "secret"})
-"""Of a Hello: who says another's name there has no place in the world."""
+"""Fields of a Hello that stay: a worker that says another's name there has no place in the world."""
 
 Place = tuple[str | int, ...]
 T = TypeVar("T")
 
 
 def mutated(report: Report, draw: Draw) -> tuple[Report, ...]:
-    """What is said in place of `report`: mostly itself, else nothing, twice the same, or another."""
+    """Reports in place of `report`: mostly itself, else none, the same twice, or a mutated one."""
     if draw.random() >= SHARE:
         return (report,)
     how = 1.0 if isinstance(report, Hello) else draw.random()  # a stream begins with one and no more
@@ -71,7 +71,7 @@ def _changed(value: T, place: Place, draw: Draw) -> T:
 
 
 def _other(value: T, draw: Draw) -> T:
-    """Another value of the same type."""
+    """Replacement for a value, of the same type."""
     found: object
     if isinstance(value, bool):
         found = not value

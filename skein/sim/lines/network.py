@@ -23,7 +23,7 @@ Pair = tuple[WorkerId, WorkerId]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """What a link does to tensors for a while: each takes up to `jitter_s` longer, so that later ones overtake it.
+    """Effect of a link on tensors for a while: each takes up to `jitter_s` longer, so that later ones overtake it.
 
     `loss` and `repeats` are the chances that one is lost on the way (its stream breaks), or arrives twice.
     """
@@ -66,7 +66,7 @@ class Network:
         self._site_of[worker] = site
 
     def site_of(self, worker: WorkerId) -> SiteId:
-        """Where a worker is, or was."""
+        """Site of a worker that is there, or was."""
         return self._site_of[worker]
 
     @property
@@ -108,7 +108,7 @@ class Network:
         return self._cut[sender, receiver] > 0 or self._cut_sites[between] > 0
 
     def set_weather(self, sender: WorkerId, receiver: WorkerId, weather: Weather) -> None:
-        """What the link does from now on; `FAIR` ends it."""
+        """Set the weather of a link from now on; `FAIR` ends it."""
         self._weather[sender, receiver] = weather
 
     # --- what links do ---
@@ -119,7 +119,7 @@ class Network:
         return Link(sender=sender, receiver=receiver, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     def arrival_s(self, sender: WorkerId, receiver: WorkerId, num_bytes: int, *, now: float) -> float | None:
-        """When the last byte arrives, behind what the link carries already; None if the link is cut."""
+        """Time at which the last byte arrives, behind what the link carries already; None if the link is cut."""
         pair = (sender, receiver)
         if self.is_cut(sender, receiver):
             return None
@@ -130,7 +130,7 @@ class Network:
         return self._free_at[pair] + latency_s * weather.slower
 
     def fate(self, sender: WorkerId, receiver: WorkerId) -> tuple[bool, bool, float]:
-        """Of one tensor on a link: whether it is lost, whether it arrives twice, and how many seconds it is late."""
+        """Fate of one tensor on a link: whether it is lost, whether it arrives twice, and how late it is in seconds."""
         weather = self._weather.get((sender, receiver), FAIR)
         if weather is FAIR:
             return False, False, 0.0

@@ -1,4 +1,4 @@
-"""Who and the coordinator hear each other in a simulated world, and since when: what a roll-back is judged by."""
+"""Contact of processes with the coordinator in a simulated world, and since when: what a roll-back is judged by."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.types import Incarnation
 
 ASKED_S = 1.0
-"""Whoever is reached for so long was asked, or a fence still waits for the answer."""
+"""Seconds in reach after which a process was asked, or a fence still waits for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ReachTimes:
         self._served_at = now
 
     def note(self, incarnation: Incarnation, *, is_reached: bool, now: float) -> None:
-        """This process and the coordinator hear each other, or do not."""
+        """Note whether this process and the coordinator hear each other."""
         known = self._by_process.get(incarnation)
         if known is None or known.is_reached != is_reached:
             self._by_process[incarnation] = _Since(is_reached, now)

@@ -26,9 +26,9 @@ from skein.types import Incarnation, WorkerId
 CONTROL_S = 0.01
 """A message on a control stream, one way."""
 DIAL_S = 0.05
-"""From a broken stream to the next try."""
+"""Seconds from a broken stream to the next try."""
 DIAL_AGAIN_S = 0.5
-"""To the one after that, where nobody answers."""
+"""Seconds from that to the one after, where nobody answers."""
 
 
 class Streams:
@@ -61,7 +61,7 @@ class Streams:
     # --- who hears whom ---
 
     def within_reach(self) -> Iterator[FoundStage]:
-        """What processes hold that hear the coordinator, or may do so again in time."""
+        """Stages held by processes that hear the coordinator, or may do so again in time."""
         coordinator = self._service.coordinator
         for name, worker in self._workers.items():
             incarnation = worker.machine.identity.incarnation
@@ -92,7 +92,7 @@ class Streams:
     # --- opening and breaking ---
 
     def coordinator_is_up(self) -> None:
-        """Everybody dials."""
+        """Have every worker dial."""
         self._reach.serves(now=self._clock.now)
         for name in sorted(self._workers):
             self.dial_soon(name, self._workers[name].machine.identity.incarnation)
@@ -182,7 +182,7 @@ class Streams:
 
 
 def arrived(worker: SimWorker, report: Report) -> ReportArrived | ReportRefused:
-    """What the coordinator's edge makes of a report: numbers that cannot be do not get to the machine."""
+    """Event that the coordinator's edge makes of a report: numbers that cannot be do not get to the machine."""
     identity = worker.machine.identity
     try:
         check_numbers(report)

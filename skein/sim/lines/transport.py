@@ -1,6 +1,6 @@
-"""How tensors get from worker to worker: offered until the peer has taken them, or until it counts as gone.
+"""Transport of tensors from worker to worker: offered until the peer has taken them, or until it counts as gone.
 
-What `worker/transport` does over gRPC, by its effects: a tensor that a broken stream lost is offered again, so it may
+Effects are those of `worker/transport` over gRPC: a tensor that a broken stream lost is offered again, so it may
 arrive twice; a peer that gives no sign for longer than patience lasts is reported, though it may take the tensor later.
 """
 
@@ -27,11 +27,11 @@ from skein.sim.processes.worker import SimWorker
 from skein.types import Attempt, ChunkRef, Incarnation, JobId, Own, StageIndex, WorkerId
 
 REFUSED_S = 0.3
-"""How long a sender tries where its peer's machine says that nobody is there."""
+"""Seconds that a sender tries where its peer's machine says that nobody is there."""
 PATIENCE_S = 2.2
-"""How long it tries where nothing is heard at all."""
+"""Seconds that a sender tries where nothing is heard at all."""
 AGAIN_S = 0.25
-"""From a lost tensor to the next offer."""
+"""Seconds from a lost tensor to the next offer."""
 
 Give = Callable[[SimWorker, WorkerEvent], None]
 
@@ -43,7 +43,7 @@ class _Parcel:
     payload: Payload
     since_s: float
     is_over: bool = False
-    """It was taken, or given up."""
+    """Whether the peer has taken the tensor, or its sender given it up."""
 
 
 class Transport:
@@ -157,7 +157,7 @@ class Transport:
             self._give(receiver, TensorArrived(envelope=envelope))
 
     def _refused(self, parcel: _Parcel, refusal: Refusal) -> None:
-        """As its peer's gate says: what is old is of no use to anybody, what is early is offered again."""
+        """Act as the peer's gate says: what is old is of no use to anybody, what is early is offered again."""
         if refusal is Refusal.NOT_YET:
             self._offer_again(parcel, refusal)
         elif refusal is Refusal.STALE:

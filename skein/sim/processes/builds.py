@@ -1,4 +1,4 @@
-"""What workers build of their assignments: state drawn, kept, fetched from each other or read from the disk."""
+"""Builds of workers from their assignments: state drawn, kept, fetched from each other or read from the disk."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ from skein.types import StageIndex, StageSpec, Step, WorkerId
 
 BUILD_S = 0.05
 SAVE_S = 0.5
-"""Of writing one stage of a checkpoint."""
+"""Seconds of writing one stage of a checkpoint."""
 SILENT_S = 5.0
 """Until a worker gives up on a store that does not answer."""
 

@@ -35,15 +35,15 @@ from skein.sim.judging.invariants import Invariants
 from skein.types import Condition, Epoch
 
 APPEND_S = 0.002
-"""One durable append."""
+"""Seconds of one durable append."""
 READ_S = 0.05
 """Reading a checkpoint, to see whether it is whole."""
 PLAN_S = 0.2
 RESTART_S = 1.0
-"""From a coordinator's death to its successor."""
+"""Seconds from a coordinator's death to its successor."""
 
 _LATE_S = 1e-6
-"""That timers are late by, so that rounding between clocks never makes one early."""
+"""Seconds that timers are late by, so that rounding between clocks never makes one early."""
 
 
 class SimService(ABC):
@@ -57,7 +57,7 @@ class SimService(ABC):
         self.clock = Clock()
         self.log: list[Record] = []
         self.log_key = b"key"
-        """What positions of the log are signed with; whoever loses it has another one."""
+        """Key that positions of the log are signed with; a coordinator that loses it has another one."""
         self.lines: list[str] = []
         self.coordinator: Coordinator | None = None
         self.planner: Planner = make_balanced_plan
@@ -65,7 +65,7 @@ class SimService(ABC):
         self.after_append: Callable[[int], None] | None = None
         self.skew_s = 0.0
         self.halted: str | None = None
-        """Why the coordinator has ended itself, if it has."""
+        """Reason for which the coordinator has ended itself, if it has."""
         self.accepts_loss = False
         """Whether the next coordinator is told to go on with a log that has lost its end."""
         self.invariants = Invariants()
@@ -85,11 +85,11 @@ class SimService(ABC):
 
     @abstractmethod
     def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
-        """What reading all of a checkpoint finds."""
+        """Condition that reading all of a checkpoint finds, and its reason."""
 
     @abstractmethod
     def _refusal(self) -> str:
-        """Why no manifest can be written now; "": it can."""
+        """Reason that no manifest can be written now; "": it can."""
 
     @abstractmethod
     def _coordinator_is_up(self) -> None:
@@ -197,7 +197,7 @@ class SimService(ABC):
         self._wake()
 
     def _decide(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
-        """What the coordinator's machine does about an event."""
+        """Commands of the coordinator's machine for an event."""
         assert self.coordinator is not None
         return self.coordinator.handle(event, now=self._wall_s)
 

@@ -32,7 +32,7 @@ from skein.types import Incarnation, JobId, StageSpec, Step, WorkerId
 MIXED = "mixed"
 """Lineage of a copy with pieces of several histories."""
 NUM_PIECES = 16
-"""That a state travels in."""
+"""Number of pieces that a state travels in."""
 NUM_STREAMS = 2
 """Pieces on their way from one donor at a time."""
 RETRY_S = 0.2
@@ -78,7 +78,7 @@ class _Snapshot(SnapshotTerm):
 
 @dataclass(slots=True)
 class _Shelf:
-    """What one process keeps."""
+    """Copies and results that one process keeps."""
 
     snapshots: dict[Place, _Snapshot] = field(default_factory=dict)
     results: set[Place] = field(default_factory=set)
@@ -188,7 +188,7 @@ class SimCopies:
         return self._shelf(worker).fixed(stage, version) if here is None else here
 
     def lag(self, worker: SimWorker, stage: StageSpec, version: Step) -> int | None:
-        """How many results a followed copy still needs for `version`; None if it cannot get there."""
+        """Number of results that a followed copy still needs for `version`; None if it cannot get there."""
         copy = self._shelf(worker).followed.get(stage)
         if copy is None or not copy.is_whole or copy.version > version:
             return None
@@ -255,7 +255,7 @@ class SimCopies:
         copy.lineage = given
 
     def _donors(self, copy: _Copy) -> list[SimWorker]:
-        """Those that live and run, by the incarnation that was named."""
+        """Donors that live and run, by the incarnation that was named."""
         named = {member.worker: member for member in copy.prefetch.donors}
         found = [self._workers[name] for name in sorted(named) if name in self._workers]
         return [

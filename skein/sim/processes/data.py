@@ -13,7 +13,7 @@ REASON = "data.sources[0].path: '/corpus': no such file or folder on this worker
 
 
 class SimData:
-    """Who has the data, and who has them open. `give` hands a worker an event."""
+    """Data of the workers: who has them, and who has them open. `give` hands a worker an event."""
 
     def __init__(self, clock: Clock, *, give: Callable[[SimWorker, WorkerEvent], None]) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Where simulated checkpoints lie, shared by all as an object store is; and what befalls it."""
+"""Store of simulated checkpoints, shared by all as an object store is; and what befalls it."""
 
 from functools import partial
 
@@ -43,13 +43,13 @@ class Store:
         return self._clock.now < self._hangs_until
 
     def refusal(self) -> str:
-        """Why a file cannot be written now; "": it can."""
+        """Reason that a file cannot be written now; "": it can."""
         if self.hangs:
             return "the store does not answer"
         return "the store is full" if self._clock.now < self._full_until else ""
 
     def trouble(self, checkpoint: CheckpointCommitted) -> str:
-        """Why a checkpoint cannot be read now; "": it can."""
+        """Reason that a checkpoint cannot be read now; "": it can."""
         if self.hangs:
             return "the store does not answer"
         told = {file.name: self._is_whole(file) for part in checkpoint.stages for file in part.files}
@@ -61,7 +61,7 @@ class Store:
         return told.name in self.files and told == self.files[told.name][0] and told.name not in self._damaged
 
     def look(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
-        """What whoever reads all of a checkpoint finds."""
+        """Condition that reading all of a checkpoint finds, and its reason."""
         reason = self.trouble(checkpoint)
         if not reason:
             return Condition.WHOLE, ""

@@ -14,7 +14,7 @@ from skein.sim.compute.executor import SimExecutor
 
 @dataclass(slots=True)
 class SimWorker:
-    """One process and the state of its stream."""
+    """Process of a worker and the state of its stream."""
 
     machine: Worker
     executor: SimExecutor
@@ -25,15 +25,15 @@ class SimWorker:
     is_busy: bool = False
     is_to_forget: bool = False
     to_fail: Callable[[Op], bool] | None = None
-    """Of which ops the next one fails halfway."""
+    """Test of ops; the next op that passes it fails halfway."""
     lies: Draw | None = None
-    """What mutates its reports draws from this."""
+    """Stream of random numbers that mutations of its reports draw from."""
     has_lied: bool = False
     wakes_at: float | None = None
     build: int = 0
     frozen: deque[Action] = field(default_factory=deque)
     up: deque[Action] = field(default_factory=deque)
-    """What it says, held back by a cut; `down`: what it is told."""
+    """Reports that a cut holds back; `down`: directives to it, likewise."""
     down: deque[Action] = field(default_factory=deque)
 
     def when_running(self, action: Action) -> None:

@@ -1,1 +1,1 @@
-"""What both services need as processes: options, logs, files and a folder."""
+"""Parts that both services need as processes: options, logs, files and a folder."""

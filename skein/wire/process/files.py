@@ -1,4 +1,4 @@
-"""How many files and connections a process may have open: what the system allows, less some for its own use."""
+"""Limit on open files and connections of a process: what the system allows, less some for its own use."""
 
 import resource
 

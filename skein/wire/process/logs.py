@@ -8,7 +8,7 @@ LogFormat = Literal["text", "json"]
 
 
 def formatter(log_format: LogFormat) -> logging.Formatter:
-    """What turns records into lines of that format."""
+    """Formatter that turns records into lines of that format."""
     match log_format:
         case "text":
             return logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")

@@ -1,4 +1,4 @@
-"""Where a service keeps what outlives its process, when nobody says."""
+"""Default folder for what outlives a service's process."""
 
 import os
 from pathlib import Path

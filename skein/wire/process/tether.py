@@ -23,7 +23,7 @@ def tethered(
 
 
 def tethered_arguments(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> list[str]:
-    """How `python` runs `module` so that it ends with this process."""
+    """Command line with which `python` runs `module` so that it ends with this process."""
     return tethered([python, "-P", "-m", module, *arguments], python=python)
 
 

@@ -1,1 +1,1 @@
-"""What a server has before it knows who calls: room, health, small pages, and refusals."""
+"""Parts of a server that come before it knows who calls: room, health, small pages, and refusals."""

@@ -20,12 +20,12 @@ from skein.wire.serving.hosts import counted_as
 PER_ADDRESS = 64
 PERIOD_S = 0.25
 GREETED_BYTES = 33
-"""What HTTP/2 begins with, and the shortest settings."""
+"""Bytes of the HTTP/2 preface and the shortest settings."""
 CALLED_BYTES = 128
 """A whole greeting is shorter, with a first call it is longer."""
 _ESTABLISHED = "01"
 _BYTES_RECEIVED = struct.Struct("=128xQ")
-"""Of Linux's `tcp_info`, since 4.1."""
+"""Field of Linux's `tcp_info`, since 4.1."""
 
 
 class Doorway:
@@ -73,7 +73,7 @@ def _connections(port: int) -> Iterator[tuple[int, str]]:
 
 
 def _host(text: str) -> str:
-    """What an address counts as, which the kernel prints in words of 32 bits, each in this machine's order.
+    """Host that an address counts as, which the kernel prints in words of 32 bits, each in this machine's order.
 
     >>> _host("0100007F"), _host("0000000000000000FFFF00000100007F")
     ('127.0.0.1', '127.0.0.1')

@@ -40,7 +40,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[object, object] | None":
-        """How to answer a call; None for methods of other services."""
+        """Method that answers a call; None for methods of other services."""
         return self._methods.get(handler_call_details.method)
 
     def set(self, service: str, status: int) -> None:

@@ -1,4 +1,4 @@
-"""Whom an address counts as, where what one host may have is bounded.
+"""Hosts that addresses count as, where what one host may have is bounded.
 
 Whoever has one IPv6 address mostly has all 2^64 of its network, so these count as one. An IPv4 address that comes
 through an IPv6 socket is that IPv4 address.
@@ -11,7 +11,7 @@ _NETWORK_BYTES = 8
 
 
 def counted_as(address: str) -> str:
-    """What an IP address counts as; anything else as itself.
+    """Host that an IP address counts as; anything else counts as itself.
 
     >>> counted_as("10.0.0.1"), counted_as("::ffff:10.0.0.1"), counted_as("unix")
     ('10.0.0.1', '10.0.0.1', 'unix')
@@ -30,7 +30,7 @@ def counted_as(address: str) -> str:
 
 
 def host_of(peer: str) -> str:
-    """What whoever calls counts as, of the name that gRPC has for a connection.
+    """Host that a caller counts as, by gRPC's name for the connection.
 
     >>> host_of("ipv4:10.0.0.1:5000"), host_of("ipv6:%5B::ffff:10.0.0.1%5D:5000"), host_of("unix:")
     ('10.0.0.1', '10.0.0.1', 'unix')
