@@ -45,7 +45,7 @@ from skein.wire.views import (
 
 TIMEOUT_S = 10.0
 MAX_SHARD_BYTES = 5 * 10**9
-"""As Hugging Face splits its own."""
+"""Size at which Hugging Face splits its own weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Exported:
     out: Path
     files: tuple[Path, ...]
     lacking: tuple[str, ...] = ()
-    """What should lie there and could not be had here, in a line each."""
+    """Lines on what should lie there and could not be had here, one each."""
 
 
 class AsyncClient:
@@ -110,7 +110,7 @@ class AsyncClient:
         await self._connection.close()
 
     async def version(self) -> VersionReply:
-        """What the coordinator runs."""
+        """Version of the coordinator."""
         return await self._connection.version()
 
     async def submit(
@@ -158,7 +158,7 @@ class AsyncClient:
         return tuple(codec.WORKER_STATUS.decode(worker) for worker in reply.workers)
 
     async def links(self) -> tuple[Link, ...]:
-        """What workers measured between each other."""
+        """Links between workers, as these measured them."""
         reply = await self._connection.call(lambda at: at.jobs.Links, jobs_pb2.LinksRequest())
         return tuple(codec.LINK.decode(link) for link in reply.links)
 
@@ -182,7 +182,7 @@ class AsyncClient:
         return tuple(codec.WORKER_STATUS.decode(found) for found in reply.workers)
 
     async def incidents(self, job: str) -> tuple[Incident, ...]:
-        """What failures there were in a job so far and what each cost, oldest first; `log.incident` sums up.
+        """Incidents of a job so far and what each cost, oldest first; `log.incident` sums up.
 
         Raises:
             NotFound: there is no such job.
@@ -206,7 +206,7 @@ class AsyncClient:
         return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
 
     async def verify(self, job: str, version: int) -> CheckpointView:
-        """One of them, after the coordinator has read all of it; a damaged one is set aside.
+        """Checkpoint of that version, after the coordinator has read all of it; a damaged one is set aside.
 
         Raises:
             NotFound: there is none of this version.
@@ -277,7 +277,7 @@ class AsyncClient:
 
 
 class AsyncJob:
-    """One job at its coordinator.
+    """A job at its coordinator.
 
     Args:
         connection: to the coordinator.
@@ -300,7 +300,7 @@ class AsyncJob:
         return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Get, request))
 
     def events(self, *, since: int | Key = 0) -> AsyncGenerator[JobEvent, None]:
-        """What happened after the event of that key or number, then what happens, through restarts, until the end."""
+        """Events after the one of that key or number, past ones and then new ones, through restarts, until the end."""
         return self._connection.watch(self.id, since=(since, 0) if isinstance(since, int) else since)
 
     async def history(self, *, since: Key = (0, 0)) -> tuple[JobEvent, ...]:

@@ -26,11 +26,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _END_S = 2.0
-"""What work that was interrupted may take to end."""
+"""Time that interrupted work may take to end."""
 
 
 class _Blocking(Generic[A]):
-    """Something for asyncio, and the loop that it is driven on."""
+    """An asyncio client or job, and the loop that it is driven on."""
 
     def __init__(self, loop: "_Loop", driven: A) -> None:
         self._loop = loop
@@ -116,7 +116,7 @@ class Client(_Blocking[AsyncClient]):
 
 
 class Job(_Blocking[AsyncJob]):
-    """One job at its coordinator."""
+    """A job at its coordinator."""
 
     @property
     def id(self) -> str:
@@ -129,7 +129,7 @@ class Job(_Blocking[AsyncJob]):
         return self._driven.is_new
 
     def events(self, *, since: int | Key = 0) -> Generator[JobEvent, None, None]:
-        """What happened after the event of that key or number, then what happens, through restarts, until the end."""
+        """Events after the one of that key or number, past ones and then new ones, through restarts, until the end."""
         events = self._driven.events(since=since)
         try:
             while (event := self._loop.run(_next(events))) is not None:
@@ -164,7 +164,7 @@ class _Loop:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[object, object, T]) -> T:
-        """What `work` gives. A signal that interrupts the wait ends the work first."""
+        """Result of `work`. A signal that interrupts the wait ends the work first."""
         is_over = threading.Event()
         future = asyncio.run_coroutine_threadsafe(_until_over(work, is_over), self._loop)
         try:

@@ -33,11 +33,11 @@ DEFAULT_TARGET = "127.0.0.1:7411"
 PATIENCE_S = 60.0
 """A coordinator is back within 10 s of its death, on a busy machine within a minute."""
 MAX_MOVES = 8
-"""How often one call follows the leader without any progress."""
+"""Most moves of one call after the leader without any progress."""
 _PAUSE_S = 0.25
 _MAX_PAUSE_S = 2.0
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""How a call ends when the server goes away; CANCELLED on streams that it ended while stopping."""
+"""Codes of calls whose server goes away; CANCELLED on streams that it ended while stopping."""
 
 
 class Connection:
@@ -103,10 +103,10 @@ class Connection:
         await self._bulk.close(None)
 
     async def version(self) -> VersionReply:
-        """What runs at the other end.
+        """Version of the coordinator at the other end.
 
         Raises:
-            NotReachable | VersionMismatch: nobody does, or another protocol.
+            NotReachable | VersionMismatch: none answers, or one of another protocol.
         """
         if not self._is_sought:
             _ = await self.seek()
@@ -144,15 +144,15 @@ class Connection:
                 await patience.endure(error)
 
     def patience(self) -> "CallPatience":
-        """How much of it is left in one call; renewed whenever there is progress."""
+        """Patience of one call; renewed whenever there is progress."""
         return CallPatience(self, self._patience_s if self._version is not None else 0.0)
 
     async def watch(
         self, job: str, *, since: Key = (0, 0), is_following: bool = True
     ) -> AsyncGenerator[JobEvent, None]:
-        """What happened to `job` after the event with key `since`, each once and in order.
+        """Events of `job` after the one with key `since`, each once and in order.
 
-        Then what happens, until the job ends; where it does not follow, no more than what is known now.
+        New events follow until the job ends; without `is_following`, there are only those known now.
 
         Raises:
             NotReachable | NotFound | RemoteError: see `client.errors`.

@@ -1,4 +1,4 @@
-"""What ends every document of a job, as far as it can be told here: a tokenizer's file may lie on workers only."""
+"""Separator of a job's documents, as far as it can be told here: a tokenizer's file may lie on workers only."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from skein.data.separator import separator_of, separator_of_bytes
 
 
 def end_of_documents(data: DataSpec) -> str | None:
-    """What ends every document, in words; None where the data are no text.
+    """Separator that ends every document, in words; None where the data are no text.
 
     Raises:
         UserError: what the job asks for is no token.

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and its coordinator."""
+"""Errors between a client and its coordinator."""
 
 import grpc
 from grpc import aio
@@ -9,7 +9,7 @@ from skein.wire.failures import error_of
 
 
 class NotReachable(SkeinError):
-    """Nobody answers at `target`, or no longer."""
+    """The coordinator does not answer at `target`, or no longer."""
 
     def __init__(self, target: str, text: str) -> None:
         super().__init__(text)
@@ -29,7 +29,7 @@ class NotFound(Refused):
 
 
 def explain_call(error: aio.AioRpcError, target: str) -> SkeinError:
-    """What a failed call to `target` means to the caller."""
+    """Error that a failed call to `target` means to the caller."""
     meant, code = error_of(error, target), error.code()
     if isinstance(meant, UserError):
         kind = NotFound if code is grpc.StatusCode.NOT_FOUND else Refused

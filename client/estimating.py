@@ -1,4 +1,4 @@
-"""What a job can expect, said before it runs: what its aggregation costs, and which holders it will lack."""
+"""Expectations of a job, said before it runs: what its aggregation costs, and which holders it will lack."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _MAY_WORK = (WorkerState.IDLE, WorkerState.WORKING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Of a job: what its aggregation costs, and a sentence for each thing that it asks for and will not have."""
+    """Cost of a job's aggregation, and a sentence for each thing that the job asks for and will not have."""
 
     estimate: Estimate
     warnings: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ class LocalFleet:
 
     @property
     def metrics_url(self) -> str:
-        """What Prometheus would read."""
+        """Address that Prometheus would read."""
         return f"http://{HOST}:{self.metrics_port}/metrics"
 
     @property
@@ -100,11 +100,11 @@ class LocalFleet:
 
     @property
     def logs(self) -> Path:
-        """Where each service's log is."""
+        """Folder of the services' logs."""
         return self.directory / "logs"
 
     def log(self, name: str) -> Path:
-        """What a service prints."""
+        """File with what a service prints."""
         return self.logs / f"{name}.log"
 
     def __enter__(self) -> Self:

@@ -163,7 +163,7 @@ def _fail(lines: Sequence[str], code: int) -> int:
 
 
 def _recorded(error: Exception) -> str:
-    """One line about an error of our own, whose trace goes to a file."""
+    """Line about an error of our own, whose trace goes to a file."""
     text = "".join(traceback.format_exception(error))
     name = f"skein-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:

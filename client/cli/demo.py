@@ -40,7 +40,7 @@ _SAMPLE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOutcome:
-    """What a demo leaves behind. Losses are in nats per byte, the first before any training."""
+    """Results and files of a demo. Losses are in nats per byte, the first before any training."""
 
     seconds: float
     validation_losses: tuple[float, ...]
@@ -145,7 +145,7 @@ def _watch(job: Job, total_steps: int, say: Console, losses: list[float]) -> Job
 
 
 def _sample(export: Path) -> str:
-    """What the exported model writes after `PROMPT`, opened by transformers in a process of its own."""
+    """Text that the exported model writes after `PROMPT`, opened by transformers in a process of its own."""
     command = [sys.executable, "-P", "-m", "client.sample", str(export), PROMPT]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:

@@ -56,7 +56,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFinding:
-    """One thing that was looked at: what was found, and what to do about it unless it is fine."""
+    """Result of one check: what was found, and what to do about it unless it is fine."""
 
     check: str
     verdict: Verdict
@@ -144,7 +144,7 @@ def _ray() -> DoctorFinding:
 
 
 def _torch() -> DoctorFinding:
-    """What torch finds, asked in a process of its own: a client does without it."""
+    """Finding on torch, which is asked in a process of its own: a client does without it."""
     if importlib.util.find_spec("torch") is None:
         cure = f"fine on coordinators and clients; a worker needs: {install_hint('worker')}"
         return DoctorFinding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
@@ -193,7 +193,7 @@ def _token() -> DoctorFinding:
 
 
 def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
-    """What is at the coordinator's address; where nothing is, whether one could be started."""
+    """Findings on the coordinator, its workers and its clock; where none is, whether one could be started."""
     name = target().coordinator
     try:
         host, port = split_address("coordinator", split_addresses("coordinator", name)[0])
@@ -251,7 +251,7 @@ def _listens(address: str) -> bool:
 
 
 def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> DoctorFinding:
-    """How far this clock is from the coordinator's, by the date its metrics port gives; good to a second."""
+    """Finding on how far this clock is from the coordinator's, by the date its metrics port gives; good to a second."""
     url = f"http://{join_address(host, port)}/metrics"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -265,7 +265,7 @@ def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> Doctor
 
 
 def clock_skew(began_s: float, their_s: float, ended_s: float) -> DoctorFinding:
-    """What a time that is cut to whole seconds, read between two of ours, says about the difference."""
+    """Finding on the difference of two clocks, by a time cut to whole seconds that was read between two of ours."""
     skew_s = max(0.0, began_s - (their_s + 1), their_s - ended_s)
     found = f"at most {skew_s + 1:.0f} s from the coordinator's" if skew_s < 1 else f"{skew_s:.0f} s off"
     if skew_s <= MAX_SKEW_S:

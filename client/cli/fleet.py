@@ -68,7 +68,7 @@ def measure(worker: str, *, is_json: bool) -> int:
 
 
 def _measured(client: Client, worker: str) -> list[WorkerStatus]:
-    """Those that were asked, once all have answered or are gone.
+    """Workers that were asked to measure, once all have answered or are gone.
 
     Raises:
         SkeinError: some have not answered for long.

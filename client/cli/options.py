@@ -22,17 +22,17 @@ _KEY = "client.cli.options"
 
 @dataclass(slots=True)
 class Target:
-    """Which coordinator, and how to be let in."""
+    """Coordinator to call, and how to be let in."""
 
     coordinator: str = DEFAULT_TARGET
     token_file: Path | None = None
     timeout: str = "10 s"
 
     def token(self) -> str | None:
-        """What the token file says; None where there is none.
+        """Token in the token file; None where no file is given.
 
         Raises:
-            UserError: it cannot be used.
+            UserError: the file cannot be used.
         """
         return None if self.token_file is None else read_token(self.token_file)
 

@@ -203,7 +203,7 @@ def _write(path: Path, text: str) -> None:
 
 
 class _Progress:
-    """How a search stands, on standard error: one line redrawn on a terminal, a line now and then elsewhere."""
+    """Standing of a search, on standard error: one line redrawn on a terminal, a line now and then elsewhere."""
 
     def __init__(self, began_s: float, *, is_quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
         self._began_s = began_s

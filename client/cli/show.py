@@ -1,4 +1,4 @@
-"""How values look: JSON for programs, aligned text for people."""
+"""Forms of values: JSON for programs, aligned text for people."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def event_object(event: JobEvent) -> object:
 
 
 def print_json(value: object) -> None:
-    """One line on standard output."""
+    """Print `value` in one line on standard output."""
     click.echo(json.dumps(plain(value)))
 
 
@@ -181,7 +181,7 @@ def late_samples(status: JobStatus) -> str:
 
 
 def _doubt(status: JobStatus) -> str:
-    """How far a prediction may be off, and is; how near the best plan it is, where that can be told."""
+    """Doubt about a prediction: how far it may be off, and is; how near the best plan it is, where that can be told."""
     spread = f" ± {status.predicted_spread:.0%} by first measurements" if status.predicted_spread else ""
     off = (status.measured_step_s or status.predicted_step_s) / status.predicted_step_s
     if not 1 / PARTED <= off <= PARTED:
@@ -190,7 +190,7 @@ def _doubt(status: JobStatus) -> str:
 
 
 def factor(ratio: float) -> str:
-    """How many times more or less.
+    """Ratio in words: how many times more or less.
 
     >>> factor(657.02), factor(0.25)
     ('657 times', 'a 4th')
@@ -199,7 +199,7 @@ def factor(ratio: float) -> str:
 
 
 def _data(status: JobStatus, spec: JobSpec) -> str:
-    """What an epoch is, once that is known, and what ends every document, as far as it can be told here."""
+    """Length of an epoch, once that is known, and what ends every document, as far as it can be told here."""
     known: list[str] = []
     if status.num_train_samples:
         num_steps = -(-status.num_train_samples // spec.batch.samples)
@@ -218,7 +218,7 @@ TIME_COLUMNS = ("CHUNK OR LINK", "OP", "PLANNED", "MEASURED", "OFF BY")
 
 
 def time_rows(status: JobStatus) -> list[tuple[str, ...]]:
-    """What the plan takes each op, each transfer and the step for, and what they take; see `TIME_COLUMNS`."""
+    """Rows of predicted and measured times: of each op, each transfer and the step; see `TIME_COLUMNS`."""
     rows = [_time_row("step", "", status.predicted_step_s, status.measured_step_s)]
     for times in status.chunk_times:
         chunk, found = times.planned.chunk, times.measured
@@ -342,7 +342,7 @@ def eta_s(step: int, total_steps: int, step_s: float) -> float:
 
 
 def steps_text(total_steps: int) -> str:
-    """How many steps a job has; `?` as long as its data are not counted.
+    """Number of steps of a job; `?` as long as its data are not counted.
 
     >>> steps_text(300), steps_text(MOST_STEPS)
     ('300', '?')

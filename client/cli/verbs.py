@@ -126,5 +126,5 @@ def launch(module: str, arguments: tuple[str, ...]) -> NoReturn:
 
 
 def program_arguments(module: str, arguments: tuple[str, ...]) -> list[str]:
-    """How `module` is run: `-P` keeps a folder of the same name here from being taken for it."""
+    """Arguments that run `module`: `-P` keeps a folder of the same name here from being taken for it."""
     return [sys.executable, "-P", "-m", module, *arguments]

@@ -18,7 +18,7 @@ HISTORY, CONFIG, SUMMARY = "history.jsonl", "config.json", "summary.json"
 
 
 def write_csv(points: Iterable[Point], file: TextIO) -> None:
-    """One row for each point under a row of names; what is not known is empty."""
+    """Write one row for each point under a row of names; what is not known is empty."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for point in points:
@@ -121,7 +121,7 @@ def _text(field: int, text: str) -> bytes:
 
 
 def write_history(points: Sequence[Point], folder: Path, *, name: str, config: str) -> None:
-    """What `wandb.init` and `Run.log` take, to be replayed where that package and its service are.
+    """Write what `wandb.init` and `Run.log` take, to be replayed where that package and its service are.
 
     `history.jsonl` has a line for each point, with `_step` and `_timestamp` as in a history of W&B; `config.json` the
     job, `summary.json` the last value of each curve and the run's name. It is not W&B's own binary file of a run.

@@ -76,7 +76,7 @@ def _is_number(value: float | None) -> bool:
 
 
 def _place(value: float, low: float, high: float, size: int) -> int:
-    """Which of `size` places between two ends a value has; the middle one where the ends are equal."""
+    """Place of a value among `size` between two ends; the middle one where the ends are equal."""
     if high <= low:
         return size // 2
     return min(size - 1, int((value - low) / (high - low) * size))

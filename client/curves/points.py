@@ -55,16 +55,16 @@ class Course:
 
     @property
     def steps(self) -> tuple[StepFinished, ...]:
-        """Those that count, in order."""
+        """Steps that no roll-back has undone, in order."""
         return tuple(self._steps[number][1] for number in sorted(self._steps))
 
     @property
     def evaluations(self) -> tuple[EvaluationFinished, ...]:
-        """Those that count, in order."""
+        """Evaluations that no roll-back has undone, in order."""
         return tuple(self._evaluations[number][1] for number in sorted(self._evaluations))
 
     def points(self) -> tuple[Point, ...]:
-        """One for each version that a step or an evaluation tells of, in order."""
+        """Points for all versions that a step or an evaluation tells of, in order."""
         tokens, found = 0, []
         for number in sorted(self._steps.keys() | self._evaluations.keys()):
             wall_s, step = self._steps.get(number, (None, None))
@@ -87,6 +87,6 @@ class Course:
 
 
 def measures(point: Point) -> Mapping[str, float]:
-    """What is known of `point`, by the names of `MEASURES`."""
+    """Values known of `point`, by the names of `MEASURES`."""
     values = {name: getattr(point, name) for name in MEASURES}
     return {name: float(value) for name, value in values.items() if value is not None}

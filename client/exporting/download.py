@@ -31,9 +31,9 @@ _GLOBAL = "global_params."
 
 
 def weight_prefixes(manifest: ManifestReply, job: JobSpec) -> tuple[str, ...]:
-    """What is before the name of a parameter in those tensors of a checkpoint of which the exported one is the mean.
+    """Prefixes of a parameter's name in those tensors of a checkpoint of which the exported one is the mean.
 
-    Of DiLoCo what its walkers agreed on, of leader SGD one walker's or the mean of all, as the job says, and of gossip
+    DiLoCo exports what its walkers agreed on, leader SGD one walker's or the mean of all, as the job says, and gossip
     the mean, which is what all would come to if they went on to average.
     """
     match job.aggregation.export_of:

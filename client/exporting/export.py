@@ -39,7 +39,7 @@ class Dtype(StrEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Of one number."""
+        """Bytes of one number."""
         return 4 if self is Dtype.FP32 else 2
 
     @property
@@ -50,7 +50,7 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Where the numbers of one tensor lie."""
+    """Place where the numbers of one tensor lie."""
 
     path: Path
     offset: int
@@ -124,7 +124,7 @@ def require_unused(field: str, folder: Path) -> None:
 
 
 def _sources(stage_files: Sequence[Path], model: AnyModel, prefixes: Sequence[str]) -> dict[str, _Sources]:
-    """What every tensor of `model` is made of, in the order of its layers."""
+    """Sources that every tensor of `model` is made of, in the order of its layers."""
     found: dict[str, _Source] = {}
     for path in stage_files:
         for name, source in _header(path).items():
@@ -163,7 +163,7 @@ def _header(path: Path) -> dict[str, _Source]:
 
 
 def _source(path: Path, entry: Mapping[str, object], start: int) -> _Source:
-    """One entry of a header; `start` is where the numbers of the file begin."""
+    """Source in one entry of a header; `start` is where the numbers of the file begin."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise ValueError("an entry of the header is malformed")

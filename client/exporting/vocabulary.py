@@ -1,4 +1,4 @@
-"""What turns text into an export's tokens and back: the files of its tokenizer, for `transformers.AutoTokenizer`."""
+"""Tokenizer files of an export, to turn text into its tokens and back, for `transformers.AutoTokenizer`."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""How a lab is changed while it runs: lines of JSON over a Unix socket that only its owner can open.
+"""Control of a lab while it runs: lines of JSON over a Unix socket that only its owner can open.
 
 One request, one answer, then the connection ends. An answer is `{"is_ok": true, ...}`, or the mistake that was made.
 """
@@ -61,7 +61,7 @@ class Heal(_Message):
 
 
 class Ask(_Message):
-    """How is everything?"""
+    """Tell the status of everything."""
 
     do: Literal["status"] = "status"
 
@@ -77,7 +77,7 @@ _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discrimina
 
 
 class LinkStatus(_Message):
-    """One direction between two endpoints, and what went there so far."""
+    """Status of one direction between two endpoints, and what went there so far."""
 
     sender: str
     receiver: str
@@ -134,7 +134,7 @@ class Mistake(_Message):
 
 
 class Answer(_Message):
-    """What a lab says: how many links it changed, its status, or what was wrong."""
+    """Answer of a lab: how many links it changed, its status, or what was wrong."""
 
     num_links: int = 0
     status: LabStatus | None = None
@@ -142,7 +142,7 @@ class Answer(_Message):
 
 
 def ask(folder: Path, request: Request) -> Answer:
-    """What the lab of that folder answers.
+    """Answer of the lab of that folder.
 
     Raises:
         NoLab: none runs there.

@@ -51,7 +51,7 @@ _PRIORITY = 1
 
 
 class _Carrier(Protocol):
-    """What moves bytes between endpoints: `Wan` or `Proxies`."""
+    """Carrier of bytes between endpoints: `Wan` or `Proxies`."""
 
     def refresh(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What an emulated link really gives: round trips and bytes through TCP, from one namespace to another."""
+"""Measurement of an emulated link: round trips and bytes through TCP, from one namespace to another."""
 
 import socket
 import time
@@ -17,7 +17,7 @@ _NUM_PINGS = 21
 _PATIENCE_S = 20.0
 _PIECE_BYTES = 1 << 18
 _WARM_SHARE = 0.4
-"""Of the time, at its beginning: TCP finds out the bandwidth, and nothing counts."""
+"""Share of the time, at its beginning, in which TCP finds out the bandwidth and nothing counts."""
 
 
 class NotMeasured(SkeinError):
@@ -26,7 +26,7 @@ class NotMeasured(SkeinError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDirection:
-    """One direction, as the preset has it or it was changed to, and as TCP finds it.
+    """A direction, as the preset has it or it was changed to, and as TCP finds it.
 
     Args:
         round_trip_s: that the latencies of both directions make, without jitter.

@@ -90,7 +90,7 @@ class Site(_File):
 
 
 class Preset(_File):
-    """What a lab emulates.
+    """Network that a lab emulates.
 
     Args:
         source: where the figures are from.

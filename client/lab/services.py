@@ -15,7 +15,7 @@ from skein.wire.channel import join_address, split_address
 from skein.wire.process.tether import start_tethered
 
 METRICS_PORT = 7412
-"""Of the coordinator, on its own loopback."""
+"""Port of the coordinator's metrics, on its own loopback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ServiceProgram:
 
 
 def programs(folder: LabFolder, lab: LabFile) -> tuple[ServiceProgram, ...]:
-    """What runs at the lab's endpoints, the coordinator first."""
+    """Programs that run at the lab's endpoints, the coordinator first."""
     return tuple(
         _coordinator(folder, lab, endpoint)
         if endpoint.name == COORDINATOR
@@ -98,7 +98,7 @@ class Services:
             self._folder.note_process(process.pid)
 
     def log(self, name: str) -> Path:
-        """What the service prints."""
+        """File with what the service prints."""
         return self._folder.logs / f"{name}.log"
 
     def process_of(self, name: str) -> int | None:

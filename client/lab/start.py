@@ -31,13 +31,13 @@ PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"
 """Not the address at which outgoing connections begin, so that a port once seen free stays so."""
 _POLL_S = 0.1
 _JOIN_S = 10.0
-"""That a worker takes to import torch and measure itself, while all others do the same."""
+"""Time that a worker takes to import torch and measure itself, while all others do the same."""
 _STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabOptions:
-    """What a user may say about a lab.
+    """Options that a user may give a lab.
 
     Args:
         preset: a name, or the path of a file.

@@ -1,4 +1,4 @@
-"""What a lab writes into its folder, so that other commands find it, and can clear up after one that died."""
+"""Files of a lab in its folder, so that other commands find it, and can clear up after one that died."""
 
 import hashlib
 import json
@@ -73,21 +73,21 @@ class LabFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where a `checkpoint.url` may lead."""
+        """Folder to which a `checkpoint.url` may lead."""
         return self.path / "checkpoints"
 
     @property
     def prefix(self) -> str:
-        """How the names of this lab's namespaces begin; no other folder has the same."""
+        """Beginning of the names of this lab's namespaces; no other folder has the same."""
         digest = hashlib.blake2b(os.fsencode(self.path), digest_size=4).hexdigest()
         return f"skein-{digest}-"
 
     def namespace(self, endpoint: Endpoint) -> str:
-        """Where the endpoint's processes are."""
+        """Namespace of the endpoint's processes."""
         return f"{self.prefix}{endpoint.name}"
 
     def wan_namespace(self, endpoint: Endpoint) -> str:
-        """Where the endpoint's WAN device is: behind NAT, its home's."""
+        """Namespace of the endpoint's WAN device: behind NAT, its home's."""
         ending = namespaces.HOME_ENDING if endpoint.is_behind_nat else ""
         return f"{self.namespace(endpoint)}{ending}"
 
@@ -117,7 +117,7 @@ class LabFolder:
             file.write(json.dumps([process, psutil.Process(process).create_time()]) + "\n")
 
     def noted_processes(self) -> list[psutil.Process]:
-        """Those that still run; a number that was given to another process since does not count."""
+        """Processes noted that still run; a number that was given to another process since does not count."""
         found = []
         with suppress(FileNotFoundError):
             for line in self._processes_file.read_text(encoding="ascii").splitlines():
@@ -166,7 +166,7 @@ class LabFolder:
 
 
 def default_folder() -> Path:
-    """Where a lab lies when nobody says: below XDG_STATE_HOME, or the place it stands for."""
+    """Folder of a lab when nobody names one: below XDG_STATE_HOME, or the place that stands for it."""
     return default_state_dir("skein-lab")
 
 

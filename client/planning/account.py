@@ -1,4 +1,4 @@
-"""What a routing comes to, for whoever reports on it: ops one by one, memory held, bytes on links, the critical way.
+"""Account of a routing, for whoever reports on it: ops one by one, memory held, bytes on links, the critical way.
 
 The critical way is the chain of ops and transfers without a gap that ends with the step: nothing that is not on it
 makes the step shorter.
@@ -21,7 +21,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedOp:
-    """One op of a microbatch, `number` as in `Timeline.begin_s`, and where it runs."""
+    """An op of a microbatch, `number` as in `Timeline.begin_s`, and where it runs."""
 
     microbatch: int
     number: int
@@ -95,7 +95,7 @@ def reduction_bytes(problem: Problem, routing: Routing) -> F64:
 
 
 def holders_of(problem: Problem, routing: Routing, stage: int) -> list[int]:
-    """Who holds a stage, in the order of its chunks."""
+    """Holders of a stage, in the order of its chunks."""
     begin, end = problem.first_chunk[stage : stage + 2]
     return [int(worker) for worker in routing.worker_of[begin:end]]
 
@@ -104,7 +104,7 @@ def holders_of(problem: Problem, routing: Routing, stage: int) -> list[int]:
 
 
 class Wait(StrEnum):
-    """What an op's start waited for last."""
+    """Cause that an op's start waited for last."""
 
     START = "start"
     INPUT = "input"
@@ -157,7 +157,7 @@ class CriticalWay:
         return _summed(((x.sender, x.op.worker), x.transfer_s + x.queued_s) for x in across)
 
     def num_slot_waits_by_chunk(self) -> dict[int, int]:
-        """How often a forward of each chunk had to wait until a microbatch left it, the most often first."""
+        """Number of forwards of each chunk that had to wait until a microbatch left it, the most often first."""
         counts = _summed((x.op.chunk, 1.0) for x in self.stretches if x.wait is Wait.SLOT)
         return {chunk: int(count) for chunk, count in counts.items()}
 

@@ -1,4 +1,4 @@
-"""What is to be planned, as a user gave it: the problem, what its workers are called, and what looks wrong with it."""
+"""Case to plan, as a user gave it: the problem, what its workers are called, and what looks wrong with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Memory:
     worker_bytes: tuple[int, ...]
 
     def held_bytes(self, stages: Sequence[int], held: Sequence[int]) -> int:
-        """What a worker takes that holds so many microbatches at chunks of these stages."""
+        """Memory of a worker that holds so many microbatches at chunks of these stages."""
         return sum(self.fixed_bytes[s] + n * self.slot_bytes[s] for s, n in zip(stages, held, strict=True))
 
 
@@ -158,7 +158,7 @@ def _timed(fleet: Fleet, stages: Sequence[StageSpec]) -> tuple[Fleet, tuple[str,
 
 
 def _walking(job: JobSpec) -> tuple[str, ...]:
-    """What is different where each replica is a walker: exchanges are not a sum in every step, and ways are given."""
+    """Remark where each replica is a walker: exchanges are not a sum in every step, and ways are given."""
     if job.aggregation.walkers.sum_every_step:
         return ()
     rule = job.aggregation.rule

@@ -1,4 +1,4 @@
-"""What a job's aggregation costs per step, on a fleet that is known or on none: the line that users read.
+"""Cost of a job's aggregation per step, on a fleet that is known or on none: the line that users read.
 
 Rules of this file
 - Bytes are those sent, averaged over workers and over the whole job, warm-up included: what one sends another
@@ -24,7 +24,7 @@ from skein.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What aggregation costs, per worker. `step_s` is None where the links are not known.
+    """Cost of aggregation, per worker. `step_s` is None where the links are not known.
 
     `exchange_bytes` are those of one exchange, the rarest where a rule has two kinds; `plain_bytes` those that a step
     of all-reduce in float32 would take, and `step_s` is what exchanges take of a step if nothing overlaps with them.
@@ -33,7 +33,7 @@ class Estimate:
     rule: str
     num_workers: int
     settings: tuple[str, ...]
-    """What the rule was settled to, where that may differ from the job file."""
+    """Values that the rule was settled to, where they may differ from the job file."""
     has_warmup: bool
     step_bytes: float
     exchange_bytes: float
@@ -43,7 +43,7 @@ class Estimate:
 
     @property
     def ratio(self) -> float:
-        """How many times less than all-reduce in float32; infinite where nothing is sent."""
+        """Ratio of the bytes of all-reduce in float32 to those of a step here; infinite where nothing is sent."""
         return self.plain_bytes / self.step_bytes if self.step_bytes else float("inf")
 
     @property
@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def _exchange(self) -> str:
-        """What a step's average hides."""
+        """Size of one exchange, which a step's average hides; "" if every step has one."""
         if self.exchanges_per_step == 1:
             return ""
         one = format_bytes(self.exchange_bytes)
@@ -71,7 +71,7 @@ class Estimate:
 
 
 def estimate(job: JobSpec, circles: Sequence[Circle], *, num_workers: int) -> Estimate:
-    """What the aggregation of `job` costs among these circles, of so many workers in all."""
+    """Cost of the aggregation of `job` among these circles, of so many workers in all."""
     kinds = [list(kinds_of(job, circle)) for circle in circles if circle.num_workers > 1]
     plain = sum(map(reduced_bytes, circles))
     return Estimate(
@@ -88,7 +88,7 @@ def estimate(job: JobSpec, circles: Sequence[Circle], *, num_workers: int) -> Es
 
 
 def _slowest_s(kinds: Sequence[Sequence[Kind]]) -> float | None:
-    """Of the circles, which exchange side by side; None if any is not known."""
+    """Seconds per step of the slowest circle, as all exchange side by side; None if any is not known."""
     slowest_s = 0.0
     for found in kinds:
         circle_s = 0.0
@@ -101,7 +101,7 @@ def _slowest_s(kinds: Sequence[Sequence[Kind]]) -> float | None:
 
 
 def estimate_of_job(job: JobSpec) -> Estimate:
-    """What the aggregation of `job` costs on a fleet that nobody knows yet: bytes alone.
+    """Cost of the aggregation of `job` on a fleet that nobody knows yet: bytes alone.
 
     Raises:
         UserError: the model cannot be cut into so many stages.
@@ -119,7 +119,7 @@ def estimate_of_job(job: JobSpec) -> Estimate:
 
 
 def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
-    """What the aggregation of `job` costs among the holders that `plan` names, over the links of `fleet`."""
+    """Cost of the aggregation of `job` among the holders that `plan` names, over the links of `fleet`."""
     position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
     links, held_by_group = link_cost_s(fleet), _held_by_group(job, plan.stages)
     circles = []
@@ -139,7 +139,7 @@ def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What a group's members hold, and how many workers of one replica are members."""
+    """Parameters and tensors that a group's members hold, and how many workers of one replica are members."""
 
     num_parameters: int
     num_tensors: int
@@ -173,7 +173,7 @@ def _among(links: LinkMatrices, places: Sequence[int]) -> LinkMatrices:
 
 
 def _compared(ratio: float) -> str:
-    """How a step compares to one of plain all-reduce.
+    """Comparison of a step to one of plain all-reduce, in words.
 
     >>> _compared(1.0), _compared(31.9), _compared(0.5)
     ('as much as all-reduce in fp32', '31.9 times less than all-reduce in fp32', '2 times more than all-reduce in fp32')

@@ -69,7 +69,7 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
 
 
 class _Sheet:
-    """Where everything is on the page."""
+    """Positions of everything on the page."""
 
     def __init__(self, problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> None:
         self._problem, self._routing, self._timeline = problem, routing, timeline
@@ -96,7 +96,7 @@ class _Sheet:
         )
 
     def legend(self) -> list[str]:
-        """What the marks mean, in one line under the title."""
+        """Meaning of the marks, in one line under the title."""
         _, dark = _colours(0)
         parts, x = [], float(_MARGIN)
         for mark, words in (
@@ -160,7 +160,7 @@ class _Sheet:
         return parts
 
     def microbatches(self) -> list[str]:
-        """One group for each: transfers, forwards, loss, backwards."""
+        """Groups of marks, one for each microbatch: transfers, forwards, loss, backwards."""
         ops_by_microbatch: list[list[RoutedOp]] = [[] for _ in range(self._problem.num_microbatches)]
         for op in self._ops:
             ops_by_microbatch[op.microbatch].append(op)
@@ -190,7 +190,7 @@ class _Sheet:
         return f'<text class="{kind}" x="{x}" y="{_number(self._baseline(op.chunk))}">{op.microbatch}</text>'
 
     def _ways(self, ops: Sequence[RoutedOp]) -> str:
-        """From the end of each op to where the tensor arrives, if that is on another worker."""
+        """Lines from the end of each op to where the tensor arrives, if that is on another worker."""
         lines = []
         by_number = {op.number: op for op in ops}
         pairs = ((by_number[x], op) for op in ops for x in self._problem.ops[op.number].inputs)
@@ -231,7 +231,7 @@ def _is_dark(kind: OpKind) -> bool:
 
 
 def _mark(kind: OpKind, number: int) -> str:
-    """How ops of a kind are drawn, of the microbatch of this number."""
+    """Attributes that draw ops of a kind, of the microbatch of this number."""
     fill = f'fill="{_colours(number)[_is_dark(kind)]}"'
     return f'class="l" {fill}' if kind.row.is_last else fill
 

@@ -31,7 +31,7 @@ _START_UP_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is wanted of a hunt.
+    """Settings of a hunt.
 
     Args:
         objective: None: as the case implies.
@@ -60,7 +60,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hunted:
-    """How a hunt ended."""
+    """Outcome of a hunt."""
 
     case: "KnownProblem"
     standing: PortfolioStanding
@@ -115,7 +115,7 @@ def _require_planner() -> None:
 
 
 def _send(members: MemberProcesses, order: Order) -> None:
-    """Whoever is wanted now."""
+    """Start the members that are wanted now."""
     best = members.standing.best
     for turn in members.standing.portfolio.turns():
         left_s = order.began_s + order.budget_s - _REPORT_S - time.monotonic()
@@ -132,7 +132,7 @@ def _send(members: MemberProcesses, order: Order) -> None:
 
 
 def read_text(path: Path) -> str:
-    """What a file says; `-` is standard input.
+    """Text of a file; `-` is standard input.
 
     Raises:
         UserError: it cannot be read.
@@ -148,7 +148,7 @@ def read_text(path: Path) -> str:
 
 
 def began_s() -> float:
-    """When this process began, on the monotonic clock; now, if it has been doing other things before."""
+    """Time when this process began, on the monotonic clock; now, if it has been doing other things before."""
     age_s = time.time() - psutil.Process(os.getpid()).create_time()
     return time.monotonic() - (age_s if 0 <= age_s <= _START_UP_S else 0.0)
 

@@ -1,4 +1,4 @@
-"""One process of a portfolio: reads the case from standard input, and writes what it finds line by line.
+"""A process of a portfolio: reads the case from standard input, and writes what it finds line by line.
 
 `python -m client.planning.member '{"role": ...}'`. It may be ended at any moment: whatever it has told counts.
 """
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from skein.plan.route.search import Found
 
 _JITTER = 0.03
-"""That plans are ranked under."""
+"""Jitter that plans are ranked under."""
 _NICENESS = 5
-"""Of what is not the search itself, where they share a core."""
+"""Niceness of members other than the search itself, where they share a core."""
 
 
 def member_messages(
     text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Message]:
-    """What a member with this errand tells about the case in `text`, ending with `MemberEnded`."""
+    """Messages of a member with this errand about the case in `text`, ending with `MemberEnded`."""
     until_s = now() + errand.budget_s
     case = case_of(text, origin="instance", objective=errand.objective)
     problem = case.searched

@@ -87,7 +87,7 @@ class PortfolioStanding:
 
 @dataclass(slots=True)
 class _Member:
-    """One process and the end of its pipe."""
+    """A member's process and the end of its pipe."""
 
     number: int
     errand: Errand
@@ -121,7 +121,7 @@ class MemberProcesses:
         self._files.close()
 
     def _note_cpu(self, member: _Member) -> None:
-        """What a member has spent that is ended before it could say so itself."""
+        """Note the CPU seconds of a member that is ended before it could say so itself."""
         with contextlib.suppress(psutil.Error):
             spent = psutil.Process(member.process.pid).cpu_times()
             self.standing.cpu_s_by_member.setdefault(member.number, spent.user + spent.system)

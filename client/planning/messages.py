@@ -1,4 +1,4 @@
-"""What a member of a portfolio is asked, and what it tells the process that started it: one JSON object per line.
+"""Errands of a portfolio's members, and what these tell the process that started them: one JSON object per line.
 
 Only our own processes read these lines. Floats survive: JSON has their shortest exact form. Imports nothing heavy:
 members start while this process is still loading.
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 SEARCH = "search"
-"""What plan files and reports say of how a plan was found."""
+"""Method that plan files and reports name for how a plan was found."""
 
 
 class Objective(StrEnum):
-    """What is made short: the step with its aggregation, or the time until the last backward ends."""
+    """Time that is made short: the step with its aggregation, or until the last backward ends."""
 
     STEP = "step"
     MAKESPAN = "makespan"
@@ -34,7 +34,7 @@ class NoPlan(SkeinError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
-    """What a member is asked.
+    """Request to a member.
 
     Args:
         role: what to do.

@@ -29,7 +29,7 @@ _MUCH = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRow:
-    """One microbatch's way, and when its last backward ends."""
+    """Way of one microbatch, and when its last backward ends."""
 
     microbatch: int
     workers: tuple[str, ...]
@@ -39,7 +39,7 @@ class PathRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetRow:
-    """How many microbatches visit these stages, in this order."""
+    """Number of microbatches that visit these stages, in this order."""
 
     stages: tuple[int, ...]
     num_microbatches: int
@@ -70,7 +70,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """What a worker holds and does.
+    """Stages, memory and work of a worker.
 
     `held` microbatches at most, of its `slots`; `held_bytes` with parameters and all, of its `memory_bytes`, None where
     nobody said; `busy_s` at work in a step.
@@ -87,7 +87,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRow:
-    """What a link carries in a step."""
+    """Traffic of a link in a step."""
 
     sender: str
     receiver: str
@@ -109,7 +109,7 @@ class BoundRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEffort:
-    """What finding it took."""
+    """Effort of finding the plan."""
 
     seconds: float
     first_plan_s: float | None
@@ -338,7 +338,7 @@ def _doubts(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[str
 
 
 def _use(num_tensors: int, *, aggregates: bool) -> str:
-    """What a plan does with a link."""
+    """Use that a plan makes of a link."""
     uses = [f"sends {num_tensors} tensors over it"] * (num_tensors > 0) + ["aggregates over it"] * aggregates
     return f"this plan {' and '.join(uses) or 'avoids it'}"
 

@@ -74,7 +74,7 @@ def _step(report: Report) -> Iterator[str]:
 
 
 def _way(parts: StepParts) -> str:
-    """What the critical way sums up from."""
+    """Parts that the critical way sums up from."""
     named = [
         ("computing", parts.compute_s),
         ("on links", parts.transfer_s),

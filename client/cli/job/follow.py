@@ -38,7 +38,7 @@ NUM_REMEMBERED = 64
 
 @dataclass(slots=True)
 class JobProgress:
-    """How far a job is, as its events tell."""
+    """Progress of a job, as its events tell."""
 
     total_steps: int
     step: int = 0
@@ -107,13 +107,13 @@ class View(Protocol):
 
 
 class News:
-    """What is told by itself, each once while the job gets no further, and a long reason in full only once."""
+    """Lines about events, each told once while the job gets no further, and a long reason in full only once."""
 
     def __init__(self) -> None:
         self._told: deque[str] = deque(maxlen=NUM_REMEMBERED)
 
     def text(self, event: JobEvent) -> str:
-        """What is to be told of an event; "" for nothing."""
+        """Line to tell of an event; "" for nothing."""
         if isinstance(event.body, StepFinished | EvaluationFinished | CheckpointFinished):
             self._told.clear()
         if not _is_news(event):
@@ -198,7 +198,7 @@ class BarView:
 
 
 def view_for(console: Console) -> View:
-    """What suits the console: a bar needs a terminal that can go back in a line."""
+    """View that suits the console: a bar needs a terminal that can go back in a line."""
     is_bar = console.is_terminal and not console.is_dumb_terminal
     return BarView(console) if is_bar else LineView(console)
 

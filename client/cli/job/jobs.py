@@ -91,7 +91,7 @@ def submit(
 
 
 def _expected(client: Client, spec: JobSpec) -> Expected:
-    """What the job's aggregation will cost and which holders it will lack, on the workers that are there now."""
+    """Cost of the job's aggregation and the holders it will lack, on the workers that are there now."""
     try:
         return expected(spec, client.workers(), client.links())
     except SkeinError:

@@ -25,12 +25,12 @@ class ArrivalTiming(Protocol):
     """Says when bytes arrive."""
 
     def arrival_s(self, sender: int, receiver: int, num_bytes: int, *, now: float) -> float:
-        """When the last of `num_bytes` is there, if all of them are to be sent at `now`."""
+        """Time at which the last of `num_bytes` is there, if all of them are to be sent at `now`."""
         ...
 
 
 class Half(asyncio.Protocol):
-    """One socket of a relayed connection. What it receives goes to `other`, when it would have arrived there.
+    """A socket of a relayed connection. Its bytes go to `other`, when they would have arrived there.
 
     Args:
         timing: of the bytes received here, which go from `sender` to `receiver`.
@@ -100,7 +100,7 @@ class Half(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the socket, as nothing more will come."""
         if self._transport is not None:
             self._transport.close()
 

@@ -1,4 +1,4 @@
-"""When what is sent over emulated links arrives, in seconds of the caller's clock. No I/O.
+"""Arrival times of what is sent over emulated links, in seconds of the caller's clock. No I/O.
 
 Rules of this file
 - A way from one endpoint to another is the sender's uplink, the link between them, the receiver's downlink; each is a
@@ -21,16 +21,16 @@ from skein.rng import stream
 
 MIN_QUEUE_S = 0.05
 SEGMENT_BYTES = 1448
-"""What TCP carries in one packet of 1,500 bytes."""
+"""Bytes that TCP carries in one packet of 1,500 bytes."""
 _ACCESS_QUEUE_S = 0.2
-"""What a home's modem keeps waiting at most."""
+"""Longest wait in the queue of a home's modem."""
 _BATCH_BYTES_PER_S = 5e6
 """64 KiB, the biggest batch, take 13 ms there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectionSpec:
-    """What one direction between two endpoints is like.
+    """Properties of one direction between two endpoints.
 
     Args:
         latency_s: one way, of a packet that waits for nothing.
@@ -54,7 +54,7 @@ class DirectionSpec:
 
 
 class Drop(StrEnum):
-    """Why a packet never arrives."""
+    """Reason why a packet never arrives."""
 
     CUT = "cut"
     LOSS = "loss"
@@ -63,7 +63,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """When the first and the last byte of something pass a point, in seconds."""
+    """Times at which the first and the last byte of something pass a point, in seconds."""
 
     first_s: float
     last_s: float
@@ -84,11 +84,11 @@ class Pipe:
         self._free_s = -inf
 
     def is_full(self, now: float) -> bool:
-        """What came now would have to wait too long."""
+        """Whether a packet that came now would have to wait too long."""
         return self._free_s - now > self.queue_s
 
     def carry(self, span: TimeSpan, num_bytes: int) -> TimeSpan:
-        """What reaches the pipe as `span` leaves it as this, after all that came before.
+        """Time span in which bytes that reach the pipe as `span` leave it, after all that came before.
 
         >>> pipe = Pipe(1000.0)
         >>> pipe.carry(TimeSpan(0.0, 0.0), 500), pipe.carry(TimeSpan(0.0, 0.0), 500)
@@ -100,7 +100,7 @@ class Pipe:
 
 
 class Line:
-    """One direction between two endpoints: its link as it is now, and what is on it."""
+    """Direction between two endpoints: its link as it is now, and what is on it."""
 
     def __init__(self, spec: DirectionSpec, luck: Generator) -> None:
         self.spec = spec
@@ -111,7 +111,7 @@ class Line:
         self.change(spec)
 
     def change(self, spec: DirectionSpec) -> None:
-        """From now on be like this; what is under way arrives as it would have."""
+        """Change the link from now on; what is under way arrives as it would have."""
         self.spec = spec
         self._pipe.bytes_per_s = spec.bytes_per_s
         self._pipe.queue_s = max(MIN_QUEUE_S, 2 * spec.latency_s)
@@ -122,7 +122,7 @@ class Line:
         return self.spec.loss == 0 and self.spec.bytes_per_s >= _BATCH_BYTES_PER_S
 
     def send(self, span: TimeSpan, num_bytes: int) -> TimeSpan | Drop:
-        """When a packet that leaves the sender's uplink as `span` reaches the receiver's downlink."""
+        """Arrival at the receiver's downlink of a packet that leaves the sender's uplink as `span`; or its `Drop`."""
         if self.is_cut:
             return Drop.CUT
         if self._pipe.is_full(span.first_s):
@@ -133,7 +133,7 @@ class Line:
         return self._arrival(sent, 0.0)
 
     def send_reliably(self, span: TimeSpan, num_bytes: int) -> TimeSpan:
-        """As `send`, for bytes of a stream: what is lost is sent again, so it comes a round trip later."""
+        """Arrival as of `send`, for bytes of a stream: what is lost is sent again, so it comes a round trip later."""
         sent = self._pipe.carry(span, num_bytes)
         num_segments = -(-num_bytes // SEGMENT_BYTES)
         again_s = 0.0
@@ -150,7 +150,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How an endpoint is joined to all others, besides the links: shared by all that it sends, or receives."""
+    """Bandwidth that joins an endpoint to all others, besides the links: shared by all that it sends, or receives."""
 
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
@@ -185,7 +185,7 @@ class LabNetwork:
         self.downs = tuple(Pipe(access.down_bytes_per_s, queue_s=_ACCESS_QUEUE_S) for access in self.accesses)
 
     def preset(self, pair: tuple[int, int]) -> DirectionSpec:
-        """What the link from pair[0] to pair[1] was at first."""
+        """Properties that the link from pair[0] to pair[1] had at first."""
         return self._presets[pair]
 
     def cut(self, pair: tuple[int, int]) -> None:

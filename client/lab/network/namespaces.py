@@ -20,7 +20,7 @@ from skein.errors import SkeinError
 
 WAN_DEVICE = "wan0"
 HOME_ENDING = ".home"
-"""Of the namespace that hides another one's address."""
+"""Ending of the name of a namespace that hides another one's address."""
 _FOLDER = Path("/run/netns")
 _HOME_ADDRESS = "192.168.1.1"
 _CLONE_NEWNET = 0x40000000
@@ -37,7 +37,7 @@ class NotPermitted(SkeinError):
 
 
 def why_not() -> str | None:
-    """What keeps us from making network namespaces here; None if nothing does."""
+    """Reason why network namespaces cannot be made here; None if they can."""
     if not sys.platform.startswith("linux"):
         return "this is not Linux"
     if os.geteuid() != 0:
@@ -89,7 +89,7 @@ def inside(name: str) -> Iterator[None]:
 
 
 def enter(name: str) -> None:
-    """From now on this thread, and the programs it becomes or starts, are in the namespace.
+    """Move this thread, and the programs it becomes or starts, into the namespace from now on.
 
     Raises:
         NotPermitted: the system refuses.

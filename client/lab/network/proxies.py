@@ -28,7 +28,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class StreamTimes:
-    """When bytes of streams arrive; see `client.lab.network.halves.ArrivalTiming`."""
+    """Arrival times of bytes of streams; see `client.lab.network.halves.ArrivalTiming`."""
 
     def __init__(self, network: LabNetwork) -> None:
         self.bytes_by_pair: dict[tuple[int, int], int] = {}

@@ -23,7 +23,7 @@ _SEGMENT_BYTES = struct.Struct(
 _IPV4 = 4
 _TO = slice(HEADER_BYTES + 16, HEADER_BYTES + 20)
 _TCP_WORDS = 12
-"""Where a TCP header says how many 4-byte words it has."""
+"""Offset at which a TCP header says how many 4-byte words it has."""
 _MIN_FRAME_BYTES = HEADER_BYTES + 20
 
 
@@ -48,7 +48,7 @@ def wire_bytes(frame: bytes) -> int:
 
 @dataclass(slots=True)
 class DirectionTraffic:
-    """What went from one endpoint towards another."""
+    """Traffic from one endpoint towards another."""
 
     num_frames: int = 0
     num_bytes: int = 0
@@ -104,7 +104,7 @@ class Router:
         self._put(pair, frame, num_bytes, sent, is_through=is_through)
 
     def deadline(self) -> float | None:
-        """When `pop` has something to do; None while nothing is under way."""
+        """Time at which `pop` has something to do; None while nothing is under way."""
         return self._under_way[0].due_s if self._under_way else None
 
     def pop(self, *, now: float) -> list[tuple[int, bytes]]:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _FRAME_BYTES = 1 << 17
 """More than the biggest batch."""
 _FRAMES_AT_ONCE = 32
-"""Of one device, before others have their turn."""
+"""Frames read of one device, before others have their turn."""
 
 
 class Wan:
@@ -68,7 +68,7 @@ class Wan:
         self._devices = []
 
     def traffic(self) -> Mapping[tuple[int, int], Mapping[str, int]]:
-        """What was carried and dropped so far, by (sender, receiver), where there was anything."""
+        """Traffic carried and dropped so far, by (sender, receiver), where there was any."""
         return {
             pair: {
                 "packets": traffic.num_frames,

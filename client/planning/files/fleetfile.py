@@ -64,7 +64,7 @@ class SiteSpec(Spec):
 
 
 class StageTimeSpec(Spec):
-    """What was measured of layers `first` to `stop - 1`; used where a plan cuts the model there."""
+    """Measured times of layers `first` to `stop - 1`; used where a plan cuts the model there."""
 
     first: Annotated[int, Field(ge=0)]
     stop: Annotated[int, Field(ge=1)]
@@ -83,7 +83,7 @@ class WorkerSpec(Spec):
 
 
 class LinkSpec(Spec):
-    """What lies between two workers or two sites, both ways unless `one_way`: from the first to the second then."""
+    """Link between two workers or two sites, both ways unless `one_way`: from the first to the second then."""
 
     ends: tuple[WorkerName, WorkerName]
     latency: Duration
@@ -92,7 +92,7 @@ class LinkSpec(Spec):
 
 
 class FleetSpec(Spec):
-    """Who there is, where, and what lies between."""
+    """Sites, workers, and the links between them."""
 
     sites: Annotated[tuple[SiteSpec, ...], Field(min_length=1, max_length=10_000)]
     workers: Annotated[tuple[WorkerSpec, ...], Field(min_length=1, max_length=10_000)]
@@ -107,7 +107,7 @@ class _File(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
-    """What such a file says, and how many links between workers it leaves open."""
+    """Contents of a fleet file, and how many links between workers it leaves open."""
 
     fleet: Fleet
     job: JobSpec
@@ -209,7 +209,7 @@ def _worker(spec: WorkerSpec) -> FleetWorker:
 
 
 def _stage_times(workers: Iterable[WorkerSpec]) -> Iterator[StageTime]:
-    """Of every worker. Which stage of a plan that is only a plan can say: its layers count, its index does not."""
+    """Stage times of every worker. Only a plan can say which stage is meant: its layers count, its index does not."""
     for worker in workers:
         for index, time in enumerate(worker.stage_times):
             yield StageTime(

@@ -18,11 +18,11 @@ from skein.plan.route.problem import F64, Problem, Reduction
 from skein.types import Layout
 
 Instance = Mapping[str, object]
-"""What the JSON says, not yet checked."""
+"""Contents of the JSON, not yet checked."""
 
 MAX_SWAPS = 2
 MAX_JUMP = 4
-"""Where an instance does not say: those of the reference."""
+"""Bounds of swaps and jumps where an instance does not say: those of the reference."""
 
 _REDUCTION = ("grad_bytes_per_stage", "latency_ms", "bandwidth_gib_s")
 _READ = (
@@ -30,12 +30,12 @@ _READ = (
     "fwd_s", "bwd_s", "bwd_factor", "loss_s", "loss_factor", "comm_s", "locations", "activation_bytes", *_REDUCTION,
 )  # fmt: skip
 _TOLD = ("note", "seed", "skip_ratio", "mb_per_stage_cap", "agents", "microbatches", "fixed_overhead_s")
-"""What follows from the rest, or only explains it."""
+"""Keys that follow from the rest, or only explain it."""
 _GIB = 2**30
 _MAX_SHOWN = 80
 _MAX_BITS = 128
 _MOST = 1e100
-"""Of any quantity: sums and products of what is below stay finite."""
+"""Bound of any quantity: sums and products of what is below stay finite."""
 
 
 def problem_of(instance: Instance) -> Problem:
@@ -76,7 +76,7 @@ def problem_of(instance: Instance) -> Problem:
 
 
 def locations_of(instance: Instance) -> tuple[str, ...] | None:
-    """Where each worker is, if the instance says.
+    """Location of each worker; None if the instance does not say.
 
     Raises:
         UserError: they are no names, or not one for each worker.
@@ -106,7 +106,7 @@ def activation_bytes_of(instance: Instance) -> int | None:
 
 
 def remarks(instance: Instance) -> tuple[str, ...]:
-    """What of an instance is not read, a sentence each: keys that nobody knows, and why aggregation is left out."""
+    """Parts of an instance not read, a sentence each: keys that nobody knows, and why aggregation is left out."""
     unknown = [key for key in sorted(instance) if key not in (*_READ, *_TOLD)]
     found = [f"{key} is not read{_meant(key)}" for key in unknown]
     missing = [key for key in _REDUCTION if instance.get(key) is None]
