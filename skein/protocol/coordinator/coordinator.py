@@ -104,7 +104,7 @@ class Coordinator:
         self.absence = Absence()
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.runs: dict[JobId, Run] = {}
-        """Of the jobs that are active: one at a time."""
+        """Runs of the jobs that are active: one at a time."""
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
         self._outbox = Outbox(self.history, key=key)
@@ -170,7 +170,7 @@ class Coordinator:
         return self._outbox.drain()
 
     def deadline(self) -> float | None:
-        """When `TimePassed` is wanted next."""
+        """Time at which `TimePassed` is wanted next; None: it is not."""
         times = [self.membership.deadline(), *(run.deadline() for run in self.runs.values())]
         return min((at for at in times if at is not None), default=None)
 
@@ -188,7 +188,7 @@ class Coordinator:
 
     @property
     def view(self) -> CoordinatorView:
-        """What whoever answers clients may see, at the moment."""
+        """View of the coordinator, at the moment, for those who answer clients."""
         runs = {
             job: RunView(job=run.job, plan=run.plan, state=run.phase.state, reason=run.reason)
             for job, run in self.runs.items()
@@ -287,12 +287,12 @@ class Coordinator:
                 self._measure(worker, now=now)
 
     def _implausible(self, worker: WorkerId, report: Report) -> str | None:
-        """What is wrong with a report that nobody can have seen; an older generation's may be of another job."""
+        """Fault in a report that says what nobody can have seen; an older generation's may be of another job."""
         is_now = getattr(report, "generation", None) == self.history.generation
         return implausible(worker, report, self.run.job.spec if self.run is not None and is_now else None)
 
     def _refused(self, event: ReportRefused, *, now: float) -> None:
-        """What was said is lost, so its worker has failed; it lives all the same."""
+        """Count a refused report as a failure of its worker, for its content is lost; the worker lives all the same."""
         heard = Heard(worker=event.worker, incarnation=event.incarnation, progress=None)
         self._changed(self.membership.handle(heard, now=now), now=now)
         if not self.membership.is_current(event.worker, event.incarnation):
@@ -367,7 +367,7 @@ class Coordinator:
         self._outbox.do(Halt(reason=reason))
 
     def _ending(self) -> str:
-        """Where the log ended before this coordinator opened it."""
+        """Place where the log ended before this coordinator opened it, in words."""
         *before, own = self.history.openings
         if not before:
             return "the run log was empty"

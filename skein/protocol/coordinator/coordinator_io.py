@@ -1,4 +1,4 @@
-"""What goes into a Coordinator machine and what comes out of it: the border between deciding and acting."""
+"""Events and commands of a Coordinator machine: the border between deciding and acting."""
 
 import hmac
 from dataclasses import dataclass, field, replace
@@ -199,7 +199,7 @@ class PruneCheckpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
-    """This coordinator must not go on, and `reason` says what an operator can do. What follows is not carried out."""
+    """Command to end this coordinator; `reason` says what an operator can do. Later commands are not carried out."""
 
     reason: str
 
@@ -239,7 +239,7 @@ class Outbox:
 
     @property
     def position(self) -> LogPosition | None:
-        """How far the log is, signed; None before its first epoch."""
+        """Signed length of the log; None before its first epoch."""
         position = self.history.position
         return None if position is None else signed(position, self._log_key)
 

@@ -1,9 +1,9 @@
-"""What clients want of a job that exists: that it ends, waits, or goes on.
+"""Wishes of clients for a job that exists: that it ends, waits, or goes on.
 
 Rules of this file
 - A wish is recorded before anything comes of it, so a coordinator that dies in between still fulfils it.
-- What a job has come to is saved before it ends or waits, unless whoever asks discards it. Nobody waits for that: a
-  wish to discard may follow at any time.
+- The state of a job is saved before it ends or waits, unless the client discards it. Nobody waits for that: a wish to
+  discard may follow at any time.
 - A job that ends or waits has no workers, and no other job waits for it.
 """
 

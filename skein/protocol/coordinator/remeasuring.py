@@ -1,10 +1,10 @@
-"""When workers measure their devices again: a first measurement may have been taken at a bad moment.
+"""Repeated measurements of workers' devices: a first one may have been taken at a bad moment.
 
 Rules of this file
-- Who works is measured by its ops all the time; who does not, silent holders too, measures itself now and then, each
-  time after a longer pause.
-- Where planned and measured ops part, first measurements are what is wrong: everybody measures at once, and under later
-  plans that part again only after a pause, for it takes half a second of those who work.
+- A worker with work is measured by its ops all the time; one without, silent holders too, measures itself now and then,
+  each time after a longer pause.
+- Where planned and measured ops part, first measurements are what is wrong: every worker measures at once, and under
+  later plans that part again only after a pause, for it takes half a second of those who work.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.types import Generation, JobId, Step, WorkerId
 
 FIRST_PAUSE_S = 60.0
-"""From joining, with a measurement, to the next one of a worker without work."""
+"""Seconds from joining, with a measurement, to the next measurement of a worker without work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPace:
-    """What matters of the job that is active.
+    """Facts of the active job that decide when workers measure.
 
     Microbatches visit those who are `busy`, None: everybody may be; `parted` is the plan's generation if it takes ops
     for much faster or slower than they are.
@@ -59,14 +59,14 @@ class Pacing:
 
 
 class Remeasuring:
-    """Of each worker when it was asked last."""
+    """Time since which each worker has rested from measuring, and the pause until it may measure again."""
 
     def __init__(self) -> None:
         self._pauses: dict[WorkerId, Backoff] = {}
         self._parted: dict[WorkerId, Generation | None] = {}
 
     def joined(self, worker: WorkerId, *, now: float) -> None:
-        """It has measured itself just now."""
+        """Note that the worker has measured itself just now."""
         self._pauses[worker] = Backoff(FIRST_PAUSE_S)
         self._pauses[worker].happened(now=now)
 
@@ -86,6 +86,6 @@ class Remeasuring:
         return has_rested and not pace.is_at_work(worker)
 
     def asked(self, worker: WorkerId, *, now: float) -> None:
-        """It was asked to."""
+        """Note that the worker was asked to measure."""
         if worker in self._pauses:
             self._pauses[worker].happened(now=now)

@@ -1,4 +1,4 @@
-"""What those who answer clients may see of a Coordinator machine: all of it to read, nothing of it to change."""
+"""View of a Coordinator machine for those who answer clients: all of it to read, nothing of it to change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class CoordinatorView:
         return JobState.PENDING if run is None else run.state
 
     def reason_of(self, job: JobId) -> str:
-        """One line on why the job is in its state."""
+        """Reason for the job's state, in one line."""
         known, run = self.history.jobs[job], self.runs.get(job)
         at_rest = known.end or known.held
         if at_rest is not None:

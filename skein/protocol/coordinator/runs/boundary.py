@@ -1,4 +1,4 @@
-"""From one version to the next: what is done between two steps, and the step itself.
+"""The way from one version to the next: what is done between two steps, and the step itself.
 
 Rules of this file
 - The parameters' version is the log's. A worker at another version holds nothing.
@@ -76,7 +76,7 @@ class Boundary:
         return plan
 
     def _change_wanted(self) -> str | None:
-        """Why another plan is wanted at the next boundary."""
+        """Reason why another plan is wanted at the next boundary; None if none is."""
         members, excluded = self._parts.members, self._parts.blame.excluded
         leaving = [worker for worker in members.placed if members.is_leaving(worker)]
         if leaving:
@@ -86,7 +86,7 @@ class Boundary:
         return self._parts.improving.wish
 
     def go_on(self, *, now: float) -> None:
-        """Everybody is at the log's version and waits: evaluate, save and end, change the plan, or step."""
+        """Go on from the log's version, at which all workers wait: evaluate, save and end, change the plan, or step."""
         parts, is_due = self._parts, self._parts.evaluation.is_due()
         parts.vigil.moved(now=now)
         parts.ending.look(is_evaluated=not is_due, now=now)
@@ -158,7 +158,7 @@ class Boundary:
             self._fence.blame(liar, "its parameters are not what it claimed", is_hearsay=False, now=now)
 
     def drive(self, event: RoundEvent, *, now: float) -> None:
-        """Something happened in the step in progress, if there is one."""
+        """Hand an event to the step in progress, if there is one, and act on what ends by it."""
         for end in self._parts.stepping.handle(event, now=now):
             if isinstance(end, StepDecided):
                 self._commit(end.record, now=now)

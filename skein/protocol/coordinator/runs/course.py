@@ -87,7 +87,7 @@ class RunCourse:
         return self.phase.is_computing or is_building or is_saving
 
     def gathers_at(self) -> float:
-        """From when on those who are here are enough."""
+        """Time from which the workers that are here are enough."""
         return self._parts.gathering.ends_at(
             num_here=len(self._parts.candidates()), num_wanted=self._num_wanted
         )

@@ -1,4 +1,4 @@
-"""Why a run stops at a step's boundary, or goes back: somebody wants it, the budget is spent, or training has diverged.
+"""Reasons for a run to stop at a step's boundary, or go back: a wish, a spent budget, training that has diverged.
 
 Rules of this file
 - A batch that spoils its own step is left out by that step, so what makes training diverge are updates that are too
@@ -21,12 +21,12 @@ from skein.types import JobState, Step
 MAX_REWINDS = 3
 """Times that a job is tried again; it then learns at an eighth of its learning rate."""
 LEARNING_RATE_RATIO = 0.5
-"""What is left of the learning rate after each."""
+"""Share of the learning rate that is left after each rewind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """How a run ends here. `evaluates`, `saves`: what is held is evaluated and saved before, if it was not."""
+    """End of a run at a boundary. `evaluates`, `saves`: what is held is evaluated and saved before, if it was not."""
 
     state: JobState
     reason: str
@@ -43,9 +43,9 @@ class Rewind:
 
 
 def rewind_of(job: JobHistory) -> Rewind | None:
-    """Where a job that has diverged goes back to, if it is one that does and has not done so too often.
+    """Rewind of a job that has diverged, if it is one that goes back and has not done so too often; else None.
 
-    Whoever resumes one that has failed so wants it to go back once more, whatever its job file says.
+    A user who resumes a job that has failed so wants it to go back once more, whatever its job file says.
     """
     is_wanted = job.spec.on_divergence == "rewind" and len(job.rewinds) < MAX_REWINDS
     if job.diverged is None or not (is_wanted or job.may_rewind):
@@ -91,7 +91,7 @@ class Ending(RunPart):
         self._out.log(f"{divergence_text(job, diverged)}{does}", job=job.job)
 
     def due(self) -> Stop | Rewind | None:
-        """What comes after the job's version instead of the next step; None if that does."""
+        """Stop or rewind that comes after the job's version instead of the next step; None if that step does."""
         job = self._job
         if job.halt is not None:
             # Of what has diverged nobody wants the newest, unless the job says so.
@@ -117,12 +117,12 @@ class Ending(RunPart):
         self._out.log(f"{stop.state.value}: {stop.reason}", job=job)
 
     def halted(self, saved: Step, *, may_save: bool, because: str = "") -> Stop | None:
-        """How a run ends that somebody wants to end, if nothing newer than version `saved` is to come; else None.
+        """Stop of a run that somebody wants to end, if nothing newer than version `saved` is to come; else None.
 
         Args:
             saved: version of the newest checkpoint.
             may_save: something newer may be saved yet.
-            because: what became of those who may have it.
+            because: what became of workers that may have it.
         """
         halt = self._job.halt
         if halt is None or (may_save and saved < self._job.version):

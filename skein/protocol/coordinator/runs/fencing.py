@@ -1,9 +1,9 @@
-"""From a new generation to chunks that are being built.
+"""The way from a new generation to chunks that are being built.
 
 Rules of this file
 - Whatever goes wrong opens a new generation: `Fence.open`. There is no second way to recover. A step in progress then
   goes on with what its workers have done of it, if each stage has a holder left; else it begins anew.
-- Nothing is assigned before every member has acknowledged the generation: that is the fence.
+- No plan is assigned before every member has acknowledged the generation: that is the fence.
 """
 
 from skein.plan.plan import Infeasible, Plan
@@ -30,7 +30,7 @@ class Fence:
     # --- what goes wrong ---
 
     def failed(self, kind: IncidentKind, worker: WorkerId | None, reason: str, *, now: float) -> None:
-        """Something did, at this worker if at any: note it, and begin anew."""
+        """Note a failure, at this worker if at any, and begin anew."""
         who = () if worker is None else (worker,)
         self._parts.incidents.noticed(kind, who, reason, silent_s=0.0, now=now)
         self.open(reason, now=now)
@@ -42,7 +42,7 @@ class Fence:
             self.failed(IncidentKind.LINK_FAILED, worker, reason, now=now)
 
     def blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
-        """Something failed on or towards this worker: try again, without it after too many times."""
+        """Strike a worker for a failure on or towards it, and try again: without it after too many times."""
         if self._course.is_gathering or worker not in self._parts.members:
             return
         self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay, now=now)
@@ -88,7 +88,7 @@ class Fence:
         self.open(reason, now=now)
 
     def give_up_or_wait(self, reason: str, *, now: float) -> None:
-        """Nobody is here who may be given work."""
+        """Wait, pardon workers or fail the job: no worker is here that may be given work."""
         parts = self._parts
         strikes, gathering = parts.blame.strikes, parts.gathering
         if not parts.live or parts.holders():

@@ -6,16 +6,16 @@ from skein.protocol.coordinator.runs.part import RunPart
 from skein.types import WorkerId
 
 GATHER_S = 3.0
-"""How long to wait for more workers after the last one came, while fewer are here than the job asks for."""
+"""Seconds to wait for more workers after the last one came, while fewer are here than the job asks for."""
 RETURN_S = 5.0
-"""How long a restarted coordinator waits for the members that it had: they try again every two seconds at least."""
+"""Seconds for which a restarted coordinator waits for its earlier members: they try again every 2 s at least."""
 PARDON_S = 30.0
-"""How long who was excluded on the word of peers stays so when without them no plan exists; and how often checkpoints
-that a run waits for are looked at."""
+"""Seconds that a worker excluded on the word of peers stays so when without it no plan exists; and between looks at
+checkpoints that a run waits for."""
 
 
 class Gathering(RunPart):
-    """What came since the last generation was opened, and what is waited for."""
+    """Workers that came since the last generation was opened, and workers that are waited for."""
 
     def __init__(self, awaited: Iterable[WorkerId], *, now: float) -> None:
         self.is_hopeless = False
@@ -27,11 +27,11 @@ class Gathering(RunPart):
         self._return_until = now + RETURN_S
 
     def met(self, worker: WorkerId) -> None:
-        """One who may have been waited for is here."""
+        """Note that a worker is here, which may have been waited for."""
         self._awaited.discard(worker)
 
     def joined(self, worker: WorkerId, *, is_member: bool, now: float) -> None:
-        """Somebody came: newcomers wait for a place, unless the generation has them already."""
+        """Note that a worker came: newcomers wait for a place, unless the generation has them already."""
         self.met(worker)
         self._gather_until = now + GATHER_S
         self.is_hopeless = False
@@ -51,7 +51,7 @@ class Gathering(RunPart):
             self.pardons_later(now=now)
 
     def pardons_later(self, *, now: float) -> None:
-        """Those who were excluded get another chance, if nothing changes before."""
+        """Give excluded workers another chance after `PARDON_S`, if nothing changes before."""
         self.pardons_at = now + PARDON_S
 
     def may_pardon(self, *, now: float) -> bool:
@@ -64,7 +64,7 @@ class Gathering(RunPart):
         self.pardons_at = None
 
     def ends_at(self, *, num_here: int, num_wanted: int) -> float:
-        """From when on to go ahead with those who are here; 0: at once."""
+        """Time from which to go ahead with the workers that are here; 0: at once."""
         if self._awaited:
             return self._return_until
         return 0.0 if num_here >= num_wanted else self._gather_until

@@ -1,4 +1,4 @@
-"""What failed, from the notice until work goes on: then it is recorded once, with what it cost."""
+"""The failure of a run, from the notice until work goes on: then it is recorded once, with what it cost."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class Incidents(RunPart):
         silent_s: float,
         now: float,
     ) -> None:
-        """Something failed. Of several failures at once the first gives kind and reason."""
+        """Note a failure. Of several failures at once the first gives kind and reason."""
         if self._kind is None:
             self._kind, self._reason = kind, reason
             self._noticed_at = now
@@ -122,7 +122,7 @@ class Incidents(RunPart):
         return Remedy.RESUMED if is_resumed else Remedy.UNTOUCHED
 
     def _contributions(self) -> list[Contribution]:
-        """What is replayed, each once however often it was lost."""
+        """Contributions that are replayed, each once however often it was lost."""
         return sorted({contribution for resumed in self._resumed for contribution in resumed.replayed})
 
     def _replayed(self) -> tuple[Replayed, ...]:

@@ -1,7 +1,7 @@
-"""What a part of a run that keeps state answers when a generation, a member, a step or a plan comes or goes.
+"""Interface of the parts of a run that keep state: calls when a generation, a member, a step or a plan comes or goes.
 
 Rules of this file
-- `Parts` alone tells it, each thing once and to all. Whoever is told changes its own fields and no others.
+- `Parts` alone makes these calls, each once and to all. A part that is called changes its own fields and no others.
 """
 
 from dataclasses import dataclass

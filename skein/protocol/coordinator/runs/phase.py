@@ -1,4 +1,4 @@
-"""Where a run is, with what belongs to being there.
+"""Phases of a run, each with what belongs to being there.
 
 GATHERING (too few workers) -> FENCING (a generation is open; acknowledgements and a plan come in) -> BUILDING (workers
 make their chunks present) -> STEPPING <-> EVALUATING -> SAVING (a checkpoint that something waits for) -> ENDED.
@@ -14,7 +14,7 @@ from skein.types import JobState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
-    """What is asked of every phase.
+    """Properties that every phase has.
 
     A run that `may_go_on` goes on with its plan after a failure: it was computed with, and nobody wants another.
     `is_computing`: ops of the plan run. `waits_for_all`: every member is waited for, with or without a place in the
@@ -30,7 +30,7 @@ class _Phase:
     waits_for_placed: ClassVar[bool] = False
 
     def standstill(self, seconds: float) -> str:
-        """What is told when nothing has moved in this phase for so long."""
+        """Reason that is given when nothing has moved in this phase for so long."""
         if self.is_computing:
             return f"no op ended for {seconds:.0f} s"
         return f"nothing moved for {seconds:.0f} s while {self.name}"
@@ -96,12 +96,12 @@ class ThenWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThenRecut:
-    """What is saved is read again by stages that are cut otherwise."""
+    """Stages that are cut otherwise read the checkpoint again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThenGoOn:
-    """What the boundary between two steps waited for."""
+    """The boundary between two steps waited for the checkpoint, and goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

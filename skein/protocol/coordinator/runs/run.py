@@ -91,7 +91,7 @@ class Run:
         self._parts.gathering.met(worker)
 
     def changed(self, change: MembershipChange, *, now: float) -> None:
-        """Somebody came, went or wants to go."""
+        """Take in that a worker came, went or wants to go."""
         match change:
             case IncarnationJoined():
                 self._joined(change.worker, now=now)
@@ -245,7 +245,7 @@ class Run:
         return self._parts.vigil.stuck(self.plan, is_fencing=self._course.is_fencing, now=now)
 
     def deadline(self) -> float | None:
-        """When `tick` is wanted next."""
+        """Time at which `tick` is wanted next; None: it is not."""
         parts, course = self._parts, self._course
         if course.is_gathering:
             gathers_at = max(course.gathers_at(), parts.asking.deadline() or 0.0)
@@ -268,12 +268,12 @@ class Run:
 
     @property
     def phase(self) -> RunPhase:
-        """Where the run is."""
+        """Phase in which the run is."""
         return self._course.phase
 
     @property
     def reason(self) -> str:
-        """Why it is there."""
+        """Reason why the run is in its phase."""
         return self._course.reason
 
     @property

@@ -1,7 +1,7 @@
-"""How a run ends or waits, and what is saved before it does.
+"""Ends and waits of a run, and what is saved before them.
 
 Rules of this file
-- Nobody is let go, and nothing waits for more workers, while what they hold could be saved and is not.
+- No worker is let go, and no run waits for more workers, while what they hold could be saved and is not.
 """
 
 from skein.plan.plan import Plan

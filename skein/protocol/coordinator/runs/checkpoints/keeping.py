@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest ones, and beside them those that a job could go back to."""
+"""Checkpoints that are kept: the newest ones, and beside them those that a job could go back to."""
 
 from collections.abc import Iterable
 from math import inf

@@ -43,13 +43,13 @@ class Savings(RunPart):
         self._members = members
         self._out = outbox
         self.waits_for = ""
-        """Why what the run waits for could not be written, the last time."""
+        """Reason why the checkpoint that the run waits for could not be written, the last time."""
         self.again_at: float | None = None
         self._asked = Step(0)
         self._awaited: tuple[Plan, int] | None = None
-        """What the run waits for is saved by this plan and main walker."""
+        """Plan and main walker by which the state is saved that the run waits for; None: it waits for none."""
         self._failed: dict[_Part, WorkerId] = {}
-        """Of what the run waits for."""
+        """Parts that failed of the checkpoint that the run waits for, each with its worker."""
         self._finishing: list[CheckpointCommitted] = []
         """Their manifests are being written."""
         self._not_before = 0.0
@@ -79,12 +79,12 @@ class Savings(RunPart):
         return self.again_at is not None or bool(self._finishing)
 
     def fenced(self, *, now: float) -> None:
-        """What was asked for under an older generation may never be done."""
+        """Forget the request under an older generation, which may never be fulfilled."""
         self._asked = Step(0)
         self._awaited = self.again_at = None
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
-        """What is being written may be of a history that does not count."""
+        """Drop what is being written if the plan gives up committed state: it is of a history that does not count."""
         if adoption.gives_up:
             self._missing.clear()
             self._files.clear()
@@ -109,7 +109,7 @@ class Savings(RunPart):
         self._send(parts_by_worker)
 
     def _parts(self, plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
-        """Who is to save what."""
+        """Parts that each worker is to save."""
         are_lines = self._job.spec.aggregation.walkers.are_lines
         return _own_parts(plan, main) if are_lines else self._shared_out(plan)
 
@@ -158,7 +158,7 @@ class Savings(RunPart):
         *,
         num_walkers: int = 1,
     ) -> None:
-        """These stages are being saved at `version`; an earlier asking under this generation is forgotten."""
+        """Await these stages at `version`; an earlier request for it under this generation is forgotten."""
         self._asked = version
         self._missing[generation, version] = {(stage, i) for stage in stages for i in range(num_walkers)}
         self._files[generation, version] = {}
@@ -222,7 +222,7 @@ class Savings(RunPart):
             self._give_up(asking, now=now)
 
     def _not_finished(self, event: ManifestWritten, error: str, *, now: float) -> None:
-        """Whoever has what is in it writes it anew, later."""
+        """Have the holders write an awaited checkpoint anew, later, for it was not completed; give up any other."""
         version = event.checkpoint.version
         asking = (self._out.history.generation, version)
         self._tell(version, f"was not completed: {error}")
@@ -264,7 +264,7 @@ class Savings(RunPart):
 
 
 def _own_parts(plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
-    """What each holder has of the walkers of `plan`, the main one counted first."""
+    """Parts of each holder in the walkers of `plan`, the main one counted first."""
     walkers = list(walkers_of(plan))
     walkers.insert(0, walkers.pop(main))
     parts_by_worker: dict[WorkerId, list[_Part]] = {}

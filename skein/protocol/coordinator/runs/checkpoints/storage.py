@@ -38,7 +38,7 @@ def judge_checkpoint(job: JobHistory, event: CheckpointVerified, outbox: Outbox,
 
 
 def lost_beginning(job: JobHistory, history: History) -> str:
-    """Why a job cannot begin: the checkpoint of another that it begins with is no more; "" if it can."""
+    """Reason why a job cannot begin: the checkpoint of another that it begins with is no more; "" if it can."""
     begins = job.begins
     if begins is None or any(x.version == begins.version for x in history.jobs[begins.job].checkpoints):
         return ""
@@ -47,14 +47,14 @@ def lost_beginning(job: JobHistory, history: History) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What follows from a look: `reason` to plan anew or to end, or to wait if it `must_wait`; "" for nothing."""
+    """Result of a look: `reason` to plan anew or to end, or to wait if it `must_wait`; "" for nothing."""
 
     reason: str = ""
     must_wait: bool = False
 
 
 class Storage(RunPart):
-    """What one run knows of the place where its checkpoints lie, and what it waits for there."""
+    """Knowledge of one run about the place where its checkpoints lie, and what it waits for there."""
 
     def __init__(self, job: JobHistory, blame: Blame, gathering: Gathering, outbox: Outbox) -> None:
         self._job = job
@@ -63,7 +63,7 @@ class Storage(RunPart):
         self._out = outbox
         self._is_waiting = False
         self._is_lost = False
-        """What is waited for is one of those that are damaged."""
+        """Whether the run waits for one of the checkpoints that are damaged."""
         self._looks_elsewhere = True
         """A look at another job's checkpoint, with which this one begins, may tell something."""
         self._unread: dict[Step, dict[WorkerId, str]] = {}
@@ -120,7 +120,7 @@ class Storage(RunPart):
     # --- waiting ---
 
     def lacks(self, sources: Sources, *, now: float) -> Finding:
-        """Why the run waits or ends instead of taking state from `sources`, if it does."""
+        """Finding on why the run waits or ends instead of taking state from `sources`, if it does."""
         job = self._job
         if job.damaged and job.version and not sources.version:
             return Finding(reason=self._lost(now=now), must_wait=True)
@@ -154,7 +154,7 @@ class Storage(RunPart):
         self._gathering.failed(may_pardon=True, now=now)
 
     def look_again(self, *, now: float) -> None:
-        """Somebody may have mended what is waited for, if anything is; or what nobody can read is damaged."""
+        """Read checkpoints again: an awaited one may be mended by now, and one that nobody can read may be damaged."""
         begins, has_own = self._job.begins, bool(self._job.version and self._job.checkpoints)
         # With a version and no checkpoint of its own, a job may have to begin again.
         may_begin = not has_own or (self._is_waiting and not self._is_lost)

@@ -26,7 +26,7 @@ _PATIENCE = 5
 
 
 class Backups:
-    """What was asked for, and the newest version of which every stage has a copy elsewhere."""
+    """Copies that were asked for, and the newest version of which every stage has a copy elsewhere."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Backups:
         self._every = job.spec.backup.every_steps
         self._missing: dict[Step, set[StageSpec]] = {}
         self._why = ""
-        """Why copies came later than asked, or not at all, the last time."""
+        """Reason why copies came later than asked, or not at all, the last time."""
 
     def is_due(self) -> bool:
         """Whether the step in progress ends at a version that is to be copied."""
@@ -102,7 +102,7 @@ class Backups:
     def _keep_to_budget(
         self, plan: Plan, keepers: Mapping[StageIndex, WorkerId], step_s: float | None
     ) -> None:
-        """How many steps must pass until links have the time for the next copies."""
+        """Set how many steps must pass until links have the time for the next copies."""
         asked = self._job.spec.backup
         loads = stage_loads(self._job.spec, plan.stages)
         seconds = 0.0
@@ -142,7 +142,7 @@ class Backups:
         self._missing.clear()
 
     def rolled_back(self) -> None:
-        """What was asked for is of a history that does not count."""
+        """Forget the copies that were asked for: they are of a history that does not count."""
         self._missing.clear()
         self._whole = min(self._whole, self._job.version)
         self._asked = Step(0)
@@ -172,7 +172,7 @@ def newest_whole(
 
 
 def _keepers(plan: Plan, candidates: list[Entry]) -> dict[StageIndex, WorkerId]:
-    """Who keeps each stage's copy: one who does not hold it, best far from those who do, and with fewest copies."""
+    """Keeper of each stage's copy: no holder of the stage, best far from its holders, and with fewest copies."""
     site_of = {entry.hello.worker: entry.hello.site for entry in candidates}
     kept: dict[WorkerId, int] = {}
     keepers: dict[StageIndex, WorkerId] = {}

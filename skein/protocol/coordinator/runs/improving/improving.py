@@ -35,7 +35,7 @@ FLAP_S = 2.0
 
 
 class Improving(RunPart):
-    """What goes on beside the steps of a run. The run says what happens, and asks what is wanted."""
+    """Work that goes on beside the steps of a run. The run says what happens, and asks what is wanted."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Improving(RunPart):
         self._revision.fenced(now=now)
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
-        """What was to be brought beside the steps is there, unless the run goes on by the plan that it had."""
+        """Stop fetching, for the plan that it was for is in place, unless the run goes on by the plan that it had."""
         if adoption.resumed is None:
             self._joining.over()
         else:
@@ -106,7 +106,7 @@ class Improving(RunPart):
         self._joining.opened(worker, report)
 
     def step_begins(self, candidates: list[Entry], *, now: float) -> None:
-        """Everybody is told to begin a step, or was by the last commit."""
+        """Note that all workers are told to begin a step, or were by the last commit; ask for copies that are due."""
         self._revision.step_begins(now=now)
         plan = self._placement.plan
         if plan is not None and self._may_back_up and self._backups.is_due():
@@ -121,7 +121,7 @@ class Improving(RunPart):
 
     @property
     def wish(self) -> str | None:
-        """Why another plan is to be put in place at the next boundary, all that it needs being there."""
+        """Reason to put another plan in place at the next boundary, all that it needs being there; else None."""
         return self._revision.wish if self._joining.is_ready else None
 
     def look(self, candidates: list[Entry], *, now: float) -> None:
@@ -148,7 +148,7 @@ class Improving(RunPart):
         return losses is None or worker in self._members.placed or losses.may(now=now)
 
     def _prepare(self, *, now: float) -> None:
-        """Another plan was chosen: who gets a chunk under it fetches that already."""
+        """Have the workers that get a chunk under the chosen plan fetch it already."""
         present, chosen = self._placement.plan, self._placement.chosen
         if self._revision.wish is not None and present is not None and chosen is not None:
             self._joining.begin(present, chosen, now=now)

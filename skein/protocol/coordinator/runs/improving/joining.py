@@ -27,7 +27,7 @@ PATIENCE_S = 600.0
 MAX_IDLE = 8
 """Commits after which copies that nobody wants any more need not follow."""
 MAX_FAILURES = 5
-"""Of one copy, after which the plan is given up."""
+"""Failures of one copy after which the plan is given up."""
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class _Transfer:
 
 
 class Joining:
-    """What is being fetched and opened for a plan that is to come. `may_follow`: copies can follow the steps."""
+    """Copies and data on their way for a plan that is to come. `may_follow`: copies can follow the steps."""
 
     def __init__(self, job: JobHistory, members: Members, outbox: Outbox, *, may_follow: bool) -> None:
         self._may_follow = may_follow
         self._reading: dict[WorkerId, bool] = {}
-        """Who opens data for it; True once they are open."""
+        """Workers that open data for the coming plan; True once they are open."""
         self._is_void = False
-        """Somebody cannot open them, or is gone."""
+        """Whether a worker cannot open its data, or is gone."""
         self._job = job
         self._members = members
         self._out = outbox

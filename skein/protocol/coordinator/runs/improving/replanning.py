@@ -1,10 +1,10 @@
-"""When another plan is asked for although the present one works, and whether it is worth having.
+"""Policy of replanning: when to ask for another plan though the present one works, and whether it is worth having.
 
 Rules of this file
-- Nothing is fenced to ask: steps go on under the present plan until a better one is at hand, and a generation changes
-  between two steps, so no work is lost.
-- A plan is changed only for more than the change costs. What was looked at once, and stayed, is looked at again only
-  when it has changed again.
+- No generation is fenced to ask: steps go on under the present plan until a better one is at hand, and a generation
+  changes between two steps, so no work is lost.
+- A plan is changed only for more than the change costs. A cause that was looked at once, and stayed, is looked at again
+  only when it has changed again.
 - Each asking, and each newcomer that is let in, doubles the time until the next one may come. Quiet makes it short
   again. So a worker that comes and goes, or times that swing, cause few plans however long they do.
 """
@@ -22,9 +22,9 @@ LAST_PAUSE_S = 3600.0
 _QUIET = 8
 """After so many pauses without a wish for another plan, the next one is the first again."""
 CHANGE_S = 2.0
-"""What a change of generation takes until it was measured: fence, build, start."""
+"""Seconds that a change of generation is taken to last until it was measured: fence, build, start."""
 LEAST_GAIN = 0.05
-"""Of a step as it is. Predictions that differ by less say nothing."""
+"""Share of a step as it is that a change must gain at least. Predictions that differ by less say nothing."""
 
 
 class Backoff:
@@ -40,7 +40,7 @@ class Backoff:
         return now >= self._last + self._pause_s
 
     def happened(self, *, now: float) -> None:
-        """It did."""
+        """Note that it happened: the next pause is twice as long, or the first one again after quiet."""
         is_quiet = now - self._last > _QUIET * self._pause_s
         self._pause_s = self._first_pause_s if is_quiet else min(2 * self._pause_s, LAST_PAUSE_S)
         self._last = now
@@ -48,7 +48,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a run sees at a step's end: its measured step (None: too few), who could work, which links changed.
+    """State of a run at a step's end: its measured step (None: too few), who could work, which links changed.
 
     `stragglers` take so many times as long as they did, or as planned, while their peers do not.
     """
@@ -82,7 +82,7 @@ class Replanning:
         self._may_improve = False
 
     def adopted(self, plan: Plan, candidates: Iterable[WorkerId], *, may_improve: bool) -> None:
-        """This plan is in place; it was made for these workers. `may_improve`: without a search."""
+        """Note that this plan is in place, made for these workers. `may_improve`: it was made without a search."""
         self._expected_s = self._planned_s = plan.predicted_step_s
         self._workers = frozenset(candidates) | frozenset(plan.workers)
         self._workers_before = None
@@ -90,7 +90,7 @@ class Replanning:
         self._may_improve = may_improve
 
     def kept(self, plan: Plan) -> None:
-        """This plan, which was at hand, is in place: whoever it was not made for, and a search, may improve on it."""
+        """Note that this plan, which was at hand, is in place: other workers, and a search, may improve on it."""
         self.adopted(plan, self._workers, may_improve=self._may_improve)
 
     def changed(self, *, seconds: float) -> None:
@@ -98,7 +98,7 @@ class Replanning:
         self.change_s = seconds
 
     def reason(self, seen: Seen, *, now: float) -> str | None:
-        """Why another plan should be asked for now; None if it should not."""
+        """Reason to ask for another plan now; None if there is none."""
         return self._wish(seen) if self.backoff.may(now=now) else None
 
     def _wish(self, seen: Seen) -> str | None:
@@ -136,12 +136,12 @@ class Replanning:
             self._expected_s = seen.step_s
 
     def overtaken(self) -> None:
-        """What was asked for is not waited for any more: whoever it was asked for is as new as before."""
+        """Wait no longer for the plan that was asked for: the workers that it was asked for are as new as before."""
         if self._workers_before is not None:
             self._workers = self._workers_before
 
     def verdict(self, made: PlanMade, present: Plan, *, steps_left: int) -> str | None:
-        """Why the plan that was made is not worth the change; None if it is."""
+        """Reason why the plan that was made is not worth the change; None if it is."""
         self._may_improve = made.may_improve
         self._workers_before = None
         if isinstance(made.result, Infeasible):

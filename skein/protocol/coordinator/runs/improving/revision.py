@@ -20,7 +20,7 @@ class Revision:
 
     def __init__(self, job: JobHistory, placement: Placement, measured: Measured, outbox: Outbox) -> None:
         self.wish: str | None = None
-        """Why the chosen plan is to be put in place at the next boundary; None: it is not."""
+        """Reason to put the chosen plan in place at the next boundary; None: it is not."""
         self._is_short = False
         """Fewer workers have a place than the job asks for: whoever could have one is worth it."""
         self.policy = Replanning(off_by=job.spec.plan.replan_if_off_by)
@@ -59,7 +59,7 @@ class Revision:
         self.policy.adopted(plan, workers, may_improve=may_improve)
 
     def step_begins(self, *, now: float) -> None:
-        """Everybody is told to begin a step, or was by the last commit."""
+        """Note that all workers are told to begin a step, or were by the last commit."""
         self._began_s = now
         if self._fenced_s is not None:
             self.policy.changed(seconds=now - self._fenced_s)

@@ -30,21 +30,21 @@ from skein.types import Generation, Incarnation, StageSpec, Step, WorkerId
 from skein.units import counted
 
 LOOK_S = 1.0
-"""How often members look at those who are silent."""
+"""Seconds between two looks of members at silent workers."""
 NUM_LOOKING = 8
-"""Members that do."""
+"""Members that look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First:
-    """What is done before a plan is put in place that would give steps up: ask who came, or wait for who is silent."""
+    """Action before a plan is put in place that would give steps up: ask newcomers, or wait for silent workers."""
 
     reason: str
     opens_generation: bool
 
 
 class Asking:
-    """What a run knows before it gives steps up. The run says what happens, and asks before it puts a plan in place."""
+    """Questions of a run before it gives steps up. It says what happens, and asks before it puts a plan in place."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Asking:
         now: float,
     ) -> None:
         self.outcome = ""
-        """What became of those who were waited for, for the record of a roll-back."""
+        """Fate of the workers that were waited for, for the record of a roll-back."""
         self._job = job
         self._live = members.live
         self._absence = absence
@@ -75,7 +75,7 @@ class Asking:
         self._looks_at = 0.0
         self._told: tuple[WorkerId, ...] = ()
         self._told_of: dict[Incarnation, Step] = {}
-        """What has been said of whom who came back too late."""
+        """Version that was told as given up, for each process that came back too late."""
         self._awaited = {m.incarnation for m in job.members if m.worker not in self._live}
         """Members that an earlier coordinator had."""
         self._begun_at = now
@@ -105,7 +105,7 @@ class Asking:
             self._look(silent, now=now)
 
     def over(self) -> None:
-        """Nothing has to be given up."""
+        """Stop waiting: nothing has to be given up."""
         self._is_ending = False
         self._since = None
         self._told = ()
@@ -147,7 +147,7 @@ class Asking:
         return self._hold(awaited, ends_at, cost, now=now)
 
     def deadline(self, *, is_held_back: bool = False) -> float | None:
-        """When a plan that is held back, or the end of the run, is to be looked at again."""
+        """Time at which a plan that is held back, or the end of the run, is to be looked at again; else None."""
         return min(self._until, self._looks_at) if is_held_back or self._is_ending else None
 
     # --- whom to wait for, and how long ---
@@ -165,7 +165,7 @@ class Asking:
         return First(reason=self._hold(awaited, ends_at, cost, now=now), opens_generation=False)
 
     def _ends_at(self, cost_s: float, since: float) -> dict[GenerationMember, float]:
-        """When each of those who are silent is not waited for any more."""
+        """Time from which each silent process is not waited for any more."""
         patience = patience_s(cost_s=cost_s, silences_s=self._absence.silences_s)
         seen_at = self._absence.seen_at
         return {x: waits_until(since, patience, seen_at(x.incarnation)) for x in self._silent()}
@@ -201,7 +201,7 @@ class Asking:
         return self._measured.step_s or plan.predicted_step_s
 
     def _strangers(self) -> tuple[WorkerId, ...]:
-        """Who is here, was not asked, and followed the job before."""
+        """Workers that are here, were not asked, and followed the job before."""
         may_know = self._job.followers - self._job.outdated
         return tuple(
             worker
@@ -246,7 +246,7 @@ class Asking:
         return _loss(self._holdings.sources(plan, acks)) < _loss(sources)
 
     def _would_tell(self, known: Mapping[GenerationMember, frozenset[ChunkVersion]]) -> dict[WorkerId, Ack]:
-        """What these would say if they have all that they may hold."""
+        """Acknowledgements that these processes would send if they have all that they may hold."""
         copies = self._members.keepers
         return {
             x.worker: Ack(

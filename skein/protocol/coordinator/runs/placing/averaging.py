@@ -1,9 +1,9 @@
-"""What nobody holds any more, made of what lies beside it, for jobs that would rather have that than go back.
+"""Stages that nobody holds any more, made of those beside them, for jobs that would rather have that than go back.
 
 Source: Blagoev, Ersoy and Chen, "All is Not Lost: LLM Recovery without Checkpoints", arXiv 2506.15461, CheckFree: a
 lost stage becomes the average of the stages before and after it, each with the squared norm of its last gradient as
-its weight. Only what has both neighbours can be made so, and the optimizer begins anew on it. The paper's way to make
-the first and the last stage (CheckFree+) asks for swapped stages all the time, and is not here; nor is its higher
+its weight. Only a stage with both neighbours can be made so, and the optimizer begins anew on it. The paper's way to
+make the first and the last stage (CheckFree+) asks for swapped stages all the time, and is not here; nor is its higher
 learning rate after a loss: a step has one learning rate for all stages, and it follows from the step alone.
 """
 
@@ -23,7 +23,7 @@ Beside = tuple[tuple[StageSpec, float], tuple[StageSpec, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:
-    """What a job allows, and what its log says of averages; `made` has the version at which a stage was last made."""
+    """Averages that a job allows, and those in its log; `made` has the version at which a stage was last made."""
 
     is_allowed: bool
     model: AnyModel
@@ -31,11 +31,11 @@ class Averaging:
     made: Mapping[StageSpec, Step]
 
     def besides(self, stages: Sequence[StageSpec], held: Collection[StageSpec]) -> Mapping[StageSpec, Beside]:
-        """What each stage is made of that is not `held`; empty if that cannot be done with every one of them.
+        """Neighbours that each stage is made of that is not `held`; empty if one of those stages cannot be made so.
 
         Args:
             stages: all of the model, in order.
-            held: those of them that somebody has.
+            held: those of them that some worker has.
         """
         if not self.is_allowed:
             return {}
@@ -60,7 +60,7 @@ class Averaging:
 
 
 def averaging_of(job: JobHistory) -> Averaging:
-    """What this job allows, by its specification and its log."""
+    """Averages that this job allows, by its specification and its log."""
     return Averaging(
         is_allowed=job.spec.backup.neighbour_average,
         model=job.spec.model,
@@ -70,6 +70,6 @@ def averaging_of(job: JobHistory) -> Averaging:
 
 
 def own_squared_norm(record: StepRecord | None, stage: StageIndex) -> float:
-    """Of the mean gradient of what `stage` shares with no other, before clipping; 0 if the step says nothing of it."""
+    """Squared norm of the mean gradient of what only `stage` has, before clipping; 0 if the step says nothing of it."""
     results = () if record is None else record.results
     return sum(x.squared_norm * x.weight * x.weight for x in results if x.group == Own(stage))

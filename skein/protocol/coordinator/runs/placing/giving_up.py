@@ -1,10 +1,10 @@
-"""How long to wait for silent holders before committed steps are given up: pure functions of what is at stake.
+"""Patience with silent holders before committed steps are given up: pure functions of what is at stake.
 
 Rules of this file
 - To wait as long as going back would take never takes more than twice as long as knowing the future would.
-- Who has come back after a long silence before may do so again: the past makes the wait longer, never shorter.
-- A sign of life that a peer has seen begins the wait anew, a few times at most: who lives and never gets through to
-  the coordinator is of no use to the job.
+- A worker that has come back after a long silence may do so again: the past makes the wait longer, never shorter.
+- A sign of life that a peer has seen begins the wait anew, a few times at most: a worker that lives and never gets
+  through to the coordinator is of no use to the job.
 """
 
 from collections.abc import Iterable
@@ -18,15 +18,15 @@ TIMES_SILENCE = 1.5
 TIMES_REACHED = 3.0
 """So many times as long at most, if peers reach who is waited for."""
 LONGEST_S = TIMES_REACHED * MOST_S
-"""Nobody is waited for beyond; whoever comes by then is asked."""
+"""Seconds beyond which no worker is waited for; one that comes by then is asked."""
 
 
 def patience_s(*, cost_s: float, silences_s: Iterable[float]) -> float:
-    """How long to wait.
+    """Seconds to wait for a silent worker.
 
     Args:
         cost_s: seconds that the steps took which would be lost.
-        silences_s: how long workers were silent before that came back.
+        silences_s: seconds that workers were silent for before that came back.
 
     >>> patience_s(cost_s=3.0, silences_s=()), patience_s(cost_s=40.0, silences_s=(8.0,))
     (15.0, 40.0)
@@ -37,12 +37,12 @@ def patience_s(*, cost_s: float, silences_s: Iterable[float]) -> float:
 
 
 def waits_until(since: float, patience_s: float, seen_at: float | None) -> float:
-    """When one of those who are waited for since `since` is not waited for any more.
+    """Time from which a worker that is waited for since `since` is not waited for any more.
 
     Args:
-        since: when it was found that steps would be given up.
+        since: time at which it was found that steps would be given up.
         patience_s: for one silence.
-        seen_at: when a peer reached this one last, or when it was lost; None: it was not here yet.
+        seen_at: time at which a peer reached the worker last, or it was lost; None: it was not here yet.
 
     >>> waits_until(100.0, 15.0, None), waits_until(100.0, 15.0, 110.0), waits_until(100.0, 15.0, 144.0)
     (115.0, 125.0, 145.0)

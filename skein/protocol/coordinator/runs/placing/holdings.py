@@ -1,7 +1,7 @@
-"""What members hold, by what they have said, and where the state of a plan's chunks would come from.
+"""Chunks that members hold, by what they have said, and sources of the state of a plan's chunks.
 
 Rules of this file
-- Nothing is decided or said here: the same question has the same answer until somebody says more, or a plan is built.
+- Nothing is decided or said here: the same question has the same answer until a member says more, or a plan is built.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Holdings:
         """Chunks that plans since have given somebody."""
 
     def built(self, plan: Plan) -> None:
-        """Everybody has all that this plan gave them."""
+        """Note that every worker has all that this plan gave it."""
         self._built = plan
         self._given.clear()
 
@@ -41,11 +41,11 @@ class Holdings:
         self._given.update(at for at, x in sources.by_chunk.items() if x.kind is not SourceKind.KEEP)
 
     def _walked(self) -> Plan | None:
-        """Whose walkers are what members hold: those of the last plan that was built by all, or that made a step."""
+        """Plan whose walkers are what members hold: the last that was built by all, or that made a step."""
         return self._built or (None if self._job.worked is None else self._job.worked.plan)
 
     def _changed(self) -> set[ChunkRef]:
-        """What plans since may have given somebody; after a restart, as far as the log tells."""
+        """Chunks that plans since may have given somebody; after a restart, as far as the log tells."""
         worked = self._job.worked
         if self._built is not None or worked is None:
             return self._given
@@ -53,10 +53,10 @@ class Holdings:
         return self._given.union(*fallen)
 
     def held(self, acks: Mapping[WorkerId, Ack] | None = None) -> Plan | None:
-        """What members hold at the job's version, if together that is the whole model; of walkers, whole ones.
+        """Chunks that members hold at the job's version, if together they are the whole model; of walkers, whole ones.
 
         Args:
-            acks: what they hold, if not what they have said.
+            acks: acknowledgements of what they hold, if not those that they have sent.
         """
         acks = self._members.acks if acks is None else acks
         if rewind_of(self._job) is not None:
@@ -74,7 +74,7 @@ class Holdings:
         return self._job.version > 0 and held is not None and not set(plan.stages) <= set(held.stages)
 
     def sources(self, plan: Plan, acks: Mapping[WorkerId, Ack] | None = None) -> Sources:
-        """Where the state of each of a plan's chunks would come from, by what members have said or by `acks`."""
+        """Source of the state of each of a plan's chunks, by what members have said or by `acks`."""
         job, acks = self._job, self._members.acks if acks is None else acks
         version, checkpoint = job.version, job.newest_checkpoint
         rewind = rewind_of(job)

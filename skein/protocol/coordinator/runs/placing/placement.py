@@ -49,13 +49,13 @@ class Placement(RunPart):
     ) -> None:
         self.plan: Plan | None = None
         self.chosen: Plan | None = None
-        """What the next generation is for, if it still fits then."""
+        """Plan that the next generation is for, if it still fits then."""
         self.awaited: int | None = None
         """The question whose answer matters."""
         self.resumed: Resumed | None = None
-        """What the plan goes on with, until the step in progress is over."""
+        """Resumed step that the plan goes on with, until it is over."""
         self._is_begun = False
-        """Everybody has what this plan gave them, and was told to begin a step."""
+        """Whether every worker has what this plan gave it, and was told to begin a step."""
         self._whole: Plan | None = None
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
@@ -77,7 +77,7 @@ class Placement(RunPart):
         self.chosen = plan
 
     def forget_question(self) -> None:
-        """Whatever the planner answers is of no use any more."""
+        """Forget the question to the planner: its answer is of no use any more."""
         self.awaited = None
 
     def take_chosen(self, candidates: Iterable[Entry]) -> Plan | None:
@@ -103,7 +103,7 @@ class Placement(RunPart):
         return recorded
 
     def _adopted_before(self) -> Plan | None:
-        """What an earlier coordinator had in place: its cut is that of what was computed since, and of checkpoints."""
+        """Plan of an earlier coordinator: its cut is that of what was computed since, and of checkpoints."""
         return None if self._job.plan is None else self._job.plan.plan
 
     def ask_beside(self, candidates: Iterable[Entry]) -> None:
@@ -203,7 +203,7 @@ class Placement(RunPart):
         return self._restored
 
     def begun(self) -> None:
-        """Everybody has what the plan gave them, and is told to begin a step, or to go on with it."""
+        """Note that every worker has what the plan gave it, and is told to begin a step, or to go on with it."""
         self._is_begun = True
 
     def go_on(self, resumed: Resumed) -> Plan:
@@ -272,7 +272,7 @@ class Placement(RunPart):
         self._members.assign(told)
 
     def _average(self, sources: Sources, *, now: float) -> None:
-        """From here on these stages are others: what is known of them elsewhere does not count."""
+        """Record that these stages are others from here on: what is known of them elsewhere does not count."""
         job, version, stages = self._job.job, sources.version, sources.averaged
         self._members.free_strangers()
         self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
@@ -282,7 +282,7 @@ class Placement(RunPart):
         )
 
     def _roll_back_to(self, sources: Sources, because: str, *, now: float) -> None:
-        """From here on newer state does not count, nor do those who may hold it and were not asked."""
+        """Record a roll-back, if any: newer state does not count, nor do those who may hold it and were not asked."""
         job, version = self._job.job, self._job.version
         if sources.version == version:
             return
@@ -318,7 +318,7 @@ class Placement(RunPart):
         return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
 
     def num_samples(self) -> tuple[int, int]:
-        """What every origin has to validate and to train on: who reads other data is none."""
+        """Samples that every origin has to validate and to train on: a worker that reads other data is no origin."""
         ready = self._members.ready[self._origins()[0]]
         return ready.num_validation_samples, ready.num_train_samples
 

@@ -1,4 +1,4 @@
-"""What a plan is asked for: the fleet as it is now, the plan that was recorded, and what workers hold."""
+"""Inputs of a request for a plan: the fleet as it is now, the plan that was recorded, and what workers hold."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from skein.types import ChunkRef, Step, WorkerId
 def fleet_of(
     entries: Iterable[Entry], links: Mapping[tuple[WorkerId, WorkerId], Link], measured: Measured
 ) -> Fleet:
-    """These workers and the links between them, as measured by themselves and while the job ran."""
+    """Fleet of these workers and the links between them, as measured by themselves and while the job ran."""
     workers = tuple(entry.fleet_worker for entry in entries)
     known = {worker.worker for worker in workers}
     between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
@@ -46,7 +46,7 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
 
 
 def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
-    """What members hold at `version`, as a plan without paths; None if a stage is missing or no cut has it."""
+    """Chunks that members hold at `version`, as a plan without paths; None if a stage is missing or no cut has it."""
     held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
     stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
     # A worker may say that it holds layers 3 to 0.
@@ -75,7 +75,7 @@ def who_reads_other_data(
     *,
     version: Step,
 ) -> tuple[WorkerId, ...]:
-    """Those of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
+    """Workers of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
     believed = [o for o in origins if version > 0 and any(c.version == version for c in acks[o].chunks)]
     found = {origin: _data_of(ready[origin]) for origin in origins}
     [(usual, _)] = Counter(found[origin] for origin in believed or origins).most_common(1)
@@ -87,12 +87,12 @@ def _data_of(report: ChunksReady) -> tuple[str, int, int]:
 
 
 def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
-    """That of the data that a generation's members read; "" where none of them reads any."""
+    """Fingerprint of the data that a generation's members read; "" where none of them reads any."""
     return max((report.data_fingerprint for report in ready.values()), default="")
 
 
 def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
-    """Of those that read data, one for each that is not the same."""
+    """Workers that read data, one for each data that is not the same."""
     found: dict[tuple[str, int, int], WorkerId] = {}
     for worker in sorted(ready):
         if ready[worker].data_fingerprint:

@@ -1,7 +1,7 @@
-"""How requests for plans are answered: at once, or by searches of several seeds side by side, of which the best counts.
+"""Answers to requests for plans: at once, or by searches of several seeds side by side, of which the best counts.
 
 Rules of this file
-- Of what is found the least predicted step counts (with what moving costs, spread over the steps to come). Seeds
+- The plan with the least predicted step counts (with what moving costs, spread over the steps to come). Seeds
   differ in nothing else, and their effort is counted in moves; so equal requests on an equal cluster have equal answers
   while all searches live (`skein.plan.route.portfolio`).
 """
@@ -22,7 +22,7 @@ from skein.topology.fleet import Fleet
 _MAX_SEEDS = 8
 """More searches of one problem find hardly more."""
 _SLICES = (0.2, 0.8)
-"""Of the budget: a short search first, for the case that the long one never ends."""
+"""Shares of the budget: a short search first, for the case that the long one never ends."""
 
 Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
 """A plan for a job on a fleet after the one so far, from a seed."""
@@ -30,7 +30,7 @@ Planner = Callable[[JobSpec, Fleet, Plan | None, int], Plan | Infeasible]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """What a search has found so far, and what a step costs with its share of moving."""
+    """Plan that a search has found so far, and what a step costs with its share of moving."""
 
     made: PlanMade
     cost_s: float
@@ -99,6 +99,6 @@ def wants_search(job: JobSpec) -> bool:
 
 
 def portfolio_of(job: JobSpec, num_cpus: float) -> Portfolio[FoundPlan]:
-    """One search for each CPU, up to what is of use; the first has the job's own seed."""
+    """Searches for a job, one for each CPU, up to what is of use; the first has the job's own seed."""
     others = range(1, max(1, min(_MAX_SEEDS, int(num_cpus))))
     return Portfolio(seeds=(job.seed, *(key(job.seed, "portfolio", number) for number in others)))

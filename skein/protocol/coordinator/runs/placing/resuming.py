@@ -119,7 +119,7 @@ def _progress(holders: frozenset[ChunkRef], acks: Mapping[WorkerId, Ack]) -> dic
 
 
 def _owners(plan: Plan, progress: _Progress) -> dict[Contribution, WorkerId]:
-    """Who has accumulated what counts."""
+    """Worker that has accumulated each contribution that counts."""
     owners: dict[Contribution, WorkerId] = {}
     visits = {(MicrobatchId(m), hop.stage) for m, path in enumerate(plan.paths) for hop in path.hops}
     ends = _other_end(plan)
@@ -212,7 +212,7 @@ def _again(need: Need, path: Path, version: Step) -> HopTensor:
 def _expected(
     plan: Plan, rest: Rest, progress: _Progress, counted: set[ChunkRef]
 ) -> dict[ChunkRef, tuple[MicrobatchId, ...]]:
-    """What stays of each ledger, then what is left in its order."""
+    """Ledger that each chunk is to have: what stays of it, then what is left in its order."""
     expected = {x.chunk: [*progress[x.chunk].ledger] if x.chunk in counted else [] for x in plan.chunks}
     for schedule in rest.schedules:
         for op in schedule.ops:
@@ -239,7 +239,7 @@ def _droppable(plan: Plan, ledger: frozenset[Contribution]) -> frozenset[Contrib
 
 
 def _made_before(plan: Plan, ledger: frozenset[Contribution]) -> Iterator[set[Contribution]]:
-    """Of each microbatch the contributions in the ledger, and those of ops that must have ended before them."""
+    """Contributions of each microbatch: those in the ledger, and those of ops that must have ended before them."""
     for m, path in enumerate(plan.paths):
         made: set[Contribution] = set()
         ended: set[int] = set()

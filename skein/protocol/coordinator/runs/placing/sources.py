@@ -1,4 +1,4 @@
-"""Where each chunk's state comes from when a plan is put into place, and what each worker is told."""
+"""Sources of each chunk's state when a plan is put into place, and what each worker is told."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -121,7 +121,7 @@ def assignments(
     resumptions: Mapping[WorkerId, Resumption],
     begins: Beginning | None = None,
 ) -> dict[WorkerId, Assign]:
-    """What each worker of the plan is told; `resumptions` are of those who go on with a step in progress."""
+    """Assignment of each worker of the plan; `resumptions` are of those who go on with a step in progress."""
     stages = {stage.index: stage for stage in plan.stages}
     origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
     schedules = {schedule.worker: schedule for schedule in plan.schedules}
@@ -159,7 +159,7 @@ def assignments(
 
 
 def _origins(paths: Sequence[Path]) -> defaultdict[WorkerId, list[Origin]]:
-    """What begins at each worker."""
+    """Microbatches that begin at each worker, with their paths."""
     origins: defaultdict[WorkerId, list[Origin]] = defaultdict(list)
     for index, path in enumerate(paths):
         origins[path.hops[0].worker].append(Origin(microbatch=MicrobatchId(index), path=path))

@@ -1,9 +1,9 @@
-"""Where walkers come from when a plan is put into place: each has all of its own chunks, or all of another's.
+"""Sources of walkers when a plan is put into place: each has all of its own chunks, or all of another's.
 
 Rules of this file
 - A walker goes on if every chunk of it is where the plan before had it. So no walker is made of two.
-- The plan before is the last that everybody had built, and what a later one has given somebody counts for nothing:
-  some may have it by now, and others of the same walker not yet.
+- The plan before is the last that everybody had built, and chunks that a later one has given count for nothing: some
+  workers may have them by now, and others of the same walker not yet.
 - Any other begins as a copy of one that goes on. If none does, all go back to the newest checkpoint, each to the walker
   there that has its number.
 """
@@ -78,7 +78,7 @@ def whole_walkers(
 def held_walkers(
     before: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, given: Collection[ChunkRef] = ()
 ) -> Plan | None:
-    """What is left of `before`, as a plan without paths; None if no walker is whole."""
+    """Walkers that are left of `before`, as a plan without paths; None if no walker is whole."""
     walkers = whole_walkers(before, acks, version=version, given=given)
     if not walkers:
         return None
@@ -108,10 +108,10 @@ def _all(walkers: Iterable[Walker], source: StateSource, version: Step) -> Sourc
 
 
 def _copied(wanted: Iterable[Walker], earlier: list[Walker], version: Step) -> dict[ChunkRef, StateSource]:
-    """Whoever goes on keeps what it has; the others copy the donors that have most of their chunks, in turn.
+    """Sources by chunk: walkers that go on keep their chunks; others copy donors with most of theirs, in turn.
 
-    Nobody who is given another's chunk may be asked for the one that it gives up: it may have given it up by then. If
-    that cannot be had otherwise, all copy one donor.
+    A worker that is given another's chunk may not be asked for the one that it gives up: it may have given it up by
+    then. If that cannot be had otherwise, all copy one donor.
     """
     walkers = list(wanted)
     new = [walker for walker in walkers if walker not in earlier]
@@ -130,7 +130,7 @@ def _copied(wanted: Iterable[Walker], earlier: list[Walker], version: Step) -> d
 
 
 def _nearest(walker: Walker, earlier: list[Walker], turn: int) -> Walker:
-    """Of those with most of its chunks, the one whose turn it is."""
+    """Donor whose turn it is, of those with most of the walker's chunks."""
     num_shared = [len(set(walker) & set(donor)) for donor in earlier]
     nearest = [donor for donor, n in zip(earlier, num_shared, strict=True) if n == max(num_shared)]
     return nearest[turn % len(nearest)]

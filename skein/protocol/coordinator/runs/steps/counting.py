@@ -1,4 +1,4 @@
-"""What an epoch of a job's data is, once and for all: counted when workers open them first."""
+"""Size of an epoch of a job's data, once and for all: counted when workers open them first."""
 
 from skein.config.job import with_steps
 from skein.errors import UserError

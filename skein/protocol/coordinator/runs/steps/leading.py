@@ -1,10 +1,10 @@
-"""Who leads: the walkers' scores on a shared probe, and what the rule makes of them.
+"""Leaders of exchanges: the walkers' scores on a shared probe, and what the rule makes of them.
 
 Rules of this file
 - Scores are of the version at which the exchange's step begins. All walkers are scored on the same samples.
 - Digests are told with the scores, before anybody gets parameters. Followers vote the digest of what they received, and
   some of them its loss on the probe.
-- A leader leads one exchange: nothing is kept that a dead one could take with it, but who has lied.
+- A leader leads one exchange: nothing is kept that a dead one could take with it, but which workers have lied.
 """
 
 from collections.abc import Mapping
@@ -90,12 +90,12 @@ class Leading(RunPart):
         return True
 
     def fenced(self, *, now: float) -> None:
-        """Another plan may number walkers otherwise."""
+        """Forget all claims, for another plan may number walkers otherwise."""
         self._claims.clear()
         self._version = None
 
     def leaders(self, plan: Plan, sites: Mapping[WorkerId, SiteId]) -> Leaders | None:
-        """Who leads the exchanges of the step that begins now; None without scores, or without a finite one."""
+        """Leaders of the exchanges of the step that begins now; None without scores, or without a finite one."""
         if self._version != self._job.version or self._leadership is None:
             return None
         walkers = walkers_of(plan)

@@ -91,11 +91,11 @@ class Overlapping:
         self._members.send(prepare, *group.workers)
 
     def ending(self) -> tuple[GroupId, ...]:
-        """What the record of the step that begins now is to have."""
+        """Groups whose results the record of the step that begins now is to have."""
         return tuple(name for name, x in self._open.items() if x.ends_with == self._job.version)
 
     def results(self) -> tuple[Vote, ...]:
-        """Of those, the results that are here already."""
+        """Results of the groups of `ending` that are here already."""
         found = (self._open[name].result for name in self.ending())
         return tuple(vote for vote in found if vote is not None)
 

@@ -39,7 +39,7 @@ class Stepping(RunPart):
         self.round: Round | None = None
         self._overlapping = Overlapping(job, members, outbox)
         self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
-        """Of the last rounds of this plan: seconds until each walker was done."""
+        """Seconds until each walker was done, for each of the last rounds of this plan."""
         self._begun_at = 0.0
         self._was_late = False
         self._job = job
@@ -54,7 +54,7 @@ class Stepping(RunPart):
         return self._job.spec.aggregation.is_eager
 
     def grace_ends_at(self) -> float:
-        """When late walkers are waited for no longer; infinite while none are."""
+        """Time at which late walkers are waited for no longer; infinite while none are."""
         ends_at = None if self.round is None else self.round.deadline()
         return inf if ends_at is None else ends_at
 
@@ -113,7 +113,7 @@ class Stepping(RunPart):
             self.round.handle(OverlappedEnded(vote=vote), now=now)
 
     def _patience(self, groups: StepGroups, *, now: float) -> Patience | None:
-        """How long late walkers are waited for; nobody is left out twice in a row."""
+        """Patience with late walkers; None: all are waited for. Nobody is left out twice in a row."""
         self._begun_at = now
         if groups.quorum is None or (self._was_late and not isinstance(groups.quorum, Eager)):
             return None
@@ -140,7 +140,7 @@ class Stepping(RunPart):
         return ends
 
     def _remember(self, ended: Round, record: StepRecord, *, now: float) -> None:
-        """What a round took; of late walkers it is known that they took longer than it was open."""
+        """Remember what a round took; of late walkers it is known that they took longer than it was open."""
         self._was_late = bool(ended.late)
         if self.keeps_late or not ended.arrived:
             return

@@ -1,9 +1,9 @@
-"""Who computes and gets nowhere, and who gets on more slowly than it did, or than its peers do.
+"""Workers that compute and get nowhere, and workers that are slower than they were, or than their peers.
 
 Rules of this file
 - A bound is a multiple of what that worker's ops were measured to take. Until a worker has done each kind of op for its
   chunks it may take much longer: devices warm up, and plans rest on profiles.
-- Nothing here decides what becomes of anybody.
+- Nothing here decides what becomes of a worker.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from skein.protocol.messages.reports import Beat
 from skein.types import ChunkRef, StageSpec, WorkerId
 
 ChunkTimeOf = Callable[[ChunkRef, StageSpec], ChunkTime | None]
-"""What a chunk's ops were measured to take; None: not yet."""
+"""Times that a chunk's ops were measured to take; None: not yet."""
 
 # --- stuck ---
 
@@ -46,7 +46,7 @@ class Stuck:
 
 @dataclass(slots=True, kw_only=True)
 class _Placed:
-    """One worker under the plan. `longest_s` has the longest op of each of the last steps, as far as beats saw it."""
+    """A worker under the plan. `longest_s` has the longest op of each of the last steps, as far as beats saw it."""
 
     stages: tuple[tuple[ChunkTime, StageSpec], ...]
     running_s: float = 0.0
@@ -67,7 +67,7 @@ class OpWatch:
         self._placed: dict[WorkerId, _Placed] = {}
 
     def planned(self, plan: Plan) -> None:
-        """Another plan is in place. Who keeps its chunks has shown already what they take."""
+        """Note that a plan is in place. A worker that keeps its chunks has shown already what they take."""
         stages = {stage.index: stage for stage in plan.stages}
         found: dict[WorkerId, list[tuple[ChunkTime, StageSpec]]] = {worker: [] for worker in plan.workers}
         for time in plan.chunk_times:
@@ -97,7 +97,7 @@ class OpWatch:
         self._placed.pop(worker, None)
 
     def bound_s(self, worker: WorkerId) -> float:
-        """How long an op of this worker may run."""
+        """Seconds for which an op of this worker may run."""
         placed = self._placed.get(worker)
         if placed is None:
             return WARMING_S
@@ -110,7 +110,7 @@ class OpWatch:
         return max(STUCK_S, STUCK_TIMES * usual_s)
 
     def stuck(self) -> tuple[Stuck, ...]:
-        """Whose running op is beyond its bound, by the last beat of each; sorted by worker."""
+        """Workers whose running op is beyond its bound, by the last beat of each; sorted by worker."""
         # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
         least_s = min(STUCK_S, WARMING_S)
         slow = sorted(
@@ -134,7 +134,7 @@ def _longest_s(time: ChunkTime) -> float:
 # --- stragglers ---
 
 SLOW, WELL = 1.5, 1.2
-"""Who takes so many times as long is a straggler, and is one until it takes less than the other again."""
+"""Times as long that make a worker a straggler; times as long down to which it stays one."""
 NUM_SLOW = 3
 """Reports in a row that make a straggler: one beat's may be an accident."""
 LEAST_HISTORY = 8
@@ -142,12 +142,12 @@ MAX_HISTORY = 256
 """Reports. Who has been slow for so many of them is as fast as it is."""
 _DEVIATIONS = 3.0
 _SIGMA_PER_MAD = 1.4826
-"""Of normal noise."""
+"""Standard deviation of normal noise, in median absolute deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What one visit of a microbatch takes of a worker, in seconds."""
+    """Seconds that one visit of a microbatch takes of a worker."""
 
     stage: StageSpec
     measured_s: float
@@ -212,7 +212,7 @@ class Stragglers:
         seen.is_straggler = seen.ratio > WELL if seen.is_straggler else seen.num_slow >= NUM_SLOW
 
     def _remember(self, seen: _Seen, visits: Iterable[Visit]) -> None:
-        """What is slow now does not count as the past, unless it lasts."""
+        """Remember visits as the past; those of a worker that is slow now do not count as such, unless it lasts."""
         if 0 < seen.num_slow < MAX_HISTORY and seen.own >= SLOW:
             return
         if seen.num_slow >= MAX_HISTORY:

@@ -1,7 +1,7 @@
-"""What a job's ops, transfers and steps take, as its workers tell: for the next plan, and for whoever looks.
+"""Times of a job's ops, transfers and steps, as its workers tell: for the next plan, and for whoever looks.
 
 Rules of this file
-- Nothing here decides. What is measured is soft: a restarted coordinator learns it again within seconds.
+- Nothing here decides. Measurements are soft: a restarted coordinator learns them again within seconds.
 - Times of a stage outlive the generation that they were measured in; those of a worker that is lost do not.
 """
 
@@ -28,7 +28,7 @@ NUM_STEPS = 5
 PARTED = 2.0
 """Times as long as planned, or a part of that: first measurements are wrong then, not the plan."""
 _LEAST_S = 1e-9
-"""That a tensor takes on any link: what is less is none that was measured."""
+"""Seconds that a tensor takes at least on any link: less was not measured."""
 _NUM_KEPT = 2 * NUM_STEPS
 """So few that a change shows within a few steps."""
 
@@ -36,7 +36,7 @@ _Pair = tuple[WorkerId, WorkerId]
 
 
 class Measured(RunPart):
-    """What is known of one job's times."""
+    """Times that are known of one job."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -45,7 +45,7 @@ class Measured(RunPart):
         self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._stragglers = Stragglers()
         self.anew: set[WorkerId] = set()
-        """Who has measured another speed than plans were made with, and waits for a plan that knows."""
+        """Workers that measured another speed than plans were made with, and wait for a plan that knows."""
 
     # --- what is told ---
 
@@ -81,7 +81,7 @@ class Measured(RunPart):
         self._steps_s.append(seconds)
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
-        """Another plan is in place: its steps are other steps."""
+        """Forget the times of steps: those of another plan are other steps."""
         self._steps_s.clear()
 
     def measured_again(self, worker: WorkerId, factor: float) -> None:
@@ -119,13 +119,13 @@ class Measured(RunPart):
         return bool(ratios) and not 1 / PARTED <= median(ratios) <= PARTED
 
     def chunk_time(self, chunk: ChunkRef, stage: StageSpec) -> ChunkTime | None:
-        """What a chunk takes."""
+        """Time that a chunk's ops were measured to take; None: not yet."""
         return self._chunks.get(chunk.worker, {}).get(stage)
 
     def transfer_time(
         self, sender: WorkerId, receiver: WorkerId, links: Mapping[_Pair, Link]
     ) -> TransferTime | None:
-        """What a tensor's way there takes: without that of the acknowledgement, as far as its latency is known."""
+        """Time of a tensor's way there: without that of the acknowledgement, as far as its latency is known."""
         found = self._transfers.get((sender, receiver))
         if found is None:
             return None
@@ -183,7 +183,7 @@ class Measured(RunPart):
         return stage_loads(self._spec, stages)
 
     def _links(self, fleet: Fleet, links: Mapping[_Pair, Link]) -> tuple[Link, ...]:
-        """Those of the fleet; where tensors went, such that one takes what they took."""
+        """Links of the fleet; where tensors went, such that one takes what they took."""
         position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
         matrices = link_cost_s(fleet)
         found = {(link.sender, link.receiver): link for link in fleet.links}
@@ -210,7 +210,7 @@ class Measured(RunPart):
         return self._stragglers.found()
 
     def blamed(self, plan: Plan, links: Mapping[_Pair, Link]) -> str:
-        """What is farthest off what `plan` rests on, counted over a step, in words."""
+        """Worker's speed or link that is farthest off what `plan` rests on, counted over a step, in words."""
         found = [
             *self._chunks_off(plan),
             *((f"the link {a} -> {b}", x) for (a, b), x in self._links_off(plan, links)),

@@ -22,7 +22,7 @@ that it was in vain doubles the wait: a tensor that takes longer than anybody kn
 """
 STALL_STEPS = 4.0
 STUCK_STALLS = 2.0
-"""Who does not even acknowledge a new generation for so many times as long is the stuck one, and is turned away."""
+"""Stalls without acknowledging a new generation after which a worker is the stuck one, and is turned away."""
 _MAX_DOUBLINGS = 6
 
 
@@ -40,15 +40,15 @@ class Vigil(RunPart):
         self._ops.beat(worker, beat)
 
     def moved(self, *, now: float) -> None:
-        """Something did."""
+        """Note that something moved."""
         self._moved_at = now
 
     def barks_at(self, plan: Plan | None) -> float:
-        """When nothing has moved for too long under this plan."""
+        """Time at which nothing has moved for too long under this plan."""
         return self._moved_at + _stall_s(plan) * 2.0**self._num_barks
 
     def gives_up_at(self, plan: Plan | None) -> float:
-        """When whoever has not acknowledged a generation by then is turned away."""
+        """Time at which workers that have not acknowledged a generation by then are turned away."""
         return self._moved_at + STUCK_STALLS * _stall_s(plan)
 
     def fenced(self, *, now: float) -> None:
@@ -60,7 +60,7 @@ class Vigil(RunPart):
         self._ops.lose(change.worker)
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
-        """Another plan is in place."""
+        """Watch the ops of the plan that is in place."""
         self._ops.planned(adoption.plan)
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
@@ -70,7 +70,7 @@ class Vigil(RunPart):
         self._ops.committed()
 
     def barked(self, phase: RunPhase, incidents: Incidents, blame: Blame, *, now: float) -> str:
-        """Nothing has moved for too long; gives the reason to begin anew, without whoever builds while others have."""
+        """Note a stall and exclude workers that still build while others have; gives the reason to begin anew."""
         still_s = now - self._moved_at
         late = self._members.late() if isinstance(phase, BuildPhase) else ()
         reason = phase.standstill(still_s)

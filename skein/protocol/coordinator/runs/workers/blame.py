@@ -1,4 +1,4 @@
-"""Who gets no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
+"""Workers that get no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,7 @@ class Blame(RunPart):
             self._log(f"excluded={worker}: {reason}")
 
     def judged(self, end: Outvoted | RoundFailed, *, now: float) -> None:
-        """Who reported what cannot be is struck; of those who disagree, one day the least credible goes."""
+        """Strike workers that reported what cannot be; of those that disagree too often, exclude the least credible."""
         if not (isinstance(end, RoundFailed) and end.is_disputed):
             for worker in end.blamed:
                 self.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)

@@ -16,7 +16,7 @@ from skein.types import WorkerId
 
 
 class Disputes:
-    """What the holders of a run have shown of themselves. Steps committed in between end no dispute."""
+    """Disputes and agreements of the holders of a run. Steps committed in between end no dispute."""
 
     def __init__(self) -> None:
         self._num_disputes: Counter[WorkerId] = Counter()
@@ -28,7 +28,7 @@ class Disputes:
         self._num_agreed.update({x for group in groups if len(set(group.workers)) > 1 for x in group.workers})
 
     def disputed(self, workers: Collection[WorkerId]) -> tuple[WorkerId, ...]:
-        """These disagree, and nobody has a majority; gives who of them is to go, if it was too often."""
+        """Count a dispute of these, nobody having a majority; gives those that are to go, if it was too often."""
         for worker in workers:
             self._num_disputes[worker] += 1
             self._opponents[worker].update(other for other in workers if other != worker)
@@ -50,7 +50,7 @@ class Disputes:
         return tuple(other for other in others if not self._opponents[other])
 
     def forget(self, worker: WorkerId) -> None:
-        """Another process has the name."""
+        """Forget a worker, for another process has its name."""
         self._num_disputes.pop(worker, None)
         self._num_agreed.pop(worker, None)
         for other in self._opponents.pop(worker, ()):

@@ -13,11 +13,11 @@ from skein.topology.fleet import Fleet
 from skein.types import Generation, SiteId, WorkerId
 
 _NUM_COPIES = 8
-"""Of one worker that are remembered; it keeps fewer."""
+"""Copies of one worker that are remembered; it keeps fewer."""
 
 
 class Members(RunPart):
-    """Everybody who was live when the generation was opened, less who was lost since.
+    """Workers that were live when the generation was opened, less those that were lost since.
 
     `placed` are those of them that the plan uses, sorted.
     """
@@ -38,7 +38,7 @@ class Members(RunPart):
 
     @property
     def live(self) -> Mapping[WorkerId, Entry]:
-        """Everybody who is not lost, members or not."""
+        """Workers that are not lost, members or not."""
         return self._membership.live
 
     def is_this(self, entry: Entry) -> bool:
@@ -110,7 +110,7 @@ class Members(RunPart):
         return tuple(worker for worker in self._entries if worker not in self.acks)
 
     def place(self, workers: Iterable[WorkerId]) -> None:
-        """These have a place, though no plan was assigned."""
+        """Give these workers a place, though no plan was assigned."""
         self.placed = dict.fromkeys(workers)
 
     def assign(self, told: Mapping[WorkerId, Assign]) -> None:
@@ -131,7 +131,7 @@ class Members(RunPart):
 
     @property
     def sites(self) -> dict[WorkerId, SiteId]:
-        """Where each member is."""
+        """Site of each member."""
         return {worker: entry.hello.site for worker, entry in self._entries.items()}
 
     @property
@@ -141,13 +141,13 @@ class Members(RunPart):
         return Fleet(workers=tuple(entry.fleet_worker for entry in entries), links=())
 
     def entries_of(self, workers: Sequence[WorkerId]) -> list[Entry]:
-        """These members, in this order."""
+        """Entries of these members, in this order."""
         return [self._entries[worker] for worker in workers]
 
     # --- speaking ---
 
     def donor(self, worker: WorkerId) -> Member:
-        """Where a member is reached by those who are to fetch from it, and what they show."""
+        """Address and door of a member, for those who are to fetch from it."""
         return self._out.as_donor(self._entries[worker].member)
 
     def tell(self, directive: Directive, worker: WorkerId) -> None:
@@ -171,9 +171,9 @@ class Members(RunPart):
                 self._dismiss(entry, may_exit=entry.is_leaving)
 
     def free_strangers(self) -> None:
-        """Who came after the generation was opened holds nothing that counts: it may forget the job.
+        """Let workers that came after the generation was opened forget the job: they hold nothing that counts.
 
-        Nor do copies count that anybody who is away may keep.
+        Nor do copies count that a worker that is away may keep.
         """
         self.keepers.clear()
         for worker, entry in self._membership.live.items():
@@ -186,13 +186,13 @@ class Members(RunPart):
             self._dismiss(entry, may_exit=entry.is_leaving)
 
     def let_go(self, worker: WorkerId) -> None:
-        """Nothing depends on this worker."""
+        """Let this worker go: nothing depends on it."""
         entry = self._membership.live.get(worker)
         if entry is not None:
             self._dismiss(entry, may_exit=True)
 
     def let_leaving_go(self) -> None:
-        """Nothing depends on anybody."""
+        """Let all leaving workers go: nothing depends on anybody."""
         for entry in self._membership.live.values():
             if entry.is_leaving:
                 self._dismiss(entry, may_exit=True)

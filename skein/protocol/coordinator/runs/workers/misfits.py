@@ -28,10 +28,10 @@ class Misfits:
     def judge(
         self, worker: WorkerId, trouble: Trouble, others: Collection[WorkerId], *, now: float
     ) -> str | None:
-        """Why the job has failed; None: the worker is set aside.
+        """Reason why the job has failed; None: the worker is set aside.
 
         Args:
-            others: that could have its place.
+            others: workers that could have its place.
         """
         if trouble.is_fatal and self._job.version == 0:
             self._witnesses[worker] = trouble.reason

@@ -1,4 +1,4 @@
-"""What a report says that no worker of this job can have seen, though each of its numbers alone could be."""
+"""Checks for reports that no worker of this job can have made, though each of their numbers alone could be."""
 
 from skein.config.job import JobSpec
 from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, StageDone
@@ -6,7 +6,7 @@ from skein.types import WorkerId
 
 
 def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str | None:
-    """What is wrong with a worker's report, with the value and what would be right; None: it may be true.
+    """Fault in a worker's report, with the value and what would be right; None: it may be true.
 
     Args:
         spec: the job at hand, if there is one.
@@ -30,7 +30,7 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
 
 
 def most_tokens(spec: JobSpec) -> int:
-    """Of one microbatch."""
+    """Tokens of one microbatch, at most."""
     return spec.batch.microbatch_samples * spec.data.sequence_tokens
 
 

@@ -1,4 +1,4 @@
-"""Who is to blame for failures: three in a row, and a worker gets no more work.
+"""Blame for failures: after three in a row a worker gets no more work.
 
 A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
 what it needs, or until the run cannot do without it. One that lacks what the job names is set aside until the latter.
@@ -29,10 +29,10 @@ class Strikes:
         self._excluded: dict[WorkerId, str] = {}
         self._accused: set[WorkerId] = set()
         self._disputed: set[WorkerId] = set()
-        """Who is excluded as less credible than another, and may have been right."""
+        """Workers that are excluded as less credible than another, and may have been right."""
         self._set_aside: set[WorkerId] = set()
         self._unfit: set[WorkerId] = set()
-        """Of those, who lacks what the job names."""
+        """Workers among those set aside that lack what the job names."""
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
@@ -46,7 +46,7 @@ class Strikes:
 
     @property
     def lacking(self) -> str | None:
-        """What those who are set aside cannot use, which may be mended; None: nobody is."""
+        """Thing that workers set aside cannot use, which may be mended; None: nobody is set aside."""
         if self._unfit:
             return "what the job names"
         return "the place of the checkpoints" if self._set_aside else None
