@@ -1,4 +1,4 @@
-"""What both machines hear of time."""
+"""Event that tells both machines of time."""
 
 from dataclasses import dataclass
 
