@@ -35,8 +35,10 @@ from skein.types import JobId, Step
 MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 40
-MAX_HEADER_BYTES = 100 << 20
-"""Limit on the header of a safetensors file; the library's own."""
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library for a file's header."""
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 512
+"""Room in a header for what is no tensor, and for the shape and place of each."""
 RESERVED_BYTES = 256 << 20
 """Bytes that uploads leave free on the disk, so that the run log goes on."""
 
@@ -276,20 +278,37 @@ def _verify_names(opened: BinaryIO, file: CheckpointFile, folder: str) -> None:
         DamagedError: they are others, or the file is no safetensors file.
     """
     try:
-        (header_bytes,) = struct.unpack("<Q", opened.read(8))
-        if header_bytes > min(MAX_HEADER_BYTES, file.num_bytes):
-            raise ValueError("the header is too long")
-        header = json.loads(opened.read(header_bytes))
-        if not isinstance(header, dict):
-            raise ValueError("the header is no table of names")
-    except (ValueError, RecursionError, struct.error) as error:
+        inside = _names_inside(opened, file)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
         raise DamagedError(f"{folder}/{file.name} is no safetensors file: {error}") from error
-    inside = header.keys() - {"__metadata__"}
     if inside != set(file.tensors):
         other = min(inside.symmetric_difference(file.tensors))
         raise DamagedError(
             f"{folder}/{file.name} holds other tensors than its writer told, {other[:128]!r} for one"
         )
+
+
+def _names_inside(opened: BinaryIO, file: CheckpointFile) -> set[str]:
+    """Names of the tensors in a safetensors file whose numbers follow one another to its end.
+
+    Raises:
+        ValueError | TypeError | KeyError | AttributeError | RecursionError | struct.error: it is none.
+    """
+    (header_bytes,) = struct.unpack("<Q", opened.read(8))
+    # What was told bounds what is parsed: a long header would hold up all threads of this process.
+    most = _HEADER_BYTES + sum(6 * len(name) + _ENTRY_BYTES for name in file.tensors)
+    if header_bytes > min(most, MAX_HEADER_BYTES):
+        raise ValueError(f"its header has {header_bytes} bytes, more than names and shapes take")
+    header = json.loads(opened.read(header_bytes).decode())
+    entry_by_name = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    stop = 0
+    for begin, end in sorted(entry["data_offsets"] for entry in entry_by_name.values()):
+        if begin != stop or end < begin:
+            raise ValueError("its tensors do not follow one another")
+        stop = end
+    if 8 + header_bytes + stop != file.num_bytes:
+        raise ValueError("its tensors end elsewhere than the file")
+    return set(entry_by_name)
 
 
 def _delete_checkpoint(files: Folder, folder: str) -> None:

@@ -156,8 +156,27 @@ def test_files_whose_tensors_are_not_those_that_were_told_make_no_checkpoint(
     assert MANIFEST not in names(url, 10)
 
 
+def headed(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+_GAP = b'{"embed":{"data_offsets":[0,1]},"head":{"data_offsets":[2,3]}}'
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"12345", b"\xff" * 64, struct.pack("<Q", 9) + b"[" * 9, struct.pack("<Q", 1) + b"7"]
+    "data",
+    [
+        b"",
+        b"12345",
+        b"\xff" * 64,
+        headed(b"[" * 9),
+        headed(b"7"),
+        headed(b'{"embed":null,"head":null}'),
+        headed('{"embed":{}}'.encode("utf-16")),
+        headed(_GAP, b"abc"),
+        headed(b'{"embed":{"data_offsets":[0,36]}}'),
+        headed(b"{" + b" " * (1 << 17) + b"}"),
+    ],
 )
 def test_files_that_are_no_safetensors_make_no_checkpoint(url: str, data: bytes) -> None:
     write(url, 10, data)
