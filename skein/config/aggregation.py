@@ -1,4 +1,4 @@
-"""How the holders of a stage come to agree: one part of a job file, by rule, and when each rule talks.
+"""Aggregation rules of a job file: how the holders of a stage come to agree, and when each rule talks.
 
 Rules of this file
 - `due(step)`, the exchanges that end a step in order, is a pure function of the spec, so that coordinator, workers
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from skein.config.job import JobSpec
 
 _LEAST_SHARE, _MOST_SHARE = 0.15, 0.25
-"""Of all steps, for a 1-bit rule's warm-up; see `OneBitLamb.warmup_steps`."""
+"""Least and most share of all steps for a 1-bit rule's warm-up; see `OneBitLamb.warmup_steps`."""
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -50,11 +50,11 @@ class AllReduce(RuleSpec):
 
     rule: Literal["all_reduce"] = "all_reduce"
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What gradients travel as; bf16 and int8 keep what they round away for the next step (error feedback)."""
+    """Type that gradients travel as; bf16 and int8 keep what they round away for the next step (error feedback)."""
     pattern: PatternName = "auto"
-    """Which way shards go: each part to its owner at once, along a ring, or up and down a tree; auto: the cheapest."""
+    """Way of the shards: each part to its owner at once, along a ring, or up and down a tree; auto: the cheapest."""
     robust: RobustSpec = NoRobust()
-    """How parts are combined; take a rule if a member may be broken or lie."""
+    """Combiner of the members' parts; take a rule if a member may be broken or lie."""
 
     def due(self, step: int) -> tuple[Due, ...]:
         """Every step, unless plain sums will do: those are reduced like every gradient."""
@@ -97,13 +97,13 @@ class AllReduce(RuleSpec):
 
 
 class _OneBit(RuleSpec):
-    """What both 1-bit rules have."""
+    """Settings that both 1-bit rules have."""
 
     warmup_steps: Annotated[int, Field(ge=2)] = 1000
     """Steps in full precision before the variance is frozen: 15 to 25 % of all, and not before the learning rate is
     warm."""
     warmup_wire: Literal["fp32", "bf16"] = "bf16"
-    """What gradients travel as in the warm-up; fp32 leaves them in the precision of the job."""
+    """Type that gradients travel as in the warm-up; fp32 leaves them in the precision of the job."""
     variance_floor: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Least frozen variance, as a share of the mean of its tensor: without it units that were dead in the warm-up make
     the model diverge."""
@@ -193,9 +193,9 @@ class Lsgd(RuleSpec):
 
     rule: Literal["lsgd"]
     local_every_steps: Annotated[int, Field(ge=1)] = 4
-    """How often walkers of a group meet; raise this if links within sites are slow."""
+    """Period in steps at which walkers of a group meet; raise this if links within sites are slow."""
     global_every_steps: Annotated[int, Field(ge=1)] = 16
-    """How often all meet, a multiple of it; raise this if links between sites are slow."""
+    """Period in steps at which all meet, a multiple of the groups'; raise this if links between sites are slow."""
     local_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the way to the leader of the site. Not multiplied by the learning rate."""
     global_pull: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -205,13 +205,13 @@ class Lsgd(RuleSpec):
     probe_samples: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Validation samples that all walkers are scored on before an exchange, other ones each time."""
     recheck_ratio: Ratio = 0.1
-    """How often each follower computes the leader's score again from what it received, one at least in every exchange
-    unless this is 0. Wants models in one stage; with several, digests alone are compared."""
+    """Probability that a follower computes the leader's score again from what it received, one at least in every
+    exchange unless this is 0. Wants models in one stage; with several, digests alone are compared."""
     asynchronous: bool = False
     """Fast walkers take more local steps between two exchanges: steps are counted whenever some walker ends one, those
     that end together as one. Wants models in one stage; samples that a slow walker does not come to are left out."""
     export: Literal["average", "leader"] = "average"
-    """What comes out: the walkers' mean, or whoever led last."""
+    """Parameters that come out: the walkers' mean, or those of the walker that led last."""
 
     @model_validator(mode="after")
     def _check(self) -> "Lsgd":
@@ -276,15 +276,15 @@ class Gossip(RuleSpec):
 
     rule: Literal["gossip"]
     method: GossipMethod = "decentlam"
-    """Where momentum enters; `qg_dmsgd` bears graphs that others do not."""
+    """Method, which says where momentum enters; `qg_dmsgd` bears graphs that others do not."""
     graph: GraphName = "measured"
     """`measured`: the symmetric graph and weights that agree soonest over the links as they are."""
     every_steps: Annotated[int, Field(ge=1)] = 1
     """Raise this, with `qg_dmsgd`, if links bear no exchange in every step."""
     if_unstable: Literal["refuse", "qg_dmsgd"] = "refuse"
-    """What to do if method, momentum and graph together diverge: say so at submit, or take QG-DmSGD instead."""
+    """Remedy if method, momentum and graph together diverge: say so at submit, or take QG-DmSGD instead."""
     robust: RobustSpec = NoRobust()
-    """How parts are combined; take a rule if a member may be broken or lie."""
+    """Combiner of the members' parts; take a rule if a member may be broken or lie."""
 
     @property
     def walkers(self) -> Walkers:
@@ -359,21 +359,21 @@ class DiLoCo(RuleSpec):
     nesterov: bool = True
     """Look ahead along the outer momentum."""
     wire: Wire = "int8"
-    """What changes travel as; below fp32 what is rounded away goes into the next round (error feedback)."""
+    """Type that changes travel as; below fp32 what is rounded away goes into the next round (error feedback)."""
     error_feedback: bool = True
     """Send in the next round what was rounded away. Only a comparison turns it off."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Into how many pieces a walker's parameters are cut, that are exchanged in turn: the same bytes, evenly spread."""
     overlap_steps: Annotated[int, Field(ge=0)] = 0
-    """How many local steps a fragment's exchange may take while training goes on."""
+    """Local steps that a fragment's exchange may take while training goes on."""
     mix: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the new global parameters in what a walker goes on with; less than 1 keeps some of its own way."""
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the walkers without which a round is not closed."""
     grace: Annotated[float, Field(ge=1, le=100)] = 3.0
-    """How many times the usual wait for the last walker a round waits, once it has its quorum."""
+    """Wait of a round that has its quorum, as a multiple of the usual wait for the last walker."""
     robust: RobustSpec = NoRobust()
-    """How parts are combined; take a rule if a member may be broken or lie."""
+    """Combiner of the members' parts; take a rule if a member may be broken or lie."""
 
     @model_validator(mode="after")
     def _check(self) -> "DiLoCo":

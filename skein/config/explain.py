@@ -1,4 +1,4 @@
-"""What validation found, in words: which field, what it holds, and what would be right, read from the JSON Schema."""
+"""Mistakes that validation found, in words: the field, what it holds, and what would be right by the JSON Schema."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class _Book:
         self._definitions = cast("Mapping[str, Schema]", schema.get("$defs", {}))
 
     def mistake(self, details: ErrorDetails) -> UserError | None:
-        """One mistake in words; None for what only follows from another."""
+        """Mistake in words; None for one that only follows from another."""
         loc, kind, value = details["loc"], details["type"], details["input"]
         field, schema = self._at(loc)
         context = details.get("ctx", {})
@@ -146,7 +146,7 @@ class _Book:
                 yield from self._paths(form, f"{prefix}{name}.")
 
     def _wanted(self, schema: Schema) -> str:
-        """What would be right, after "give"."""
+        """Words for what would be right, after "give"."""
         suffix = ", or null" if schema.get("nullable") else ""
         if "const" in schema:
             return f"{schema['const']}{suffix}"
@@ -194,7 +194,7 @@ def _fields(schema: Schema) -> Mapping[str, Schema]:
 
 
 def _bounds(schema: Schema) -> str:
-    """How limits read after a noun.
+    """Limits in words, as they read after a noun; empty without limits.
 
     >>> _bounds({"minimum": 1, "maximum": 5}), _bounds({"exclusiveMinimum": 0, "maximum": 0.5}), _bounds({})
     (' from 1 to 5', ' above 0 and at most 0.5', '')

@@ -43,7 +43,7 @@ class TextSource(Spec):
 
 
 class JsonlSource(Spec):
-    """One JSON object per line; the text is under `field`."""
+    """JSON objects, one per line; the text is under `field`."""
 
     format: Literal["jsonl"]
     path: str
@@ -85,7 +85,7 @@ HELD_OUT_RATIO = 0.02
 
 
 class DataSpec(Spec):
-    """Where samples come from, read by the workers that hold the first stage."""
+    """Sources that samples come from, read by the workers that hold the first stage."""
 
     sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
     tokenizer: str = BYTES
@@ -147,7 +147,7 @@ class BatchSpec(Spec):
 
 
 class ParallelSpec(Spec):
-    """How the model is cut and how often it is held."""
+    """Stages that the model is cut into, replicas that hold it, and the layout of paths."""
 
     stages: Annotated[int, Field(ge=1, le=512)] = 2
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -163,7 +163,7 @@ MOST_STEPS = 100_000_000
 
 
 class BudgetSpec(Spec):
-    """When the job is done: with the first of those that are given. One must be, and not only `hours`."""
+    """Limits of the job: it is done with the first of those that are given. One must be, and not only `hours`."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     tokens: Annotated[int, Field(ge=1, le=10**18)] | None = None
@@ -171,7 +171,7 @@ class BudgetSpec(Spec):
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Times that all samples to train on are seen, to whole steps; counted when workers first open the data."""
     hours: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
-    """Of work, counted from step to step: what is paused, planned, recovered and evaluated in between is not."""
+    """Hours of work, counted from step to step: what is paused, planned, recovered and evaluated in between is not."""
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetSpec":
@@ -207,7 +207,7 @@ class EvaluationSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When to write resumable state and where; 0: only after the last step.
+    """Period in steps at which resumable state is written, and its place; 0: only after the last step.
 
     With no `url` the workers upload to the coordinator. A URL must reach the same place from all workers.
     """
@@ -221,32 +221,32 @@ class BackupSpec(Spec):
     """Copies of every stage in the memory of workers elsewhere, for when all holders of a stage die at once."""
 
     every_steps: Annotated[int, Field(ge=0)] = 20
-    """As many steps are lost at most, if links allow it. 0: no copies, back to the newest checkpoint."""
+    """Steps that are lost at most, if links allow it. 0: no copies, back to the newest checkpoint."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """What copies may take of a link's time. Where that is too little, copies are made less often, and it is said."""
+    """Share of a link's time that copies may take. Where too little, copies are made less often, and it is said."""
     neighbour_average: bool = False
     """Make a lost inner stage of the average of its neighbours, where no copy of it is as new, rather than go back. No
     step is lost then, but the stage is another, and its optimizer begins anew: this is not exact."""
 
 
 class SkipSpec(Spec):
-    """How far each microbatch may leave the straight way through all stages. By default not at all."""
+    """Limits to how far each microbatch may leave the straight way through all stages. By default not at all."""
 
     ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the stages that each microbatch leaves out, to whole stages. Raise it if slow links rule the step."""
     max_swaps: Annotated[int, Field(ge=0, le=16)] = 0
-    """How often a microbatch may visit a stage just after the one that follows it."""
+    """Most times that a microbatch may visit a stage just after the one that follows it."""
     max_jump: Annotated[int, Field(ge=1, le=512)] | None = None
-    """How far above its highest stage so far a microbatch may go on; null: as far as it likes."""
+    """Most stages that a microbatch may go on above its highest so far; null: as far as it likes."""
 
 
 class PlanSpec(Spec):
-    """How plans are made, and when another is wanted."""
+    """Settings of planning: how plans are made, and when another is wanted."""
 
     method: Literal["search", "balanced", "full"] = "search"
     """`search` looks for the shortest step; `balanced` settles each question once; `full` ignores `skip`."""
     budget_s: Annotated[float, Field(ge=0, le=600)] = 5.0
-    """How long a search may take. Raise it for fleets of hundreds of workers."""
+    """Seconds that a search may take. Raise it for fleets of hundreds of workers."""
     replan_if_off_by: Annotated[float, Field(gt=0, le=1_000_000)] = 0.15
     """Plan anew when measured times are off by this share of the planned; a million: never. Raise it if speeds vary."""
 
@@ -264,7 +264,7 @@ class JobSpec(Spec):
     plan: PlanSpec = PlanSpec()
     optimizer: OptimizerSpec = AdamWSpec()
     aggregation: AggregationSpec = AllReduce()
-    """How the replicas of a stage agree: by rule, see docs/aggregation.md."""
+    """Rule by which the replicas of a stage agree: see docs/aggregation.md."""
     precision: Precision = Precision.FP32
     budget: BudgetSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -273,7 +273,7 @@ class JobSpec(Spec):
     """`exact` computes again whatever a death has taken; `best_effort` goes on without it, and says what it was."""
     backup: BackupSpec = BackupSpec()
     on_divergence: Literal["stop", "rewind", "ignore"] = "stop"
-    """When losses are not finite, or far above what was learned: `stop` fails and keeps the last good checkpoint;
+    """Remedy if losses are not finite, or far above what was learned: `stop` fails and keeps the last good checkpoint;
     `rewind` goes back to it, up to three times, with half the learning rate each time; `ignore` goes on."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 

@@ -22,7 +22,7 @@ Document = dict[str, object]
 
 MAX_CHARACTERS = 100_000
 _SIGNS = ("*", "&", "!", "%", "@", "`")
-"""What begins with these is no plain YAML value, so in an override it is text: `data.sources[0].glob=*.py`."""
+"""Signs that begin no plain YAML value: what begins with one is text in an override, as `data.sources[0].glob=*.py`."""
 
 
 class JobFileErrors(UserError):

@@ -1,4 +1,4 @@
-"""What a URL in a job file names, read without opening anything.
+"""Place that a URL in a job file names, read without opening anything.
 
 A URL comes from whoever may submit a job, and file systems take far more from one than a place: other URLs, options,
 archives to look into, programs. So it is read here, whole, and nothing but its scheme and path goes on.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from skein.errors import UserError
 
 SCHEMES = ("file", "s3", "gs", "abfs")
-"""Where checkpoints may lie. `memory` is for tests."""
+"""Schemes of URLs where checkpoints may lie. `memory` is for tests."""
 
 _NAMES = {
     "s3a": "s3",
@@ -22,7 +22,7 @@ _NAMES = {
     "adl": "abfs",
     "local": "file",
 }
-"""What others call ours."""
+"""Schemes of ours by the names that others have for them."""
 _MAX_CHARACTERS = 1024
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
@@ -132,7 +132,7 @@ def _object(url: str, field: str, scheme: str, rest: str) -> Location:
 
 
 def cure_of_path(path: str) -> str | None:
-    """What is wrong with a path that was meant as a URL; None if nothing is.
+    """Mistake in a path that was meant as a URL, and its cure; None if nothing is wrong.
 
     >>> cure_of_path("s3:/models")
     'slashes are missing: write s3://models'

@@ -11,14 +11,14 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Optimizer(Spec):
-    """What every optimizer has: a schedule, weight decay and a clipping norm."""
+    """Settings that every optimizer has: a schedule, weight decay and a clipping norm."""
 
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-3
     """At the end of the warm-up, per step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up: half a cosine, a straight line, or not at all."""
+    """Fall of the learning rate after the warm-up: half a cosine, a straight line, or none at all."""
     final_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """What is left of the learning rate at the last step; `constant` has no use for it."""
+    """Share of the learning rate that is left at the last step; `constant` has no use for it."""
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     """Over which the learning rate grows from zero, in a straight line."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1

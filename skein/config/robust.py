@@ -1,4 +1,4 @@
-"""How parts of members are combined where one may be broken or lie, and how many members each way needs."""
+"""Combiners of members' parts where one may be broken or lie, and how many members each needs."""
 
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ class CombinerSpec(Spec):
 
     @property
     def least_members(self) -> int:
-        """How many there must be for it to choose from."""
+        """Fewest members among which it has something to choose from."""
         return 1
 
 
@@ -50,7 +50,7 @@ class TrimmedMean(CombinerSpec):
 
     kind: Literal["trimmed_mean"]
     trimmed: Annotated[int, Field(ge=1, le=1024)] = 1
-    """As many bad members as are to be borne."""
+    """Number of bad members that are to be borne."""
 
     @property
     def least_members(self) -> int:
@@ -62,7 +62,7 @@ class Krum(CombinerSpec):
 
     kind: Literal["krum"]
     bad: Annotated[int, Field(ge=0, le=1024)] = 1
-    """As many bad members as are to be borne."""
+    """Number of bad members that are to be borne."""
     chosen: Annotated[int, Field(ge=1, le=1024)] = 1
     """Raise this to lose less of what honest members have learned."""
 
@@ -82,7 +82,7 @@ class CentredClip(CombinerSpec):
     radius: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Raise this if members' data differ much."""
     rounds: Annotated[int, Field(ge=1, le=100)] = 3
-    """How often the centre moves to the mean around it; more where the first centre may be far off."""
+    """Number of times the centre moves to the mean around it; more where the first centre may be far off."""
 
     @property
     def compares_vectors(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every aggregation rule answers about itself, so that nobody else asks which rule it is.
+"""Answers of every aggregation rule about itself, so that nobody else asks which rule it is.
 
 Rules of this file
 - `RuleSpec` has the usual answer to each question; a rule says where it differs.
@@ -33,7 +33,7 @@ GraphName = Literal[
 
 
 class Walkers(StrEnum):
-    """How many trajectories of parameters a job has: one for all replicas, or one for each."""
+    """Number of trajectories of parameters that a job has: one for all replicas, or one for each."""
 
     ONE = "one"
     MANY = "many"
@@ -55,7 +55,7 @@ class Walkers(StrEnum):
 
 
 class Reach(StrEnum):
-    """Who takes part in an exchange: every walker, those of one group (a site), or each with its neighbours."""
+    """Walkers that take part in an exchange: every one, those of one group (a site), or each with its neighbours."""
 
     ALL = "all"
     GROUP = "group"
@@ -76,7 +76,7 @@ class Due:
 
 
 class ExportOf(StrEnum):
-    """Whose parameters an export has, in words for people."""
+    """Parameters that an export has, in words for people."""
 
     ALL = ""
     MEAN = "the mean of all"
@@ -165,7 +165,7 @@ class RuleSpec(Spec):
 
     @property
     def walkers(self) -> Walkers:
-        """How many trajectories of parameters there are."""
+        """Number of trajectories of parameters: one for all replicas, or one for each."""
         return Walkers.ONE
 
     def due(self, step: int) -> tuple[Due, ...]:
@@ -178,14 +178,14 @@ class RuleSpec(Spec):
 
     @property
     def lag_steps(self) -> int:
-        """How many steps training goes on beside an exchange before its result is applied."""
+        """Steps that training goes on beside an exchange before its result is applied."""
         return 0
 
     # --- who takes part, and who is waited for ---
 
     @property
     def leadership(self) -> Leadership | None:
-        """How leaders are found; None: nobody leads."""
+        """Way in which leaders are found; None: nobody leads."""
         return None
 
     @property
@@ -195,7 +195,7 @@ class RuleSpec(Spec):
 
     @property
     def lateness(self) -> Lateness | None:
-        """When late walkers are left out; None: all are waited for."""
+        """Quorum and grace after which late walkers are left out; None: all are waited for."""
         return None
 
     @property
@@ -207,7 +207,7 @@ class RuleSpec(Spec):
 
     @property
     def sum_pattern(self) -> PatternName | None:
-        """Which way shards of gradients go where these are plain sums of what travels; None: they are not."""
+        """Pattern by which shards of gradients go where these are plain sums of what travels; None: they are not."""
         return None
 
     @property
@@ -217,7 +217,7 @@ class RuleSpec(Spec):
 
     @property
     def sum_wire(self) -> Wire:
-        """What gradients travel as in steps without an exchange; fp32: as they are."""
+        """Type that gradients travel as in steps without an exchange; fp32: as they are."""
         return "fp32"
 
     @property
@@ -237,7 +237,7 @@ class RuleSpec(Spec):
 
     @property
     def combiner(self) -> RobustSpec:
-        """How the owner of a shard combines its parts."""
+        """Combiner that the owner of a shard puts its parts together with."""
         return _PLAIN
 
     @property
@@ -249,7 +249,7 @@ class RuleSpec(Spec):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What an estimate names besides the rule."""
+        """Settings that an estimate names besides the rule."""
         return ()
 
     @property
@@ -259,13 +259,13 @@ class RuleSpec(Spec):
 
     @property
     def export_of(self) -> ExportOf:
-        """Whose parameters come out."""
+        """Parameters that come out in an export."""
         return ExportOf.ALL
 
     # --- what it asks of a job ---
 
     def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
-        """What is sent in `job`; the exchange that the rule is about comes last."""
+        """Sendings of the rule in `job`; the exchange that the rule is about comes last."""
         raise NotImplementedError
 
     def check(self, job: "JobSpec") -> None:
@@ -283,7 +283,7 @@ class RuleSpec(Spec):
             raise UserError(f"aggregation.{field}", period, hint)
 
     def _check_wire(self, job: "JobSpec", wire: Wire, field: str = "wire") -> None:
-        """Nobody pays for float64 and rounds it on the wire."""
+        """Refuse a job that pays for float64 and would round it on the wire."""
         if job.precision is Precision.FP64 and wire != "fp32":
             hint = (
                 "what travels in a job of precision fp64 is not rounded: give fp32, which means as computed"

@@ -1,4 +1,4 @@
-"""How the learning rate moves over a job."""
+"""Learning rate over the steps of a job."""
 
 import math
 from typing import assert_never

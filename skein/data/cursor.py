@@ -1,4 +1,4 @@
-"""Which samples a step consumes. The cursor alone says it: not the plan, the number of workers or the clock."""
+"""Samples that a step consumes. The cursor alone says it: not the plan, the number of workers or the clock."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from skein.config.job import BatchSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Cursor:
-    """How far a job has read: `position` samples of its endless shuffled sequence are consumed."""
+    """Place that a job has read to: `position` samples of its endless shuffled sequence are consumed."""
 
     position: int = 0
 

@@ -63,5 +63,5 @@ class Mixture:
 
 
 def _dealt(draws: int, left: int, total: int) -> int:
-    """How many of the first `draws` go left: draws * left / total, rounded to nearest, halves up."""
+    """Number of the first `draws` that go left: draws * left / total, rounded to nearest, halves up."""
     return (2 * draws * left + total) // (2 * total)

@@ -41,7 +41,7 @@ def _feistel(x: U64, keys: U64, rows: np.uint64, columns: np.uint64) -> U64:
 
 
 def permuted(x: ArrayLike, *, size: int, key: int) -> I64:
-    """Where each element of `x` goes under the permutation of [0, size) that `key` names.
+    """Place of each element of `x` under the permutation of [0, size) that `key` names.
 
     Args:
         x: integers in [0, size), any shape.

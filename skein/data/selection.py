@@ -1,4 +1,4 @@
-"""From positions to samples: the split into training and validation, the mixture and the shuffled order in one.
+"""Samples by position: the split into training and validation, the mixture and the shuffled order in one.
 
 Source s has samples 0 to N-1. A permutation of them under the job's seed puts `num_validation` of them into the
 validation set, for the life of the job, and the rest into the training set; both are looked up, never listed.
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """One sample of one source."""
+    """Sample of one source, both by number."""
 
     source: int
     sample: int
@@ -60,7 +60,7 @@ class Pick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which sample stands at each training and validation position of a job."""
+    """Samples at all training and validation positions of a job."""
 
     splits: tuple[Split, ...]
     order_seeds: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What ends every document, so that a model learns where one ends and the next begins."""
+"""Token that ends every document, so that a model learns where one ends and the next begins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ NOTHING = Separator(token=None, name="")
 
 
 def separator_of_bytes(wanted: str | None) -> Separator:
-    """What ends a document where a token is a byte: NUL, unless a job asks for another sign, or for none by "".
+    """Separator where a token is a byte: NUL, unless a job asks for another sign, or for none by "".
 
     Raises:
         UserError: it is more than one byte.
@@ -46,7 +46,7 @@ def separator_of_bytes(wanted: str | None) -> Separator:
 
 
 def separator_of(wanted: str | None, token_of: Callable[[str], int | None]) -> Separator:
-    """What ends a document: a tokenizer's own token for that if it has one, unless a job names one, or "" for none.
+    """Separator from a tokenizer: its own token for that if it has one, unless a job names one, or "" for none.
 
     Args:
         token_of: a token by its name; None if the tokenizer has none of that name.

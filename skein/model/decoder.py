@@ -44,7 +44,7 @@ class DecoderModel(AnyModel):
     shape: DecoderShape | None = None
     init_from: str | None = None
     config: dict[str, JsonValue] = Field(default_factory=dict)
-    """What else the exported config.json says, such as eos_token_id. What `init_from` says there is kept by itself."""
+    """Further keys of the exported config.json, such as eos_token_id. Those of `init_from` are kept by themselves."""
 
     def __hash__(self) -> int:
         # `config` holds JSON, which has no hash; models that differ in it alone are few.

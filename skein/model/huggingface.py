@@ -19,16 +19,16 @@ Shape = TypeVar("Shape", bound=DecoderShape)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a family's `config.json` differs from others'."""
+    """Differences of a family's `config.json` from others'."""
 
     architecture: str
     """The class that transformers opens the weights as."""
     defaults: Mapping[str, object]
-    """What transformers assumes where the file is silent, as far as that is not what all families have."""
+    """Values that transformers assumes where the file is silent, as far as not all families have them."""
     required: Mapping[str, object]
     """The only value of each key that our decoder computes, as far as not all families have it."""
     windowed: Mapping[str, object] = field(default_factory=dict)
-    """What turns a window of attention on besides its length; transformers assumes it to be off."""
+    """Keys that turn a window of attention on besides its length; transformers assumes it to be off."""
 
 
 # What transformers assumes of any family where `config.json` is silent.
@@ -135,7 +135,7 @@ def config_from_shape(shape: DecoderShape, dialect: Dialect, model_type: str) ->
 def kept_from_config(
     config: Mapping[str, object], kind: type[DecoderShape], dialect: Dialect
 ) -> dict[str, object]:
-    """What of a configuration training leaves alone and no shape says: it comes out again in an export."""
+    """Part of a configuration that training leaves alone and no shape says: it comes out again in an export."""
     said = {
         *kind.model_fields,
         *_ROPE,
@@ -150,7 +150,7 @@ def kept_from_config(
 
 
 def comparable(shape: DecoderShape) -> dict[str, object]:
-    """What two shapes must have in common for one's weights to be the other's."""
+    """Sizes that two shapes must have in common for one's weights to be the other's."""
     sizes = shape.model_dump(mode="json", exclude=set(_FREE))
     return sizes | {"attention_width": shape.attention_width}
 

@@ -1,4 +1,4 @@
-"""What a model is to the rest of Skein: a list of layers, each with its tensors and what it costs.
+"""Model as the rest of Skein knows it: a list of layers, each with its tensors and what it costs.
 
 All figures but parameters are per sample. FLOPs count the matrix products and convolutions, as
 `torch.utils.flop_counter` does: 2 m n k each, and attention as if it were not causal. Activation bytes are those that
@@ -26,7 +26,7 @@ LABEL_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: the smallest thing that a cut may separate from its neighbours."""
+    """Layer of a model: the smallest thing that a cut may separate from its neighbours."""
 
     name: str
     num_parameters: int
@@ -36,9 +36,9 @@ class LayerSpec:
     output_bytes: int
     """Size of what it hands to the next layer; 0 for the head, whose loss stays where it is."""
     extra_backward_flops: int = 0
-    """What backward needs beyond twice the forward: scores recomputed, or less where no input wants a gradient."""
+    """FLOPs of backward beyond twice the forward: scores recomputed, or less where no input wants a gradient."""
     num_tied_parameters: int = 0
-    """How many of the parameters the first layer holds too."""
+    """Number of the parameters that the first layer holds too."""
 
     @property
     def backward_flops(self) -> int:
@@ -70,10 +70,10 @@ class AnyModel(Spec):
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """How many tokens the model knows; None: its samples are images."""
+        """Number of tokens that the model knows; None: its samples are images."""
 
     def sample_tokens(self, sequence_tokens: int) -> int:
-        """What a sample counts for, in tokens, where one of text has so many."""
+        """Tokens that a sample counts for, where one of text has `sequence_tokens`."""
         return sequence_tokens
 
     @abstractmethod
@@ -82,7 +82,7 @@ class AnyModel(Spec):
 
     @abstractmethod
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-        """What each layer costs; see `layers_of`."""
+        """Layers with what each costs; see `layers_of`."""
 
     def hugging_face(self) -> dict[str, object]:
         """The `config.json` that lies beside exported weights."""
@@ -97,7 +97,7 @@ class AnyModel(Spec):
         refuse_difference(self.hugging_face(), config)
 
     def begun(self, config: Mapping[str, object]) -> Self:
-        """This model with what it leaves open taken from the `config.json` of what it begins from.
+        """Model like this one, with what it leaves open taken from the `config.json` of what it begins from.
 
         Raises:
             UserError: the weights are of another model.
@@ -132,7 +132,7 @@ def layers_of(model: AnyModel, *, sequence_tokens: int, precision: Precision) ->
 
 
 def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
-    """What `stage` of `layers` costs per sample; a matrix tied within the stage is held, and counted, once."""
+    """Cost of `stage` of `layers` per sample; a matrix tied within the stage is held, and counted, once."""
     held = layers[stage.first : stage.stop]
     holds_both_ends = stage.first == 0 and stage.stop == len(layers)
     return StageCost(

@@ -1,4 +1,4 @@
-"""Which tensors of one stage have the place of another's: blocks of a model are alike, its ends are like nothing."""
+"""Tensors of one stage in the place of another's: blocks of a model are alike, its ends are like nothing."""
 
 from collections.abc import Mapping
 

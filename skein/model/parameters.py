@@ -1,4 +1,4 @@
-"""Which tensors a model has: names as Hugging Face writes them, and shapes, layer by layer."""
+"""Tensors of a model: names as Hugging Face writes them, and shapes, layer by layer."""
 
 import math
 

@@ -20,7 +20,7 @@ def arrays_of(tensors: Tensors) -> dict[str, NDArray[np.float64]]:
 
 
 def tensors_bytes(tensors: Tensors) -> int:
-    """What the tensors' elements weigh, without headers."""
+    """Bytes of the tensors' elements, without headers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -89,7 +89,7 @@ def digest(flat: Tensor) -> str:
 
 
 def shard_bounds(num_elements: int, num_shards: int) -> tuple[tuple[int, int], ...]:
-    """Where each shard of a vector begins and ends; sizes differ by at most one, the longer ones come first.
+    """Begin and end of each shard of a vector; sizes differ by at most one, the longer ones come first.
 
     Raises:
         ValueError: fewer than one shard or fewer than no elements.

@@ -9,7 +9,7 @@ Tensors = dict[str, Tensor]
 
 
 class StateClass(StrEnum):
-    """Who has a state tensor, and so what becomes of it.
+    """Class of a state tensor: who has it, and so what becomes of it.
 
     REPLICATED: bit-equal at all holders, hash-checked, copied to newcomers from anyone.
     PRIVATE: each member's own; a newcomer begins at zero, or with a copy where the slot says so.
@@ -25,7 +25,7 @@ class StateClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One kind of state tensor: its class, and whether a newcomer gets a copy and a checkpoint has it."""
+    """Kind of state tensor: its class, and whether a newcomer gets a copy and a checkpoint has it."""
 
     kind: StateClass
     is_copied: bool = True
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(slots=True, kw_only=True)
 class Walker:
-    """One walker's tensors here. `state` is by slot, then by name: mostly those of the parameters.
+    """Tensors of one walker here. `state` is by slot, then by name: mostly those of the parameters.
 
     `num_updates` counts the updates made. Rules and optimizers change the tensors in place; whoever may have to go back
     gives them a `copy`.

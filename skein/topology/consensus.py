@@ -25,7 +25,7 @@ from skein.topology.graphs import F64, Adjacency, Mixing, mesh, metropolis, ring
 from skein.topology.links import LinkMatrices
 
 AGREED_RATIO = 1e-3
-"""What is left of a disagreement when members count as agreed."""
+"""Share of a disagreement that is left when members count as agreed."""
 
 _TRIALS_COST = 2e8  # trials times members cubed, where that is what takes the time: about a second
 _LEAST_TRIALS, _TRIALS_PER_PAIR = 300, 80
@@ -68,7 +68,7 @@ def num_rounds(mixing: Mixing) -> float:
 
 
 def agreement(links: LinkMatrices, mixing: Mixing, *, num_bytes: float) -> Agreement:
-    """How soon given weights agree over these links."""
+    """Agreement of given weights over these links: the seconds of a round, and the rounds it takes."""
     seconds = round_s(links, mixing.rows > 0, num_bytes=num_bytes)
     return Agreement(mixing=mixing, round_s=seconds, num_rounds=num_rounds(mixing))
 
@@ -158,7 +158,7 @@ def _searched(start: Adjacency, seconds_of: Seconds, num_trials: int) -> Adjacen
 
 
 def _changed(adjacency: Adjacency, luck: np.random.Generator) -> Adjacency:
-    """One edge more, one less, or one end of an edge elsewhere."""
+    """Graph with one edge more, one less, or one end of an edge elsewhere."""
     changed = adjacency.copy()
     i, j, k = luck.choice(len(adjacency), size=3, replace=False).tolist()
     neighbours = np.flatnonzero(adjacency[i])

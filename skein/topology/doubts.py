@@ -98,7 +98,7 @@ def _doubts(seconds: F64, kind: npt.NDArray[np.int64], names: Sequence[str]) -> 
 
 
 def _worst_first(doubts: Sequence[LinkDoubt]) -> tuple[LinkDoubt, ...]:
-    """One doubt for each link, the one with the larger factor."""
+    """Doubts, the largest factor first; of several about one link, the one with the larger factor."""
     by_link: dict[tuple[int, int], LinkDoubt] = {}
     for doubt in sorted(doubts, key=lambda x: -x.factor):
         by_link.setdefault((doubt.sender, doubt.receiver), doubt)

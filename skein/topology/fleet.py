@@ -11,7 +11,7 @@ from skein.types import SiteId, StageSpec, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a worker measured of itself.
+    """Measurements that a worker made of itself.
 
     `flops_per_s` is sustained fp32 matrix multiplication on the device, the median of several short runs, and `spread`
     how far these lay apart, as a share of it; `memory_bytes` is what a job may use.
@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """What a worker takes for one microbatch of a stage, in seconds, as measured while it trained."""
+    """Seconds that a worker takes for one microbatch of a stage, as measured while it trained."""
 
     worker: WorkerId
     stage: StageSpec

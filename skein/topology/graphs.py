@@ -82,11 +82,11 @@ class Mixing:
         return float(np.linalg.norm(self.rows - 1.0 / self.num_members, 2))
 
     def senders_to(self, member: int) -> tuple[int, ...]:
-        """Whom `member` receives from, in order, itself left out."""
+        """Members that `member` receives from, in order, itself left out."""
         return tuple(int(j) for j in np.flatnonzero(self.rows[member]) if j != member)
 
     def receivers_of(self, member: int) -> tuple[int, ...]:
-        """Who receives from `member`, in order, itself left out."""
+        """Members that receive from `member`, in order, itself left out."""
         return tuple(int(i) for i in np.flatnonzero(self.rows[:, member]) if i != member)
 
 
@@ -141,7 +141,7 @@ def mixing_at(kind: GraphKind, num_members: int, round_: int, *, seed: int) -> M
 
 
 def num_doublings(num_members: int) -> int:
-    """How often 1 is doubled until it is `num_members` or more.
+    """Number of times 1 is doubled until it is `num_members` or more.
 
     >>> [num_doublings(n) for n in (1, 2, 3, 8, 9)]
     [0, 1, 2, 3, 4]
@@ -312,7 +312,7 @@ def _way(edges: F64, start: int, is_goal: Adjacency) -> list[int]:
 
 
 def residual(mixings: Sequence[Mixing]) -> float:
-    """How far the product of these rounds is from exact averaging: the largest entry of |W_k ... W_1 - 11ᵀ/n|.
+    """Distance of the product of these rounds from exact averaging: the largest entry of |W_k ... W_1 - 11ᵀ/n|.
 
     >>> residual([mixing_at("one_peer_exponential", 8, k, seed=0) for k in range(3)])
     0.0

@@ -125,7 +125,7 @@ def _judge(
 
 
 def _counts(kind: GraphKind, num_members: int) -> range:
-    """How many members to judge: all, and of graphs whose radius jumps with the number, those left after losses."""
+    """Numbers of members to judge: all, and of graphs whose radius jumps with the number, those left after losses."""
     num_lost = 0
     if kind in ("static_exponential", "one_peer_exponential"):
         num_lost = min(_MOST_LOST, num_members // 2)
@@ -135,7 +135,7 @@ def _counts(kind: GraphKind, num_members: int) -> range:
 
 
 def _nearest(method: GossipMethod, graph: GraphName) -> Iterator[tuple[GossipMethod, GraphName, str]]:
-    """What to take instead, the smallest change first: a graph that is as quick, then a method that is as good."""
+    """Replacements, the smallest change first: a graph that is as quick, then a method that is as good."""
     if graph == "static_exponential":
         yield method, "symmetric_exponential", f"{method} on graph symmetric_exponential"
     yield "qg_dmsgd", graph, f"method qg_dmsgd on graph {graph}"
@@ -252,7 +252,7 @@ def _drawn_growth(method: GossipMethod, momentum: float, graph: Graph, every_ste
 
 @lru_cache(maxsize=4 * _NUM_DRAWS)
 def _drawn_partners(graph: Graph, seed: int) -> npt.NDArray[np.intp]:
-    """Whom each member averages with in each drawn round, or itself: the same for whatever method is judged."""
+    """Partner that each member averages with in each drawn round, or itself: the same for whatever method is judged."""
     drawn = (graph.at(round_, seed=seed).rows for round_ in range(_NUM_DRAWN_ROUNDS))
     # Pairs have four weights of a half; less what is on the diagonal is largest at the partner, if there is one.
     return np.stack([(rows - 0.25 * np.eye(len(rows))).argmax(axis=1) for rows in drawn])

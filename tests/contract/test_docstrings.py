@@ -13,7 +13,20 @@ VAGUE = re.compile(
     r"|One|Something|Somebody|Everybody|Everyone|Nobody|Nothing|As|Of|From)\b"
 )
 
-FOLDERS = ("skein/protocol", "skein/sim", "skein/storage", "skein/wire", "coordinator", "worker", "client")
+FOLDERS = (
+    "skein/config",
+    "skein/data",
+    "skein/model",
+    "skein/numeric",
+    "skein/protocol",
+    "skein/sim",
+    "skein/storage",
+    "skein/topology",
+    "skein/wire",
+    "coordinator",
+    "worker",
+    "client",
+)
 """Where all sentences have been gone through."""
 
 

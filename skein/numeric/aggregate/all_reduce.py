@@ -146,7 +146,7 @@ class AllReduceRule(Rule):
     # --- what it keeps ---
 
     def lost(self, offers: Sequence[Offer]) -> str:
-        """What is neither in the result nor kept back."""
+        """Words for what is neither in the result nor kept back; of robust combiners nothing is claimed."""
         return late(self, offers) if isinstance(self.spec.robust, NoRobust) else ""
 
     def said(self, walker: Walker, talk: Talk) -> Tensor:
@@ -168,7 +168,7 @@ class AllReduceRule(Rule):
         return torch.cat(list(shards))
 
     def _heard(self, part: Tensors, num_elements: int, like: Tensor) -> Tensor:
-        """What has come; what cannot be decoded is made what gates and votes refuse, for it is the sender's fault."""
+        """Vector received; NaN, which gates and votes refuse, if it cannot be decoded: that is the sender's fault."""
         try:
             return compressor_of(self.spec.wire).decode(part, num_elements, like.dtype)
         except ValueError:

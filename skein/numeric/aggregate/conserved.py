@@ -1,4 +1,4 @@
-"""What an exchange must keep, checked from outside: its members' inputs and outputs side by side.
+"""Quantities that an exchange must keep, checked from outside: its members' inputs and outputs side by side.
 
 Rules of this file
 - With error feedback nothing is lost, it is late: the weighted mean of what members have to say and have kept back,
@@ -16,7 +16,7 @@ from skein.numeric.aggregate.rule import Offer, Rule, Talk
 from skein.numeric.walker import Tensors, Walker
 
 _TOLERANCE = 1e-9
-"""Of the largest element: a few float64 roundings of sums of few terms, with room to spare."""
+"""Share of the largest element: a few float64 roundings of sums of few terms, with room to spare."""
 
 
 class Keeping(Rule, Protocol):
@@ -26,17 +26,17 @@ class Keeping(Rule, Protocol):
     """
 
     def said(self, walker: Walker, talk: Talk) -> Tensor:
-        """What a member has to say after its local step, before anything is rounded."""
+        """Vector that a member has to say after its local step, before anything is rounded."""
         ...
 
     def kept(self, walker: Walker, talk: Talk, *, is_after: bool) -> Tensor:
-        """What a member has kept back, as a vector like the result; zero where the wire rounds nothing."""
+        """Residual that a member has kept back, as a vector like the result; zero where the wire rounds nothing."""
         ...
 
     def shelf(
         self, walker: Walker, talk: Talk, shard: int, length: int, *, is_after: bool
     ) -> tuple[Tensors, str]:
-        """Where the owner of a shard of `length` elements keeps what its sum leaves over, and under which name."""
+        """Tensors and name under which the owner of a shard of `length` elements keeps what its sum leaves over."""
         ...
 
     def cut(self, flat: Tensor, walker: Walker, talk: Talk) -> list[Tensor]:
@@ -77,7 +77,7 @@ def late(rule: Keeping, offers: Sequence[Offer]) -> str:
 
 
 def _owned(rule: Keeping, offers: Sequence[Offer], *, is_after: bool) -> Tensor:
-    """What owners have kept back of the sums of their shards."""
+    """Residuals that owners have kept back of the sums of their shards."""
     result, walker, talk = offers[0].result, offers[0].before, offers[0].talk
     assert result is not None
     shards = []
@@ -90,7 +90,7 @@ def _owned(rule: Keeping, offers: Sequence[Offer], *, is_after: bool) -> Tensor:
 
 
 def _weight(rule: Keeping, offer: Offer, like: Tensor) -> Tensor:
-    """What a member's part counts, by element."""
+    """Share that a member's part has in the result, by element."""
     totals = [sum(weight for _, weight in row) for row in offer.talk.weights]
     own = [sum(w for i, w in row if i == offer.talk.me) for row in offer.talk.weights]
     pieces = rule.cut(like, offer.before, offer.talk)

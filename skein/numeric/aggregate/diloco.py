@@ -75,7 +75,7 @@ class DiLoCoRule(Rule):
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """What it keeps, the inner optimizer's slots included.
+        """Slots of the rule, the inner optimizer's included.
 
         A newcomer gets a copy of somebody's inner state: with moments of zero and the count of updates of the others,
         Adam's first steps would be too long.
@@ -100,11 +100,11 @@ class DiLoCoRule(Rule):
         return state | self.optimizer.init(params)
 
     def plan(self, step: int) -> tuple[Due, ...]:
-        """Which exchange ends `step`: that of one fragment, or none."""
+        """Exchange that ends `step`: that of one fragment, or none."""
         return self.spec.due(step)
 
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
-        """One update of the inner optimizer, in place."""
+        """Make one update of the inner optimizer, in place."""
         self.optimizer.update(
             walker,
             grads,
@@ -115,7 +115,7 @@ class DiLoCoRule(Rule):
 
     @torch.no_grad()
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
-        """What this walker changed of the fragment since it last took theta, as shards of the wire's type.
+        """Change of this walker's fragment since it last took theta, as shards of the wire's type.
 
         Each shard states the norm of the whole, for combiners that go by it. The residual waits for `apply`.
         """
@@ -208,11 +208,11 @@ class DiLoCoRule(Rule):
     # --- what it tells and keeps ---
 
     def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
-        """From the mean of all walkers, for the exchange's fragment."""
+        """Distance from the mean of all walkers, for the exchange's fragment."""
         return vector_norm(self._changed(walker, due) - joined)
 
     def lost(self, offers: Sequence[Offer]) -> str:
-        """What is neither in the result nor kept back."""
+        """Words for what is neither in the result nor kept back; of robust combiners nothing is claimed."""
         return late(self, offers) if isinstance(self.spec.robust, NoRobust) else ""
 
     def said(self, walker: Walker, talk: Talk) -> Tensor:
@@ -255,7 +255,7 @@ class DiLoCoRule(Rule):
     def _take_residuals(
         self, walker: Walker, talk: Talk, spans: Sequence[Span], is_heard: Sequence[bool]
     ) -> None:
-        """What was rounded away counts where the part did; an owner's where its result was."""
+        """Apply residuals that wait: a member's where its part counted, an owner's where its result was."""
         waiting = walker.state[NEXT].pop(str(talk.due.fragment), None)
         if waiting is not None:
             residual = gathered(walker.state[RESIDUAL], spans)
@@ -275,7 +275,7 @@ class DiLoCoRule(Rule):
         return gathered(walker.state[CENTRE], spans) if self._has_centre else None
 
     def _heard(self, tensors: Tensors, *, like: Tensor) -> Tensor:
-        """What has come; what cannot be decoded is made what gates and votes refuse, for it is the sender's fault."""
+        """Vector received; NaN, which gates and votes refuse, if it cannot be decoded: that is the sender's fault."""
         try:
             return self._decoded({name: x for name, x in tensors.items() if name != _NORM}, like=like)
         except ValueError:
@@ -311,5 +311,5 @@ def _stated_norm(tensors: Tensors) -> float:
 
 
 def _weight_of(talk: Talk, shard: int) -> float:
-    """What this member's part of a shard counts."""
+    """Weight of this member's part of a shard."""
     return sum(weight for member, weight in talk.weights[shard] if member == talk.me)

@@ -81,7 +81,7 @@ class GossipRule(Rule):
 
     @property
     def shared(self) -> SharedMoment | None:
-        """What AdamW and LAMB have beside the momentum."""
+        """Preconditioner that AdamW and LAMB have beside the momentum; None for SGD."""
         return None if isinstance(self.optimizer, SgdSpec) else SharedMoment(spec=self.optimizer)
 
     @property
@@ -122,12 +122,12 @@ class GossipRule(Rule):
         return {i: dict(sent) for i, row in rows if any(j == talk.me and weight for j, weight in row)}
 
     def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
-        """As what this member sends."""
+        """Form of the vectors that this member sends."""
         return form_of(walker.state[SENT])
 
     @torch.no_grad()
     def combine(self, walker: Walker, talk: Talk, shard: int, parts: Sequence[Tensors]) -> Tensors:
-        """This member's row of W over the parts, behind the gates.
+        """Parts mixed by this member's row of W, behind the gates.
 
         Raises:
             ValueError: the row does not sum to 1.
@@ -144,7 +144,7 @@ class GossipRule(Rule):
         }
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
-        """This member's mixed vectors one after another, by name of what they are."""
+        """Vectors that this member has mixed, one after another, by name of what they are."""
         return flatten(results[talk.me])
 
     @torch.no_grad()
@@ -166,11 +166,11 @@ class GossipRule(Rule):
     # --- the methods ---
 
     def _rate(self, terms: Terms) -> float:
-        """What directions are multiplied with; preconditioned ones have the learning rate in them."""
+        """Factor on directions; 1 for preconditioned ones, which have the learning rate in them."""
         return 1.0 if self.shared else terms.learning_rate
 
     def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
-        """From the mean of its neighbours and itself."""
+        """Distance from the mean of its neighbours and itself."""
         sent = walker.state[SENT]
         return vector_norm(sent[_Y] - unflatten(joined, sent)[_Y])
 

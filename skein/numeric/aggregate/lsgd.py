@@ -108,10 +108,10 @@ class LsgdRule(Rule):
             walker.state.pop(START, None)
 
     def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:
-        """Nothing depends on who is there: the next election is among those who are."""
+        """Do nothing: no state depends on who is there, and the next election is among those who are."""
 
     def distance(self, walker: Walker, due: Due, joined: Tensor) -> float:
-        """From the leader."""
+        """Distance from the leader."""
         return vector_norm(walker.state[START]["all"] - joined)
 
     def lost(self, offers: Sequence[Offer]) -> str:

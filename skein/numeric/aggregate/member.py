@@ -1,4 +1,4 @@
-"""One member's side of the exchanges that end a step: what waits between being packed and being committed.
+"""Exchanges that end a step, at one member: what waits between being packed and being committed.
 
 Rules of this file
 - The walker itself is left alone until all is decided: each exchange works on a copy, which `finish` hands out.
@@ -24,7 +24,7 @@ ExchangeKey = tuple[GroupId, Attempt]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberVote:
-    """What a member votes of what came back."""
+    """Vote of a member on what came back."""
 
     digest: str
     squared_norm: float
@@ -32,7 +32,7 @@ class MemberVote:
 
 
 def digest_of_tensors(tensors: Iterable[Tensor]) -> str:
-    """One digest of several tensors in order."""
+    """Digest of several tensors in order."""
     digests = "".join(digest(tensor.contiguous()) for tensor in tensors)
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
@@ -76,7 +76,7 @@ class _Pending:
     walker: Walker
     talk: Talk
     order: int
-    """Which of its step's exchanges it is, as they are applied."""
+    """Place among its step's exchanges, in the order in which they are applied."""
     ends_with: Step | None = None
     """The step whose record ends it, if it goes on beside steps."""
     joined: Tensor | None = None
@@ -92,7 +92,7 @@ class StepExchanges:
         return key in self._pending
 
     def talk(self, key: ExchangeKey) -> Talk:
-        """What an exchange is about."""
+        """Exchange of that key, as this member sees it."""
         return self._pending[key].talk
 
     def walker(self, key: ExchangeKey) -> Walker:
@@ -127,7 +127,7 @@ class StepExchanges:
         return rule.contribution(copy, talk)
 
     def _beside(self, key: ExchangeKey) -> _Pending | None:
-        """Another exchange that ends the same step of the same stage, if one has been packed."""
+        """Exchange besides this one that ends the same step of the same stage, if one has been packed."""
         own, _ = key
         alike = (
             x
@@ -139,12 +139,12 @@ class StepExchanges:
     def take(
         self, key: ExchangeKey, rule: Rule, walker: Walker, talk: Talk, *, order: int, ends_with: Step
     ) -> dict[int, Tensors]:
-        """What is sent of a walker as it is, which goes on meanwhile: `finish` changes this very walker."""
+        """Shards to send of a walker as it is, which goes on meanwhile: `finish` changes this very walker."""
         self._pending[key] = _Pending(walker=walker, talk=talk, order=order, ends_with=ends_with)
         return rule.contribution(walker, talk)
 
     def form(self, key: ExchangeKey, rule: Rule, shard: int, *, is_result: bool) -> Form:
-        """What every member's part of a shard looks like, or its result."""
+        """Form of every member's part of a shard, or of its result."""
         pending = self._pending[key]
         return rule.form(pending.walker, pending.talk, shard, is_result=is_result)
 
@@ -154,13 +154,13 @@ class StepExchanges:
         return rule.combine(pending.walker, pending.talk, shard, parts)
 
     def join(self, key: ExchangeKey, rule: Rule, results: Mapping[int, Tensors]) -> Tensor:
-        """What came back, as one vector."""
+        """Results that came back, as one vector."""
         pending = self._pending[key]
         pending.joined = rule.join(pending.walker, pending.talk, results)
         return pending.joined
 
     def named(self, results: Iterable[ExchangeKey], stage: StageIndex, *, beside: bool) -> list[ExchangeKey]:
-        """Those of a record's results that a stage here takes part in, as they are applied.
+        """Exchanges that a record's results name and a stage here takes part in, in the order of their application.
 
         Args:
             results: that the record names.
@@ -192,7 +192,7 @@ class StepExchanges:
         return over
 
     def clear(self) -> None:
-        """Nothing of what was packed counts any more."""
+        """Forget all that was packed: it does not count any more."""
         self._pending.clear()
 
 

@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedPart:
-    """Which part does not count (its place among the parts), and why."""
+    """Part that does not count, by its place among the parts, and the reason."""
 
     part: int
     reason: str
@@ -75,7 +75,7 @@ def part_of(vector: Tensor, weight: float) -> Part:
 def gates(
     parts: Sequence[Part], *, limit: float = NORM_LIMIT, usual: float | None = None
 ) -> tuple[RefusedPart, ...]:
-    """Which parts are refused: not finite, longer than they say, or longer than `limit` times the `usual` norm.
+    """Parts that are refused: not finite, longer than they say, or longer than `limit` times the `usual` norm.
 
     Usual is the median of the finite norms above zero, so that idle members make nobody unusual, unless given: whoever
     combines for itself knows its own. Of two members neither is unusual, for there is no telling which; nor is one that
@@ -108,7 +108,7 @@ def _usual(parts: Sequence[Part]) -> float:
 
 
 def _reason_alone(part: Part) -> str:
-    """Why a part is refused whatever the others are; empty if it is not."""
+    """Reason to refuse a part whatever the others are; empty if there is none."""
     if not (math.isfinite(part.norm) and is_finite(part.values)):
         return "not finite"
     own = math.sqrt(squared_norm(part.values))
@@ -297,5 +297,5 @@ def clipped_gossip(own: Tensor, parts: Sequence[Part], *, radius: float) -> Comb
 
 
 def _shrink(norm: float, longest: float) -> float:
-    """What takes a vector of this norm down to the longest allowed; 1 for shorter ones."""
+    """Factor that takes a vector of this norm down to the longest allowed; 1 for shorter ones."""
     return 1.0 if norm <= longest else longest / norm

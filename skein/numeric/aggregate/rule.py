@@ -1,4 +1,4 @@
-"""What every aggregation rule is: how a walker steps, what it sends, what becomes of what all sent.
+"""Protocol of every aggregation rule: how a walker steps, what it sends, what becomes of what all sent.
 
 Rules of this file
 - One exchange: `local_step` on a copy of the walker, then `contribution`; whoever owns a shard calls `combine` on the
@@ -34,7 +34,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """One exchange as one member sees it. Who sends what to whom is the pattern's business, not the rule's.
+    """Exchange as one member sees it. Who sends what to whom is the pattern's business, not the rule's.
 
     Members are counted from 0, in an order that is equal for all. `weights[shard]` says with which weight whoever owns
     the shard takes which member's part, in order of summation. Where each member combines for itself (gossip, leaders)
@@ -47,7 +47,7 @@ class Talk:
     num_shards: int
     weights: tuple[tuple[tuple[int, float], ...], ...]
     leader: int | None = None
-    """Whose parameters all are pulled to; None where a rule has no leaders."""
+    """Member whose parameters all are pulled to; None where a rule has no leaders."""
 
     @property
     def is_by_row(self) -> bool:
@@ -57,7 +57,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One member's side of an exchange. `after` is its walker once all is sent and combined, and nothing applied.
+    """Side of one member in an exchange. `after` is its walker once all is sent and combined, and nothing applied.
 
     `terms` are of the local step before it is sent; None: it is sent as it is.
     """
@@ -84,7 +84,7 @@ class Rule(Protocol):
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """What it keeps, the inner optimizer's slots included."""
+        """Slots of the rule, the inner optimizer's included."""
         ...
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
@@ -92,7 +92,7 @@ class Rule(Protocol):
         ...
 
     def plan(self, step: int) -> tuple[Due, ...]:
-        """Which exchanges end `step`, in the order of their `apply`: the job file's `due`."""
+        """Exchanges that end `step`, in the order of their `apply`: the job file's `due`."""
         ...
 
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
@@ -104,13 +104,13 @@ class Rule(Protocol):
         ...
 
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
-        """What this member sends, by shard; error feedback changes in `walker`."""
+        """Tensors that this member sends, by shard; error feedback changes in `walker`."""
         ...
 
     def form(self, walker: Walker, talk: Talk, shard: int, *, is_result: bool) -> Form:
-        """What every member's part of a shard looks like, or its result, once this member has contributed.
+        """Form of every member's part of a shard, or of its result, once this member has contributed.
 
-        Whoever sends something else is at fault, and nobody computes with that.
+        A member that sends something else is at fault, and nobody computes with that.
         """
         ...
 
@@ -123,7 +123,7 @@ class Rule(Protocol):
         ...
 
     def apply(self, walker: Walker, talk: Talk, joined: Tensor, terms: Terms) -> None:
-        """What the exchange makes of the walker, in place."""
+        """Apply the result of the exchange to the walker, in place."""
         ...
 
     def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:
@@ -134,7 +134,7 @@ class Rule(Protocol):
         ...
 
     def distance(self, walker: Walker, due: Due, joined: Tensor) -> float | None:
-        """How far a walker is from where an exchange draws it; None where all have equal parameters.
+        """Distance of a walker from where an exchange draws it; None where all have equal parameters.
 
         Args:
             walker: as the exchange has it, before its result is applied.
@@ -144,7 +144,7 @@ class Rule(Protocol):
         return None
 
     def lost(self, offers: Sequence[Offer]) -> str:
-        """What an exchange has lost or made up, in words; nothing if it has kept all that the rule promises to keep.
+        """Words for what an exchange has lost or made up; empty if it has kept all that the rule promises to keep.
 
         Args:
             offers: of all members, in order; what they hold is float64.

@@ -1,4 +1,4 @@
-"""From a job file to its aggregation rule."""
+"""Aggregation rule that a job file asks for."""
 
 from typing import assert_never
 

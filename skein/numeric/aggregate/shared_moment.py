@@ -39,7 +39,7 @@ _COPIED = Slot(kind=StateClass.PRIVATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMoment:
-    """What a walker adds to its gradients' direction, and keeps and sends for it."""
+    """Preconditioner of a walker's gradients, and the statistics that it keeps and sends for it."""
 
     spec: AdamWSpec | LambSpec
 
@@ -56,7 +56,7 @@ class SharedMoment:
         return {slot: zeros_like(like, {slot: _COPIED})[slot] for slot, like in shapes.items()}
 
     def direction(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms) -> Tensors:
-        """What one step subtracts from the parameters before momentum, and the statistics brought up to date:
+        """Change that one step subtracts from the parameters before momentum, with the statistics brought up to date:
 
             s' = beta2 s + (1 - beta2) g²                  v' = v + s' - s
             u = g / (sqrt(max(v', (1 - beta2) s')) + eps) + weight_decay x

@@ -117,7 +117,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _padded(values: Tensor, block: int) -> Tensor:
-    """As rows of `block`; the same memory if the length allows it."""
+    """Rows of `block` elements, the last filled up with zeros; the same memory if the length allows it."""
     missing = -values.numel() % block
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
 

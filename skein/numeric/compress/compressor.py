@@ -1,4 +1,4 @@
-"""What every compressor is, and what they all check.
+"""Protocol of every compressor, and the checks that all share.
 
 Rules of this package
 - What is encoded is a vector on any device; what comes out are tensors in types that may travel.
@@ -21,7 +21,7 @@ Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def form_of(tensors: Mapping[str, Tensor]) -> Form:
-    """What tensors look like, whatever is in them."""
+    """Form of tensors, whatever is in them."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -29,7 +29,7 @@ class Compressor(Protocol):
     """A way to say a vector in fewer bytes. Settings, if any, are the compressor's own frozen fields."""
 
     def form(self, num_elements: int, dtype: torch.dtype) -> Form:
-        """What a vector of `dtype` looks like encoded."""
+        """Form of a vector of `dtype` once it is encoded."""
         ...
 
     def encode(self, x: Tensor) -> Tensors:
@@ -41,7 +41,7 @@ class Compressor(Protocol):
         ...
 
     def decode(self, parts: Mapping[str, Tensor], num_elements: int, dtype: torch.dtype) -> Tensor:
-        """What `parts` say, as a new vector of `dtype`.
+        """Vector that `parts` say, a new one of `dtype`.
 
         Raises:
             ValueError: `parts` are not those of a vector of `num_elements`, or a scale is negative or not finite.

@@ -13,7 +13,7 @@ from skein.numeric.walker import Slot, StateClass, Tensors
 
 
 class FeedbackOwner(StrEnum):
-    """Whose residual it is: of the peer that sends, or of the chunk that sums a shard for all."""
+    """Owner of a residual: the peer that sends, or the chunk that sums a shard for all."""
 
     PEER = "peer"
     CHUNK = "chunk"

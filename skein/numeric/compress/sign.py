@@ -1,4 +1,4 @@
-"""One bit for each element: its sign, and one scale for all."""
+"""Compressor to one bit for each element, its sign, and one scale for all."""
 
 import math
 from collections.abc import Mapping

@@ -47,7 +47,7 @@ class AdamW(WithMoments):
         gradient_scale: float,
         decayed: AbstractSet[str],
     ) -> None:
-        """One update with g = gradient_scale * grad and t = walker.num_updates + 1, in the dtype of the parameter:
+        """Make one update with g = gradient_scale * grad and t = walker.num_updates + 1, in the dtype of the parameter:
 
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g

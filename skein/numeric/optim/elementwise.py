@@ -1,4 +1,4 @@
-"""What all optimizers are made of: pieces, scratch memory, checks, and the few operations they share.
+"""Parts that all optimizers are made of: pieces, scratch memory, checks, and the few operations they share.
 
 Rules of the optimizers
 - Every operation on tensors is one correctly rounded IEEE operation per element (product, sum, quotient or root), so

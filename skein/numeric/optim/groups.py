@@ -1,4 +1,4 @@
-"""Which parameters an optimizer treats alike."""
+"""Parameters that an optimizer treats alike: those that weight decay applies to, and the others."""
 
 from collections.abc import Mapping
 

@@ -38,7 +38,7 @@ class Lamb(WithMoments):
         gradient_scale: float,
         decayed: AbstractSet[str],
     ) -> None:
-        """One update with g = gradient_scale * grad, in the dtype of the parameter, norms in float64:
+        """Make one update with g = gradient_scale * grad, in the dtype of the parameter, norms in float64:
 
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g

@@ -1,4 +1,4 @@
-"""What every inner optimizer is: slots, an initial state, and an update in place."""
+"""Protocol of every inner optimizer: slots, an initial state, and an update in place."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -15,7 +15,7 @@ class Optimizer(Protocol):
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """What it keeps, by name of the slot."""
+        """Slots of the optimizer's state, by name."""
         ...
 
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:

@@ -1,4 +1,4 @@
-"""From an optimizer's settings in a job file to the optimizer."""
+"""Optimizer that the settings in a job file ask for."""
 
 from typing import assert_never
 

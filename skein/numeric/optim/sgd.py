@@ -36,7 +36,7 @@ class Sgd(Optimizer):
         gradient_scale: float,
         decayed: AbstractSet[str],
     ) -> None:
-        """One update, in the dtype of the parameter:
+        """Make one update, in the dtype of the parameter:
 
             g = gradient_scale * grad + weight_decay * p            the last only if decayed
             b = momentum * b + g                                    b = 0 before the first

@@ -1,4 +1,4 @@
-"""What 1-bit LAMB and 1-bit Adam share: when they freeze, what travels, and what happens when members change.
+"""Base of 1-bit LAMB and 1-bit Adam: when they freeze, what travels, and what happens when members change.
 
 Rules of this file
 - The warm-up is the inner optimizer on gradients that were reduced in full precision. The first step behind it freezes
@@ -197,7 +197,7 @@ class OneBit(Rule, ABC):
     def _admitted(
         self, parts: Sequence[Tensors], layout: SegmentLayout, shard: int, *, dtype: torch.dtype
     ) -> list[int]:
-        """Which parts count, by place: those of this shard whose scales say no unusual length."""
+        """Places of the parts that count: those of this shard whose scales say no unusual length."""
         norms: dict[int, float] = {}
         for i, part in enumerate(parts):
             with suppress(ValueError):  # What cannot be read is the sender's fault, and nobody else's.
@@ -206,7 +206,7 @@ class OneBit(Rule, ABC):
         return [i for i, norm in norms.items() if not norm > NORM_LIMIT * usual > 0]
 
     def join(self, walker: Walker, talk: Talk, results: Mapping[int, Tensors]) -> Tensor:
-        """What is not of its shard is made what votes refuse: who sent it is to blame, and not who was sent it."""
+        """Joined results; NaN, which votes refuse, if not of its shard: the sender is to blame, not the receiver."""
         layout = self.layout(walker, talk)
         if not walker.params:
             return torch.empty(0)
@@ -236,7 +236,7 @@ class OneBit(Rule, ABC):
             walker.state |= zeros_like(walker.params, {ERROR: SHARED_SLOTS[ERROR]})
 
     def layout(self, walker: Walker, talk: Talk) -> SegmentLayout:
-        """How what travels in an exchange is cut."""
+        """Segments and shards that the vector of an exchange is cut into."""
         return SegmentLayout(lengths=self._segments(walker.params), num_shards=talk.num_shards)
 
     # --- what it keeps ---
@@ -271,7 +271,7 @@ class OneBit(Rule, ABC):
 
     @abstractmethod
     def _warm_up(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms) -> None:
-        """One update before the freeze, in place."""
+        """Make one update before the freeze, in place."""
         ...
 
     @abstractmethod
@@ -281,7 +281,7 @@ class OneBit(Rule, ABC):
 
     @abstractmethod
     def _move(self, walker: Walker, momenta: Mapping[str, Tensor], terms: Terms) -> None:
-        """One update behind the freeze, in place: `momenta` become the means."""
+        """Make one update behind the freeze, in place: `momenta` become the means."""
         ...
 
 
@@ -315,5 +315,5 @@ def direction(momentum: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def scalars(params: Mapping[str, Tensor], value: float) -> Tensors:
-    """One number for each parameter, in its dtype."""
+    """Tensors of one number, `value`, for each parameter, in its dtype."""
     return {name: param.new_full((), value) for name, param in params.items()}

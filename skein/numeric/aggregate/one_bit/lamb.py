@@ -26,7 +26,7 @@ RATIO = "ratio"
 is there; from the freeze on the average itself."""
 RATIO_WEIGHT = "ratio_weight"
 FACTOR = "factor"
-"""What the drift of the second moment last made of the frozen ratio."""
+"""Factor on the frozen ratio that the drift of the second moment last came to."""
 
 _LARGEST_SCALE = 1e15
 """Above, a tensor's momentum is as good as zero, and float32 would soon overflow."""

@@ -31,13 +31,13 @@ from skein.numeric.walker import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLayout:
-    """How a vector is cut: the lengths of its segments, one after another, and into how many shards."""
+    """Cut of a vector: the lengths of its segments, one after another, and the number of shards."""
 
     lengths: tuple[int, ...]
     num_shards: int
 
     def ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
-        """Where in the vector each segment's piece in `shard` begins and ends.
+        """Begin and end, in the vector, of each segment's piece in `shard`.
 
         >>> SegmentLayout(lengths=(20, 5), num_shards=2).ranges(1)
         ((16, 20), (25, 25))
@@ -59,7 +59,7 @@ class SegmentLayout:
 
 
 def encode_all(total: Tensor, layout: SegmentLayout) -> tuple[dict[int, Tensors], Tensor]:
-    """What a member sends of `total`, by shard, and what it says with that, as a vector like `total`.
+    """Tensors that a member sends of `total`, by shard, and what it says with them, as a vector like `total`.
 
     Raises:
         ValueError: `total` is not finite.
@@ -80,7 +80,7 @@ def encode_all(total: Tensor, layout: SegmentLayout) -> tuple[dict[int, Tensors]
 
 
 def encode_shard(total: Tensor, layout: SegmentLayout, shard: int) -> tuple[Tensors, Tensor]:
-    """What whoever sums `shard` sends to all, and what it says with that; `total` is that shard alone.
+    """Tensors that the owner of `shard` sends to all, and what it says with them; `total` is that shard alone.
 
     Raises:
         ValueError: `total` is not finite.
@@ -95,7 +95,7 @@ def encode_shard(total: Tensor, layout: SegmentLayout, shard: int) -> tuple[Tens
 
 
 def decode_shard(parts: Tensors, layout: SegmentLayout, shard: int, *, dtype: torch.dtype) -> Tensor:
-    """What `parts` say about the elements of `shard`, as a vector.
+    """Elements of `shard` that `parts` say, as a vector.
 
     Raises:
         ValueError: they are not of that shard, or a scale is negative or not finite.
@@ -124,7 +124,7 @@ def said_norm(parts: Tensors, layout: SegmentLayout, shard: int, *, dtype: torch
 
 
 def shard_form(layout: SegmentLayout, shard: int, dtype: torch.dtype) -> Form:
-    """What whoever speaks of `shard` sends, where vectors are of `dtype`."""
+    """Form of what a member or the owner sends of `shard`, where vectors are of `dtype`."""
     lengths = [stop - start for start, stop in layout.ranges(shard)]
     kind = torch.float64 if dtype is torch.float64 else torch.float32
     num_bytes = sum(-(-length // 8) for length in lengths)
